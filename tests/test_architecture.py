@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (323, 4),
-    "agent": (4_624, 17),
+    "agent": (4_615, 17),
     "chrome": (3_180, 9),
     "cli": (2_994, 16),
     "compat": (1_181, 6),
@@ -349,15 +349,15 @@ LINES_AND_FILES = {
     "docs": (0, 0),
     "fleet": (137, 1),
     "instrumentors": (12_955, 51),
-    "native": (9_220, 29),
-    "otlp": (5_420, 20),
+    "native": (9_214, 29),
+    "otlp": (5_417, 20),
     "profile": (2_615, 8),
     "proposal": (1_403, 5),
-    "recorder": (2_651, 11),
-    "recording": (4_196, 20),
+    "recorder": (2_648, 11),
+    "recording": (4_181, 20),
     "report": (14_907, 50),
     "runtime": (2_820, 18),
-    "sessions": (6_794, 25),
+    "sessions": (6_793, 25),
     "trace": (10_742, 37),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -17,7 +17,7 @@ from instrument.instrumentors.loaders import _Next
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.governor import Budget, Governor
 from instrument.recorder.recorder import RECORDER
-from instrument.recorder.wrapping import bare_of
+from instrument.recorder.wrapping import bare_function
 from instrument.recording.spans import Site
 
 COSTS_NS = dict.fromkeys(("call", "method", "wrapper", "coroutine", "generator", "scope"), 100.0)
@@ -370,7 +370,7 @@ def test_every_probe_is_muted_where_its_thread_is_over_the_budget_counted_and_co
     use, name = user_of(recorder, shape)
     if shape == "loader":
         use()
-        recorder.may_mute(next(iter(calls_by_site(recorder))), shape="wrapper")
+        recorder.allow_muting(next(iter(calls_by_site(recorder))), shape="wrapper")
         recorder.reset()
     clock = Clock(recorder, BUDGET)
     called(use, 1_000)
@@ -503,7 +503,7 @@ def test_a_decorated_function_is_taken_off_its_names_and_put_on_again(
         vars(module),
     )
     hot, engine = vars(module)["hot"], vars(module)["Engine"]
-    bare = bare_of(hot)
+    bare = bare_function(hot)
     vars(module)["bare"] = bare
     vars(other)["copied"] = hot
     vars(other)["table"] = {"hot": (hot,)}
@@ -523,7 +523,7 @@ def test_a_decorated_function_is_taken_off_its_names_and_put_on_again(
         attach_step()
         assert vars(module)["hot"] is vars(other)["copied"] is hot
         assert vars(other)["later"] is hot
-        assert (hot.counter, bare_of(hot), vars(module)["bare"]) == (1, bare, bare)
+        assert (hot.counter, bare_function(hot), vars(module)["bare"]) == (1, bare, bare)
         assert engine.step() == 3
         assert RECORDER.calls == 2
     finally:

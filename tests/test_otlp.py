@@ -833,7 +833,7 @@ def test_a_request_that_waits_long_for_an_answer_is_in_the_log_before_its_time_i
     monkeypatch.setattr("instrument.otlp.exporter.SILENCE_NS", 0)
     with collecting(swallow) as server, exporting(server.settings) as exporter:
         offer(exporter, tree(1))
-        exporter.hurry()
+        exporter.send_soon()
         wait_until(lambda: server.tries > 0)
         exporter.note_silence()
         exporter.note_silence()
@@ -843,7 +843,7 @@ def test_a_request_that_waits_long_for_an_answer_is_in_the_log_before_its_time_i
 def test_spans_given_up_by_stop_are_in_the_log_with_the_last_reason(caplog: pytest.LogCaptureFixture) -> None:
     with exporting(Otlp(f"http://127.0.0.1:{free_port()}/v1/traces", timeout_ns=60 * SECOND)) as exporter:
         offer(exporter, tree(1))
-        exporter.hurry()
+        exporter.send_soon()
         wait_until(lambda: exporter._sender.obstacle != "")
         assert "Connection refused" in exporter.stop(0).reason
     assert caplog.text.count("spans do not reach the OpenTelemetry collector (ConnectionRefusedError") == 1

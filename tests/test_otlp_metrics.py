@@ -439,7 +439,7 @@ def test_metrics_of_a_process_that_a_collector_does_not_take_do_not_stop_those_o
             exporter.add_metrics(source)
         for _ in range(50):
             tell()
-            exporter.hurry()
+            exporter.send_soon()
             time.sleep(0.05)
             if server.taken:
                 break

@@ -33,7 +33,7 @@ from instrument.recorder import recorder as recorder_module
 from instrument.recorder import wrapping
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import Ticks
-from instrument.recorder.wrapping import bare_of
+from instrument.recorder.wrapping import bare_function
 from instrument.recording.histogram import bucket
 from instrument.recording.paths import OVERFLOW
 from instrument.recording.remote_parents import REMOTE, RemoteParent, noted
@@ -87,7 +87,7 @@ def test_every_kind_of_function_keeps_its_kind_signature_and_names(recorder: Any
             function.__doc__,
         )
         assert made.__module__ == function.__module__
-        assert bare_of(made) is function
+        assert bare_function(made) is function
         assert not hasattr(made, "__wrapped__")
         assert weakref.ref(made)() is made
     assert recorder.wrap(call, Site("x")).extra == 5
@@ -1595,7 +1595,7 @@ def test_a_method_passes_muted_instances_and_what_nobody_could_decide(
     part.selected = True  # type: ignore[attr-defined]
     part.work()
     site = choice[id(part)]
-    recorder.may_mute(site)
+    recorder.allow_muting(site)
     assert recorder.mute(site)
     part.work()
     assert recorder.muted_calls() == {site: 1}

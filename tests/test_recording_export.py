@@ -136,7 +136,7 @@ def test_spans_of_a_session_are_its_own_though_another_one_has_begun_before_they
     for count in (5, 2):
         service.serve("one", count)
         service.look()
-        first._exporter.hurry()
+        first._exporter.send_soon()
         until(lambda: collector.tries == 1)
     service.begin("second")
     service.serve("another", 3)
@@ -197,7 +197,7 @@ def test_a_killed_exporters_spans_under_way_are_counted_apart_from_its_unsent_on
     for count, tries in ((3, 1), (5, 2)):
         service.serve("one", count)
         service.look()
-        service.exporter.hurry()
+        service.exporter.send_soon()
         until(lambda tries=tries: collector.tries == tries)  # type: ignore[misc]
         if tries == 1:
             until(lambda: first._place.read().fates["exported"] == 3)
@@ -337,7 +337,7 @@ def test_fates_of_spans_are_written_while_metrics_wait(service: Service, monkeyp
         for count in range(1, 4):
             service.serve("one", 1)
             service.look()
-            service.exporter.hurry()
+            service.exporter.send_soon()
             until(lambda count=count: service.progress().fates["exported"] > count, service.progress)  # type: ignore[misc]
         assert metrics.waits()
         assert len(written) <= before + 1

@@ -33,7 +33,7 @@ from instrument.agent import client
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
-from instrument.recorder.wrapping import bare_of
+from instrument.recorder.wrapping import bare_function
 from instrument.sessions import control
 from instrument.sessions.control import ControlThread
 from instrument.sessions.membership import Membership
@@ -146,7 +146,7 @@ def test_another_name_or_kind_makes_another_probe() -> None:
     assert done.attached == done.undone == ("reloaded:first",)
     module.first(1)
     assert calls(session) == {"one": 1}
-    assert bare_of(module.first) is original
+    assert bare_function(module.first) is original
 
 
 def test_the_first_rule_still_has_a_target_when_a_reload_puts_another_before_it() -> None:

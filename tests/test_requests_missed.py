@@ -114,8 +114,8 @@ def test_requests_recorded_in_another_process_are_not_reported_as_missed() -> No
     served = Verdict("requests", "attached", "requests", calls=3)
     assert merge_processes([unmet, served]) == [served]
     assert merge_processes([unmet]) == [unmet]
-    assert drop_recorded_elsewhere([unmet], {board.called("requests")}) == []
-    assert drop_recorded_elsewhere([unmet], {board.attached("requests")}) == [unmet]
+    assert drop_recorded_elsewhere([unmet], {board.called_mark("requests")}) == []
+    assert drop_recorded_elsewhere([unmet], {board.attached_mark("requests")}) == [unmet]
 
 
 def test_ports_are_known_that_connections_came_to_and_are_open_or_closed() -> None:

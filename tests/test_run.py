@@ -153,7 +153,7 @@ def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None
         import time, os
         from instrument.recording import board
         end = time.monotonic() + 240
-        while board.attached("engine:step") not in board.marks() and time.monotonic() < end:
+        while board.attached_mark("engine:step") not in board.marks() and time.monotonic() < end:
             time.sleep(0.01)
         child.communicate("\\n")
     """)
@@ -322,7 +322,7 @@ def test_only_what_another_process_has_at_work_is_left_out() -> None:
     idle, waiting = Verdict("here", "uncalled", "a:c", calls=0), Verdict("there", "waiting", why="not imported")
     nobody, compiled = Verdict("nobody", "waiting"), Verdict("there", "compiled", "x")
     verdicts = [attached, idle, waiting, nobody, compiled]
-    marks = {board.attached("there"), board.called("there"), board.called("here")}
+    marks = {board.attached_mark("there"), board.called_mark("there"), board.called_mark("here")}
     assert drop_recorded_elsewhere(verdicts, marks) == [attached, idle, nobody, compiled]
     assert drop_recorded_elsewhere(verdicts, set()) == verdicts
 

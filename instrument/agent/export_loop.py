@@ -104,7 +104,7 @@ class ExportLoop:
         while self._read_all(is_last=True) and time.monotonic() < self._ends_at:
             pass
         for sender in self._exporters.values():
-            sender.hurry()  # all at the same time: one slow collector delays no other
+            sender.send_soon()  # all at the same time: one slow collector delays no other
         for sender in self._exporters.values():
             sender.stop(max(round((self._ends_at - time.monotonic()) * 1e9), 0))
         for number in list(self._recordings):
@@ -241,7 +241,7 @@ class ExportLoop:
     def _note_settled(self, source: Source) -> None:
         """Note the progress of sending a source's spans. The sending thread calls this."""
         for export in list(self._recordings.values()):
-            if export.is_of(source):
+            if export.owns_source(source):
                 export.note_sent()
         if self._is_behind:
             self._agent.wake()

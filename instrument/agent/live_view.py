@@ -78,8 +78,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNow:
-    """A process: its profile's generation, its calls since its begin, the estimated cost of their probes, and its
-    losses.
+    """A process: its profile's generation, its calls since its begin, their estimated cost, and its losses.
 
     Calls, cost and losses are None for an ended process and an unreadable recording. `up_ns` is None if the agent
     missed its begin and end.
@@ -175,7 +174,7 @@ class LiveSampler:
         self._run = run
         self._before: dict[tuple[int, int], tuple[int, Tally]] = {}
 
-    def is_of(self, run: str) -> bool:
+    def shows(self, run: str) -> bool:
         """Return True if this sampler shows that run."""
         return self._run == run
 

@@ -101,7 +101,7 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
         nonlocal sampler
         with client.find_runs(options.run, memory=True) as runs:
             run = client.single_run("live", runs)
-            if not sampler.is_of(run.name):
+            if not sampler.shows(run.name):
                 sampler = LiveSampler(run.name)
             screen = sampler.look(run.members, run.folded)
             return replace(screen, problems=(run.none_joined,)) if run.none_joined else screen

@@ -356,4 +356,4 @@ def _below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> T
         first = next((depth for depth, site in enumerate(path) if site.key in keys_of_sites), None)
         return None if first is None else path[first:] if root is None else (root, *path[first + 1 :])
 
-    return tally.placed(below)
+    return tally.with_paths(below)

@@ -21,7 +21,7 @@ from instrument.instrumentors.work import CallWork
 from instrument.native import OFF
 from instrument.profile.model import KINDS, PHASES
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recorder.wrapping import Attributes, Passes, Results, bare_of
+from instrument.recorder.wrapping import Attributes, Passes, Results, bare_function
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
@@ -260,7 +260,7 @@ def detach_decorated(site: Site) -> Callable[[], object] | None:
     call the wrapper.
     """
     wrapper = _decorated.get(site)
-    bare = None if wrapper is None else bare_of(wrapper)
+    bare = None if wrapper is None else bare_function(wrapper)
     if type(bare) is not FunctionType:
         return None
     twin = _bare_copy(bare, wrapper)

@@ -49,7 +49,7 @@ def loader(iterable: T, name: str | None = None) -> T:
         raise TargetError(f"loader: the name {name!r} is not a text; give a name of the data")
     title = getattr(iterable, "__name__", None)
     site = RECORDER.scope_site(name or (title if isinstance(title, str) and title else kind.__name__), "loader")
-    RECORDER.may_mute(site, shape="wrapper")
+    RECORDER.allow_muting(site, shape="wrapper")
     proxy: T = _make_proxy(iterable, site)
     return proxy
 
@@ -290,7 +290,7 @@ class Loaders(Switch):
         new = Site("DataLoader", "loader", _TORCH, "_BaseDataLoaderIter.__next__", instance=dataset.__name__)
         # Two threads may be first: setdefault keeps one site per class, or the tally would split.
         site = self._sites.setdefault(dataset, new)
-        self._recorder.may_mute(site, shape="wrapper")
+        self._recorder.allow_muting(site, shape="wrapper")
         return site
 
     def verdicts(self) -> list[Verdict]:

@@ -183,7 +183,7 @@ class Phases(Switch):
         new_recording = wrapping.make_function(self._recorder, function, site, works)
         recording = self._recordings.setdefault(key, new_recording)
         if recording is new_recording:  # two threads may be first
-            self._recorder.may_mute(site, new_recording)
+            self._recorder.allow_muting(site, new_recording)
             if subject is not None:
                 weakref.finalize(subject, self._recordings.pop, key, None)
             self.hits.setdefault(phase, set()).add(site.instance)

@@ -151,7 +151,7 @@ class _Probes:
         self.sites: list[Site] = [recorder.scope_site("scope", "user")]
         layer, site = object(), Site("method")
         method = wrapping.wrap_method(recorder, bare_method, {id(layer): site}, lambda _: site)
-        recorder.may_mute(site)
+        recorder.allow_muting(site)
         self.sites.append(site)
         self._by_shape: dict[str, tuple[Run, Any, Run, Any]] = {
             "call": (call, wrapped(nothing, "call"), call, nothing),

@@ -200,7 +200,7 @@ class SharedSites:
         site = self._sites.get(key)
         if site is None:
             site = self._sites.setdefault(key, replace_fields(make(), work=work))
-            self._recorder.may_mute(site)
+            self._recorder.allow_muting(site)
         elif isinstance(site.work, ModuleWork):
             site.work.follow(tensors)
         selected[site] = None

@@ -94,8 +94,8 @@ def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
 def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
     """Return the marks for this process's attached and called rules on the run's board."""
     recording = [verdict for verdict in verdicts if verdict.state in RECORDING]
-    marks = {board.attached(verdict.rule) for verdict in recording}
-    return marks | {board.called(verdict.rule) for verdict in recording if verdict.calls}
+    marks = {board.attached_mark(verdict.rule) for verdict in recording}
+    return marks | {board.called_mark(verdict.rule) for verdict in recording if verdict.calls}
 
 
 def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
@@ -106,7 +106,7 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
     own_marks = marks_of(verdicts)
 
     def is_of_others(verdict: Verdict) -> bool:
-        mark = (board.called if verdict.state in ("uncalled", "unmet") else board.attached)(verdict.rule)
+        mark = (board.called_mark if verdict.state in ("uncalled", "unmet") else board.attached_mark)(verdict.rule)
         return mark in marks and mark not in own_marks and verdict.state in ("waiting", "nothing", "uncalled", "unmet")
 
     return [verdict for verdict in verdicts if not is_of_others(verdict)]

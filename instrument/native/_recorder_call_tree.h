@@ -11,7 +11,7 @@ static inline uint32_t slot_of(PyObject *site, uint32_t slots)
     return (uint32_t)((address >> 4) * 0x9E3779B1u) & (slots - 1);
 }
 
-/* A step from a node to one that is not below it bears a mark in the address, whose low bits are free. */
+/* A step to a node that is no descendant has a mark in the low bits of its address, which are free. */
 static inline node_t *as_edge(node_t *node)
 {
     return (node_t *)((uintptr_t)node | 1);
@@ -99,7 +99,7 @@ static int64_t min_ns_of(PyObject *site)
     return min_ns;
 }
 
-/* Keep a node that is of no tree any more for the next one. */
+/* Keep a node of no tree for reuse. */
 static void make_spare(Core *core, node_t *node)
 {
     node_t **spare = core->memory != NULL && memory_of(node) == core->memory ? &core->spare : &core->private_spare;
@@ -139,11 +139,11 @@ static node_t *new_node(Core *core, node_t *parent, PyObject *site)
     }
     core->nodes[core->node_count++] = node;
     tell_site(core, site);
-    __atomic_store_n(&node->is_known, 1, __ATOMIC_RELEASE); /* who reads that knows the site and the parent */
+    __atomic_store_n(&node->is_known, 1, __ATOMIC_RELEASE); /* its readers also see the site and the parent */
     return node;
 }
 
-/* Where calls of a site are counted that come when the tally is full. */
+/* The node that counts calls of a site by new paths once the tally is full. */
 static node_t *overflow_of(Core *core, PyObject *site)
 {
     node_t *node = end_of(known_child(core->overflow, site));
@@ -154,8 +154,8 @@ static node_t *overflow_of(Core *core, PyObject *site)
     return node != NULL ? node : core->overflow;
 }
 
-/* The first step from a node to that of a site: to that of its path which is of the site, where there is one, so that
- * recursion makes no nodes; else to a new one, as long as the tally has room. Never fails. */
+/* The first step from a node to the node of a site: an ancestor of the same site, so that recursion makes no nodes;
+ * else a new node, while the tally has room. Never fails. */
 static SELDOM node_t *first_step(Core *core, node_t *parent, PyObject *site)
 {
     node_t *step, *again = parent;
@@ -177,7 +177,7 @@ static SELDOM node_t *first_step(Core *core, node_t *parent, PyObject *site)
     return step;
 }
 
-/* The step from a node to that of a site called there. Never fails. */
+/* The step from a node to the node of a site called there. Never fails. */
 static inline node_t *node_of(Core *core, node_t *parent, PyObject *site)
 {
     node_t *step = known_child(parent, site);

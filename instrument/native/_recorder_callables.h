@@ -7,7 +7,7 @@ static inline void count_passed(Pass *pass)
 
 static PyTypeObject PassType;
 
-/* What counts the calls of a site, borrowed; NULL where it is not muted. Sites are compared by identity: runs no code. */
+/* The counter of a muted site's calls, borrowed; NULL for others. Sites are compared by identity: no code runs. */
 static inline Pass *pass_of(Core *core, PyObject *site)
 {
     if (__builtin_expect(PyDict_GET_SIZE(core->passes) == 0, 1))
@@ -43,7 +43,7 @@ static void Pass_dealloc(Pass *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-/* For a wrapper that asks whether its recorder is on. */
+/* For a wrapper whose switch is its recorder. */
 static PyObject *Pass_on(Pass *self, void *Py_UNUSED(closure))
 {
     count_passed(self);
@@ -103,7 +103,7 @@ static inline frame_t *take_frame(void)
             frame_count++;
         }
     }
-    return frame; /* one that has been released holds nothing */
+    return frame; /* a released frame has no references */
 }
 
 static inline void release_frame(frame_t *frame)
@@ -118,8 +118,8 @@ static inline void release_frame(frame_t *frame)
     free_frames = frame;
 }
 
-/* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays as it
- * is. Returns whether the frame is out of every chain: one that is not found in its own must not be used again. */
+/* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays. Return
+ * True if the frame is out of every chain: a frame missing in its own chain must not be used again. */
 static SELDOM int end_call(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns)
 {
     PyObject *error = NULL;
@@ -132,7 +132,7 @@ static SELDOM int end_call(Core *core, Ring *ring, Current *current, frame_t *fr
     int found = 1;
     frame->state = CLOSED;
     if (current->top != frame)
-        frame->has_rows = 1; /* what was begun inside it goes on */
+        frame->has_rows = 1; /* spans begun inside it go on */
     count_against_above(current, frame, ring, end_ns);
     PyObject *published = take_published(frame);
     frame_t *above = frame->above;
@@ -147,7 +147,7 @@ static SELDOM int end_call(Core *core, Ring *ring, Current *current, frame_t *fr
     if (published != NULL)
         pass_on(core, current, published, above);
     if (ring->rows == NULL && (ring = ring_of(core)) == NULL && lose(core) < 0) {
-        /* A signal handler raised: in place of what the call raised, as it would have without us. */
+        /* A signal handler raised: its exception replaces the call's, as it would without us. */
         drop_raised(raised);
         raised = take_raised();
     }
@@ -175,7 +175,7 @@ static SELDOM void forget_paths(Function *);
 
 static SELDOM PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
-/* The exception that something of ours raised is the host's, a signal handler's: -1; else it is noted. */
+/* Return -1 if the exception raised in our code is the host's, from a signal handler; else note it. */
 static SELDOM int note_unless_hosts(const char *place)
 {
     if (is_hosts())
@@ -204,7 +204,7 @@ read_by(PyObject *reader, const char *place, PyObject *const *args, size_t nargs
     return PyErr_Occurred() ? note_unless_hosts(place) : 0;
 }
 
-/* What a call gives for an argument: borrowed, NULL for nothing. */
+/* The value of an argument in a call: borrowed, NULL for none. */
 static inline PyObject *
 argument_of_call(PyObject *name, Py_ssize_t position, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
@@ -216,7 +216,7 @@ argument_of_call(PyObject *name, Py_ssize_t position, PyObject *const *args, Py_
     return NULL;
 }
 
-/* What a call's span bears by its arguments, as `read_by`. */
+/* The attributes of a call's span from its arguments, as `read_by`. */
 static int
 read_attributes_of_call(PyObject *reader, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **facts)
 {
@@ -245,7 +245,7 @@ enum { GIVEN, INNERMOST, REQUEST };
 
 static int set_attributes(Core *, int, Frame *, PyObject *, PyObject *, PyObject *const *);
 
-/* Add to the innermost span what its result says. -1 with an exception of the host's. */
+/* Add the attributes of the result to the innermost span. -1 with an exception of the host's. */
 static int read_result(Core *core, PyObject *reader, PyObject *result)
 {
     PyObject *facts = PyObject_CallOneArg(reader, result);
@@ -267,7 +267,7 @@ begin_call_on_device(Function *self, frame_t *frame, PyObject *const *args, size
     return failed;
 }
 
-/* Call what is wrapped, without a look at its result, which what called us checks: a function of Python's is jumped to. */
+/* Call the wrapped function without a check of its result, which our caller checks. A Python function is jumped to. */
 static inline PyObject *call_wrapped(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *wrapped = self->wrapped;
@@ -276,7 +276,7 @@ static inline PyObject *call_wrapped(Function *self, PyObject *const *args, size
     return PyObject_Vectorcall(wrapped, args, nargsf, names);
 }
 
-/* End a call whose frame is not as it was when the call began, or that raised. */
+/* End a call that raised, or whose frame has changed since the call began. */
 static SELDOM PyObject *
 end_otherwise(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t end_ns, PyObject *result)
 {
@@ -291,8 +291,8 @@ end_otherwise(Core *core, Ring *ring, Current *current, frame_t *frame, int64_t 
     return result;
 }
 
-/* Call what is wrapped inside a span, of any kind. `path` remembers where the site was met, which is
- * borrowed; NULL where nobody does. */
+/* Call the wrapped function inside a span of any kind. `path` remembers where the site was met, borrowed; NULL for
+ * none. */
 static __attribute__((noinline)) PyObject *
 call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
 {
@@ -344,7 +344,7 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
         result = call_wrapped(self, args, nargsf, names);
     if (self->results != NULL && result != NULL && read_result(core, self->results, result) < 0)
         Py_CLEAR(result);
-    /* What the end needs comes from memory while the clock is read. */
+    /* Prefetch the memory that the end needs while the clock is read. */
     __builtin_prefetch(frame, 1);
     __builtin_prefetch((char *)frame + LINE, 1);
     __builtin_prefetch(totals, 1);
@@ -417,7 +417,7 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     Py_INCREF(current);
     current->top = frame;
     publish_begun(core, current, frame);
-    struct timespec begin, end; /* two, or the address of one would be kept over the call */
+    struct timespec begin, end; /* two variables, or the address of one would be kept over the call */
     begin_frame(frame, has_ticks ? ticks_as_ns(&core->ticks, read_ticks()) : read_monotonic_into(&begin));
     /* Read again, for registers are few and hold the arguments while the clock is read. */
     node_t *node = frame->node, *volatile kept_node = node;
@@ -459,7 +459,7 @@ otherwise:
     return otherwise(self, path, kept_args, kept_nargsf, kept_names);
 }
 
-/* Finding the chain of another context may run code, which may let go of the site. */
+/* Finding the chain of another context may run code that releases the site. */
 static SELDOM PyObject *
 settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
 {
@@ -467,7 +467,7 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
     PyObject *result = NULL;
     Py_INCREF(site);
     if (current_of(self->core, &ring) != NULL) {
-        if (path != NULL && path->site != site) /* its place was given to another instance meanwhile */
+        if (path != NULL && path->site != site) /* another instance has taken its place meanwhile */
             path = NULL;
         result = call_in_any_span(self, site, path, args, nargsf, names); /* it is at hand now */
     } else if (lose(self->core) == 0) {
@@ -479,7 +479,7 @@ settle_and_call(Function *self, PyObject *site, path_t *path, PyObject *const *a
 
 static PyObject *Function_call(Function *, PyObject *const *, size_t, PyObject *);
 
-/* Call a function while the time stamp counter is the clock. Both entries replace each other, once the other clock is read. */
+/* Call a function with the time stamp counter as the clock. The two entries replace each other as the clock changes. */
 static PyObject *Function_call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (__builtin_expect(is_on_with_ticks(self->core), 1))
@@ -499,7 +499,7 @@ static PyObject *Function_call(Function *self, PyObject *const *args, size_t nar
     return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
 }
 
-/* The same of what is no function of Python's. */
+/* The same for a callable that is no Python function. */
 static PyObject *Function_call_other(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (!self->core->on)
@@ -515,7 +515,7 @@ static PyObject *Function_call_muted(Function *self, PyObject *const *args, size
     return call_wrapped(self, args, nargsf, names);
 }
 
-/* When a method's `sites` changed last: a number that does not come twice. */
+/* The version of a method's `sites`: a number that is never reused. */
 #if PY_VERSION_HEX < 0x030C0000
 static inline uint64_t version_of(PyObject *sites)
 {
@@ -542,7 +542,7 @@ static inline uint64_t version_of(PyObject *Py_UNUSED(sites))
     return changes;
 }
 
-/* Not where the process has no watcher left to give: each call asks `sites` then. */
+/* Without a free watcher in the process, each call looks into `sites`. */
 static int follow_changes(PyObject *sites)
 {
     if (watcher < 0)
@@ -554,7 +554,7 @@ static int follow_changes(PyObject *sites)
 }
 #endif
 
-/* What is known of an instance now, or the one of its two places where that could be kept. */
+/* The cached entry of an instance, or the free one of its two places. */
 static inline known_t *place_of(const Function *self, PyObject *instance, uint64_t version)
 {
     known_t *place = &self->known[(uint32_t)(scrambled((uintptr_t)instance) >> 32) & (self->known_slots - 1)];
@@ -590,7 +590,7 @@ static void remember(Function *self, PyObject *instance, PyObject *site)
     }
 }
 
-/* The nodes that its paths lead to were given up. */
+/* The nodes of its paths were freed. */
 static SELDOM void forget_paths(Function *self)
 {
     self->uid = self->core->uid;
@@ -627,7 +627,7 @@ static inline int site_of_instance(Function *self, PyObject *instance, PyObject 
         PyObject *evaluator = self->evaluate == NULL ? NULL : PyObject_CallOneArg(self->evaluate, Py_None);
         PyObject *decided = PyErr_Occurred() ? NULL : PyObject_CallOneArg(self->decide, instance);
         site = decided == NULL ? NULL : PyDict_GetItemWithError(self->sites, key);
-        Py_XDECREF(decided); /* a decision for good is in `sites` now */
+        Py_XDECREF(decided); /* a final decision is in `sites` now */
         if (evaluator != NULL) {
             raised_t raised = take_raised();
             Py_XDECREF(PyObject_CallOneArg(self->evaluate, evaluator));
@@ -640,7 +640,7 @@ static inline int site_of_instance(Function *self, PyObject *instance, PyObject 
     return *found == NULL ? lose(self->core) : 0;
 }
 
-/* Where the instance has a site, or it is not known whether it has. */
+/* The instance has a site, or that is unknown. */
 static __attribute__((noinline)) PyObject *
 call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t nargsf, PyObject *names)
 {
@@ -667,7 +667,7 @@ call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t n
     return result;
 }
 
-/* An instance that passes is in a hurry: for it there is no frame of ours on the C stack. */
+/* A call of an instance without a site must be fast: it adds no frame of ours to the C stack. */
 static PyObject *Function_call_by_instance(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (!self->core->on || PyVectorcall_NARGS(nargsf) == 0)

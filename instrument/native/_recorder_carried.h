@@ -1,6 +1,5 @@
-/* Cold: work that is handed over to another thread, and runs there in the request that was open where it was. It runs in
- * the context of its own thread, as without us: the recorder's variable alone is another one meanwhile. A part of
- * `_recorder.c`. */
+/* Cold: work that is submitted to another thread, and runs there in the request of the submitting code. It runs in its
+ * own thread's context, as without us: only the recorder's variable is another meanwhile. A part of `_recorder.c`. */
 
 typedef struct {
     PyObject_HEAD
@@ -15,7 +14,7 @@ typedef struct {
 static PyTypeObject CarriedType;
 static THREAD_LOCAL char is_handing_over; /* true while this thread is within `submit`: threads begun there have no parent */
 
-/* Set the recorder's variable in the context that runs now. Errors are cleared: parentage only. */
+/* Set the recorder's variable in the current context. Errors are cleared, because only the parent is lost. */
 static void change_variable(Core *core, PyObject *value)
 {
     raised_t raised = take_raised();
@@ -26,8 +25,8 @@ static void change_variable(Core *core, PyObject *value)
     raise_again(raised);
 }
 
-/* The time since a moment, in which the innermost span waited, as a span that has just ended. -1 with an exception of the
- * host's. */
+/* Record the time since a moment, in which the innermost span waited, as a span that has just ended. -1 with an
+ * exception of the host's. */
 static int record_wait(Core *core, PyObject *site, int64_t start_ns)
 {
     int64_t end_ns = read_clock(core);
@@ -66,11 +65,11 @@ static PyObject *Carried_call(Carried *self, PyObject *const *args, size_t nargs
     return result;
 }
 
-/* A function as it is handed over: the same without an open request. A new reference; NULL with an exception of the host's. */
+/* The function to submit: the same without an open request. A new reference; NULL with an exception of the host's. */
 static PyObject *carried(Core *core, PyObject *function, PyObject *site)
 {
     PyObject *value = NULL;
-    if (at_hand.uid != core->uid) { /* a ring is made for a thread that is in a request alone */
+    if (at_hand.uid != core->uid) { /* only a thread in a request gets a ring */
         if (PyContextVar_Get(core->variable, NULL, &value) < 0 && forgive() < 0)
             return NULL;
         Py_XDECREF(value);

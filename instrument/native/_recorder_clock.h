@@ -1,11 +1,11 @@
-/* Hot: what is counted besides the spans, the clock, and memory by cache lines. A part of `_recorder.c`. */
+/* Hot: counts other than of spans, the clock, and memory by cache lines. A part of `_recorder.c`. */
 
 static inline void count(Core *core, reason_t reason)
 {
     core->counted->reasons[reason]++;
 }
 
-/* An exception that is put aside while other code runs. */
+/* An exception that is saved while other code runs. */
 typedef struct {
     PyObject *type, *value, *traceback;
 } raised_t;
@@ -37,8 +37,8 @@ static inline void drop_raised(raised_t raised)
     Py_XDECREF(raised.traceback);
 }
 
-/* Whether what has just been raised while we worked is the host's: by a signal handler that came in while code of ours
- * in Python ran. No code of ours raises anything but an Exception, and that in its own frame. */
+/* True if the exception just raised is the host's: of a signal handler that ran during our Python code. Our code raises
+ * only an Exception, and that in its own frame. */
 static int is_hosts(void)
 {
     raised_t raised = take_raised();
@@ -59,7 +59,7 @@ static int is_hosts(void)
     return hosts;
 }
 
-/* Take a fault of ours back: -1 where it is the host's exception, which stays. */
+/* Clear a fault of ours. Return -1 for the host's exception, which stays. */
 static int forgive(void)
 {
     if (PyErr_Occurred()) {
@@ -70,7 +70,7 @@ static int forgive(void)
     return 0;
 }
 
-/* Count a call that could not be recorded; as `forgive`. Without an exception the reason has been counted already. */
+/* Count a call that could not be recorded, as `forgive`. Without an exception it was counted already. */
 static int lose(Core *core)
 {
     if (PyErr_Occurred()) {
@@ -82,7 +82,7 @@ static int lose(Core *core)
     return 0;
 }
 
-/* A fault of ours: as FAULTS.note does it, which raises it again under pytest only. */
+/* Note a fault of ours by FAULTS.note, which raises it again only under pytest. */
 static void note_fault(const char *place)
 {
     raised_t raised = take_normal();
@@ -104,7 +104,7 @@ static void note_fault(const char *place)
 #define HAS_TICKS 1
 static inline int64_t read_ticks(void)
 {
-    /* Not serialised: what the processor moves across it is a few nanoseconds, a fence costs ten. */
+    /* Not serialised: reordering by the processor costs a few nanoseconds of precision, a fence costs ten. */
     return (int64_t)__rdtsc();
 }
 #else
@@ -120,7 +120,7 @@ static inline int64_t ticks_as_ns(const ticks_t *ticks, int64_t now)
     return ticks->base_ns + (int64_t)(((__int128)(now - ticks->base_ticks) * (__int128)ticks->rate) >> 32);
 }
 
-/* Whether spans begin, are timed by the monotonic clock, and none is timed on a device. */
+/* True if spans begin, by the monotonic clock, and none is timed on a device. */
 static inline int is_on_and_nothing_else(const Core *core)
 {
     static const char expected[] = {1, 0, 0, 0};

@@ -1,4 +1,4 @@
-/* Hot: the chain of the context that runs now. Cold: contexts that are new, copied or left. A part of `_recorder.c`. */
+/* Hot: the chain of the current context. Cold: contexts that are new, copied or left. A part of `_recorder.c`. */
 
 static void leave_list(Current *self)
 {
@@ -18,7 +18,7 @@ static void Current_dealloc(Current *self)
 {
     PyObject_GC_UnTrack(self);
     leave_list(self);
-    /* Frames of a context that is gone: scopes that nobody ended. A function that runs holds its Current. */
+    /* Frames of a freed context: scopes that were never ended. A running function references its Current. */
     frame_t *frame = self->top;
     self->top = NULL;
     while (frame != NULL) {
@@ -118,7 +118,7 @@ static int set_variable(Core *core, PyObject *value)
     return 0;
 }
 
-/* Whether a Current belongs to the context that runs now. */
+/* True if a Current belongs to the current context. */
 static int is_here(Current *current, PyThreadState *state)
 {
     PyObject *context = referent(current->context);
@@ -133,7 +133,7 @@ static inline Published *first_of(PyObject *published)
     return self->of != NULL ? self->of : self;
 }
 
-/* The span, if it is still open, or the nearest above it that is; NULL without one. Borrowed. */
+/* The span if it is open, else the nearest open span above it; NULL for none. Borrowed. */
 static Published *nearest_open(Published *published)
 {
     while (published != NULL && published->frame == NULL)
@@ -141,7 +141,7 @@ static Published *nearest_open(Published *published)
     return published;
 }
 
-/* What a request noted of another tracer, borrowed, or NULL. No exception is set. */
+/* A request's span of another tracer, borrowed, or NULL. No exception is set. */
 static PyObject *remote_in(const Core *core, PyObject *request)
 {
     PyObject *attributes = request == NULL ? NULL : ((Frame *)request)->frame->attributes, *remote = NULL;
@@ -151,7 +151,7 @@ static PyObject *remote_in(const Core *core, PyObject *request)
     return remote;
 }
 
-/* The context that was copied came from this span, which has ended. */
+/* Note a link to the ended span under which the context was copied. */
 static void note_link(Core *core, Current *current, uint64_t span_id, uint64_t root_id, PyObject *request)
 {
     PyObject *remote = remote_in(core, request);
@@ -163,7 +163,7 @@ static void note_link(Core *core, Current *current, uint64_t span_id, uint64_t r
     Py_XDECREF(before);
 }
 
-/* Leave a base that has ended for the nearest span above it that is open. Runs no code of the host's but finalisers. */
+/* Replace an ended base by the nearest open span above it. Runs no code of the host's but finalisers. */
 static void leave_ended_base(Core *core, Current *current)
 {
     Published *base = current->base;
@@ -178,7 +178,7 @@ static void leave_ended_base(Core *core, Current *current)
     Py_DECREF(base);
 }
 
-/* Whether the parent that a span would have here now must be looked for: what it would be has ended. */
+/* True if the parent of a new span here has ended, so that another one must be found. */
 static inline int is_outdated(const Current *current)
 {
     if (current->top != NULL)
@@ -190,8 +190,8 @@ static inline int is_outdated(const Current *current)
 
 static void unlink_frame(Current *, frame_t *, frame_t *);
 
-/* Find the parent that spans here have from now on: the nearest that is open. Where none is, they are roots, and say
- * which span the context came from. -1 with an exception of the host's. */
+/* Find the parent of later spans here: the nearest open one. Without one they are roots, with a link to the span from
+ * which the context came. -1 with an exception of the host's. */
 static int find_parent(Core *core, Current *current)
 {
     for (int first = 1; current->top != NULL && current->top->state == CLOSED; first = 0) {
@@ -220,13 +220,13 @@ static int find_parent(Core *core, Current *current)
     return 0;
 }
 
-/* Take over what the copied-from context had published. */
+/* Inherit the published span of the context that this one was copied from. */
 static void inherit(Core *core, Current *current, PyObject *value)
 {
     if (value != NULL && Py_TYPE(value) == &PublishedType) {
         current->base = (Published *)Py_NewRef((PyObject *)first_of(value));
     } else if (value != NULL && Py_TYPE(value) == &CurrentType) {
-        /* Copied behind our back: what was innermost then is not known; what that context came from is. */
+        /* Copied without a report: its innermost span at that time is unknown, but the base of its context is known. */
         Current *owner = (Current *)value;
         current->base = (Published *)Py_XNewRef((PyObject *)owner->base);
         current->link_id = owner->link_id;
@@ -239,7 +239,7 @@ static void inherit(Core *core, Current *current, PyObject *value)
     leave_ended_base(core, current);
 }
 
-/* Note whether a loop runs, and which task. 0, or -1 with an exception of the host's. */
+/* Note the running loop and its task, if any. 0, or -1 with an exception of the host's. */
 static int note_task(Core *core, Current *current)
 {
     if (core->running_loop == NULL) {
@@ -268,7 +268,7 @@ static void note_version(Ring *ring)
     ring->context_version = ring->rows != NULL ? ring->state->context_ver : NO_VERSION;
 }
 
-/* The context may have changed since this thread's last span: find or make the chain of the one that runs now. */
+/* Find or make the chain of the current context, which may have changed since this thread's last span. */
 static Current *follow(Core *core, Ring *ring, PyThreadState *state)
 {
     ring->state = state;
@@ -363,8 +363,8 @@ static __attribute__((noinline)) Current *settle(Core *core, Ring **found)
     return NULL;
 }
 
-/* The chain of the context that runs now, where that is the one of this thread's last span, and spans in it have the
- * parent that it says. Runs no code. */
+/* The chain of the current context, if it is that of this thread's last span and its parent is up to date. Runs no
+ * code. */
 static inline Current *current_at_hand(Core *core, Ring **found)
 {
     if (at_hand.uid != core->uid)
@@ -375,8 +375,8 @@ static inline Current *current_at_hand(Core *core, Ring **found)
     return __builtin_expect(is_outdated(ring->current), 0) ? NULL : ring->current;
 }
 
-/* The chain of the context that runs now, and the calling thread's ring. Both are borrowed, and valid until code of the
- * host's may run. NULL as `find_ring`. */
+/* The chain of the current context, and the calling thread's ring. Both are borrowed, and valid until code of the
+ * host's may run. NULL as in `find_ring`. */
 static inline Current *current_of(Core *core, Ring **found)
 {
     Current *current = current_at_hand(core, found);
@@ -388,8 +388,8 @@ static inline Current *current_of(Core *core, Ring **found)
 
 static void publish_rest(Core *core, Current *current, uint64_t ended_id);
 
-/* Make the identity of an open frame's span, for contexts that a Current's is copied to. NULL without memory, and no
- * exception. Making it may run a finaliser of the host's that ends or begins scopes. */
+/* Make the identity of an open frame's span for copies of a Current's context. NULL without memory, and no exception.
+ * It may run a finaliser of the host's that ends or begins scopes. */
 static PyObject *new_published(Current *current, frame_t *frame)
 {
     PyObject *request = Py_XNewRef(frame->request), *holder = Py_XNewRef(frame->self);
@@ -418,8 +418,8 @@ static PyObject *new_published(Current *current, frame_t *frame)
     return (PyObject *)made;
 }
 
-/* Make a span, or without one what the context was copied under, known to contexts that are copied from now on. Errors
- * are cleared: parentage only. */
+/* Publish a span, or without one the context's base, to contexts that are copied from now on. Errors are cleared,
+ * because only the parent is lost. */
 static __attribute__((noinline)) void publish(Core *core, Current *current, frame_t *frame)
 {
     uint64_t wanted_id = frame != NULL ? frame->span_id : 0;
@@ -446,7 +446,7 @@ static __attribute__((noinline)) void publish(Core *core, Current *current, fram
     Py_DECREF(value);
 }
 
-/* The span of a frame has ended: take what it was published as, or NULL. */
+/* Take the Published object of a frame whose span has ended, or NULL. */
 static inline PyObject *take_published(frame_t *frame)
 {
     PyObject *published = frame->published;
@@ -456,8 +456,8 @@ static inline PyObject *take_published(frame_t *frame)
     return published;
 }
 
-/* Contexts that were copied under a span that has ended, and is out of its chain, find the nearest open one instead:
- * from `above` on, or what the context of its chain was copied under. Takes the reference. */
+/* Have contexts copied under an ended span, which is out of its chain, find the nearest open span: from `above` on, or
+ * the base of the chain's context. Takes the reference. */
 static void pass_on(Core *core, Current *current, PyObject *published, frame_t *above)
 {
     Published *ended = first_of(published);
@@ -470,13 +470,13 @@ static void pass_on(Core *core, Current *current, PyObject *published, frame_t *
         /* no other context knows it */
     } else if (above == NULL && owner != NULL) {
         Py_INCREF(owner);
-        leave_ended_base(core, owner); /* or tasks that start one another would hold all that ever were */
+        leave_ended_base(core, owner); /* or a chain of tasks would keep all earlier ones */
         Py_XSETREF(ended->above, (Published *)Py_XNewRef((PyObject *)owner->base));
         Py_DECREF(owner);
     } else if (above != NULL && above->published != NULL) {
         Py_XSETREF(ended->above, (Published *)Py_NewRef((PyObject *)first_of(above->published)));
     } else if (above != NULL && owner == current) {
-        /* Not of the chain of another thread, whose functions may return meanwhile. */
+        /* Not in the chain of another thread, whose functions may return meanwhile. */
         PyObject *made = new_published(owner, above);
         Py_XSETREF(ended->above, (Published *)made);
     }
@@ -488,7 +488,7 @@ static inline int tells_of_tasks(const Core *core)
     return core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None;
 }
 
-/* Whether of the copies that are made under a loop the rare ones alone are made behind our back: those find requests. */
+/* True if the loop reports most copies of contexts, so that only requests must be published for the others. */
 static inline int publishes_requests_alone(const Core *core, const Current *current)
 {
     return current->is_told && tells_of_tasks(core);
@@ -520,7 +520,7 @@ static void publish_rest(Core *core, Current *current, uint64_t ended_id)
     publish(core, current, frame);
 }
 
-/* The chain that the context that runs now has, a new reference; NULL without one, maybe with an exception. */
+/* The existing chain of the current context, a new reference; NULL for none, maybe with an exception. */
 static Current *known_here(Core *core)
 {
     PyThreadState *state = UNCHECKED_THREAD_STATE();
@@ -538,7 +538,7 @@ static Current *known_here(Core *core)
     return current;
 }
 
-/* The same for the context that runs now. One without a span of its own passes on what it was copied with. */
+/* The same for the current context. A context without a span of its own passes its base on. */
 static int publish_here(Core *core)
 {
     Current *current = known_here(core);
@@ -562,8 +562,8 @@ static PyObject *Core_publish(Core *self, PyObject *Py_UNUSED(none))
     return publish_here(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* share(context, again): a task is about to be given a context, for the first time or again. Where another runs there,
- * too, each span asks which one it is in. */
+/* share(context, again): a task gets a context, for the first time or again. If other tasks run in it, too, each span
+ * must look for the current task. */
 static PyObject *Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || !PyContext_CheckExact(args[0])) {
@@ -597,7 +597,7 @@ static PyObject *Core_copy_context(Core *self, PyObject *Py_UNUSED(none))
     return publish_here(self) < 0 ? NULL : PyContext_CopyCurrent();
 }
 
-/* Forget what is open in this context. Makes no ring: that would be a thread's first span. */
+/* Forget the open spans of this context. Makes no ring, which would count as the thread's first span. */
 static PyObject *Core_forget_current(Core *self, PyObject *Py_UNUSED(none))
 {
     if (set_variable(self, Py_None) < 0)

@@ -118,10 +118,10 @@ PyDoc_STRVAR(annotate_doc,
              "annotate_innermost($self, attributes=None, /, **more)\n--\n\n"
              "Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({\"usage.tokens\": 3})``.\n"
              "\n"
-             "The span may be of a function, a layer, a scope or a request, opened here or in what this task or thread continues.\n"
-             "Values are text (cut after 256 characters), bools, numbers of 64 bits, or lists of one of these; a span keeps 128.\n"
-             "Any other value is left out and counted; a name set again has the new value. Does nothing where no span is\n"
-             "open or nothing is recorded. Never raises.");
+             "The span may be of a function, a layer, a scope or a request, opened here or where this task or thread was started.\n"
+             "Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one of these; a span has at most 128.\n"
+             "Any other value is left out and counted. A name that is set again has the new value. Does nothing without an open\n"
+             "span or a recording. Never raises.");
 
 PyDoc_STRVAR(annotate_request_doc,
              "annotate_request($self, attributes=None, /, **more)\n--\n\n"
@@ -131,11 +131,11 @@ PyDoc_STRVAR(annotate_request_doc,
 
 PyDoc_STRVAR(bind_doc,
              "bind($self, key, /)\n--\n\n"
-             "Say which request the innermost open span serves, by the id by which other processes know it, too.\n"
+             "Set the key of the request that the innermost open span serves: an id that other processes use, too.\n"
              "\n"
              "    bind(request_id)  # in the handler, and again where an engine works for it\n"
              "\n"
-             "Reports put together what bears one id: text of at most 128 characters, or a whole number. Never raises.");
+             "Reports join the spans with one key: text of at most 128 characters, or a whole number. Never raises.");
 
 /* The innermost open frame of this context that was opened as manual, by the name of its site where one is given. */
 static PyObject *Core_innermost_manual(Core *self, PyObject *name)

@@ -5,8 +5,8 @@ static inline int is_timed_on_device(const Core *core, const frame_t *frame)
     return core->times_devices && (frame->node->is_device || core->watches_all);
 }
 
-/* What runs in Python here is ours and may be interrupted by a signal handler: -1 with the host's exception. `facts` is
- * what the timer is to know in place of the span's attributes, or NULL. */
+/* The Python code that runs here is ours. A signal handler may interrupt it: -1 with the host's exception. `facts`
+ * replaces the span's attributes for the timer, or is NULL. */
 static int begin_on_device(Core *core, frame_t *frame, PyObject *facts)
 {
     PyObject *begin = Py_NewRef(core->begin_device);
@@ -27,7 +27,7 @@ static int begin_on_device(Core *core, frame_t *frame, PyObject *facts)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Call a method of a pair; an exception that was raised before stays. -1 with one of the host's that came in here. */
+/* Call a method of a pair. An earlier exception stays. -1 with an exception of the host's that is raised here. */
 static int tell_pair(PyObject *method, PyObject *const *args, size_t count)
 {
     raised_t raised = take_raised();
@@ -43,12 +43,12 @@ static int tell_pair(PyObject *method, PyObject *const *args, size_t count)
     return 0;
 }
 
-/* The span has been stored: its pair learns which it was. Takes the frame's reference. */
+/* Give the pair the id of its span, which has been stored. Takes the frame's reference. */
 static int end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
 {
     PyObject *pair = frame->pair;
     frame->pair = NULL;
-    /* The device time of an inner call is part of what is around it. */
+    /* The device time of an inner call is within that of the outer call. */
     PyObject *args[] = {pair, (PyObject *)ring, PyLong_FromLongLong(frame->is_inner ? -1 : (int64_t)frame->node->index),
                         PyLong_FromUnsignedLongLong(frame->span_id), PyLong_FromLongLong(frame->start_ns),
                         PyLong_FromLongLong(end_ns < frame->start_ns ? frame->start_ns : end_ns)};
@@ -57,7 +57,7 @@ static int end_on_device(Ring *ring, frame_t *frame, int64_t end_ns)
         failed = tell_pair(str_end, args, 6);
     else
         PyErr_Clear(); /* for want of memory */
-    if (failed) { /* perhaps before anything was done: tried again, or the pair would never end */
+    if (failed) { /* perhaps before the method ran: call it again, or the pair would never end */
         raised_t raised = take_raised();
         if (tell_pair(str_end, args, 6) < 0)
             PyErr_Clear(); /* of two that handlers raised, the first */
@@ -78,8 +78,8 @@ static inline int64_t bucket_start(uint32_t bucket)
     return (int64_t)(bucket - (exponent << 6)) << exponent;
 }
 
-/* A call that was counted as long as its host time turns out to have taken longer, for the device went on. The least
- * elapsed time is exact as long as it was another call's; else it is where the lowest bucket begins. */
+/* Move a call that was counted with its host time to its longer elapsed time with the device's. The least elapsed time
+ * is exact if it is another call's; else it is the begin of the lowest bucket. */
 static PyObject *Core_count_device(Core *self, PyObject *args)
 {
     Ring *ring;
@@ -123,12 +123,12 @@ typedef int (*number_call)(void *stream, unsigned long long *number);
 typedef struct {
     record_call record;
     capturing_call is_capturing;
-    number_call number_of; /* or NULL: nobody asks for the stream's number */
+    number_call number_of; /* or NULL, if the stream's number is not needed */
     void *event, *stream;
     unsigned long long number;
 } mark_t;
 
-/* Stream 0 is the default one, which nobody has to ask about: its number is 0, and 1 is another handle of it. */
+/* Stream 0 is the default one and needs no query: its number is 0, and 1 is another handle of it. */
 static int record_unless_captured(mark_t *mark)
 {
     int status = 0;
@@ -141,11 +141,10 @@ static int record_unless_captured(mark_t *mark)
 }
 
 /* Record an event on a stream through the driver's own functions, unless the stream is being captured into a graph.
- * Returns the number of the stream where it is asked for, else 0; the driver's error, or CAPTURED, below 0.
- *
- * The driver may wait here, for room in a full queue or for a lock that the thread of a host function holds, and a host
- * function may wait for the interpreter's lock: a caller who keeps it (`releases` is 0) has to know that there are
- * none. To release it costs the wait for a thread that takes it meanwhile, so it is released once for all three calls. */
+ * Return the number of the stream if it is needed, else 0; below 0 the driver's error, or CAPTURED. The driver may wait
+ * here, for room in a full queue or for a lock of a host function's thread, and a host function may wait for the GIL. A
+ * caller that keeps the GIL (`releases` is 0) must know that there are no host functions. After a release another
+ * thread may have the GIL, so it is released once for all three calls. */
 static PyObject *mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     void *value[6];
@@ -174,7 +173,7 @@ static PyObject *mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
 #define NOT_READY 600
 #define CLOCK_READINGS 5
 
-/* How far the recorder's clock is ahead of the monotonic one: the tightest of several readings. */
+/* The lead of the recorder's clock over the monotonic one in ns: the tightest of several readings. */
 static int64_t lead_of_clock(const Core *core)
 {
     int64_t best = INT64_MAX, lead = 0;
@@ -188,9 +187,9 @@ static int64_t lead_of_clock(const Core *core)
     return lead;
 }
 
-/* Record an event on a stream that nothing else uses, and ask for it until it has happened or a time has passed: when
- * it was asked for and when it was seen, which is what the device's clock is compared with. Without the interpreter's
- * lock, or a thread that computes in Python meanwhile would let milliseconds pass between the two. */
+/* Record an event on an otherwise unused stream, and query it until it has happened or a time-out. Return the times of
+ * the last query before and of the one that saw it, to compare with the device's clock. The GIL is released, or a
+ * thread that computes in Python would let milliseconds pass between the two. */
 static PyObject *Core_read_event(Core *self, PyObject *args)
 {
     Py_ssize_t record_address, query_address, event, stream;
@@ -217,9 +216,9 @@ typedef struct {
     int error;
 } measured_t;
 
-/* Ask for pairs of events in the order of their ends, up to the first that has not happened: how long each took, and
- * how long after the anchor it began. The interpreter's lock is let go of once for all of them, for a thread that has
- * to win it back after each question gets few answers from a busy service. */
+/* Query pairs of events in the order of their ends, up to the first that has not happened: the length of each, and its
+ * begin after the anchor. The GIL is released once for all of them: in a busy service, a thread that must get it back
+ * after each query gets few answers. */
 static PyObject *measure(PyObject *Py_UNUSED(module), PyObject *args)
 {
     Py_ssize_t query_address, elapsed_address, anchor_address;

@@ -1,12 +1,12 @@
-/* Cold: what outside readers cannot follow an object for, as JSON: what sites are, and what few rows have. A part of
- * `_recorder.c`. Nothing here runs code of the host's: only values whose types are Python's own are written. */
+/* Cold: facts that readers outside cannot read from objects, as JSON: those of sites, and details of rows. A part of
+ * `_recorder.c`. No code of the host's runs here: only values of Python's own types are written. */
 
 #define DETAIL_LEAST_BYTES 128 /* of a block, for a record to begin there */
 #define FACT_TEXT_BYTES 8192
 #define NAME_TEXT_BYTES 48 /* of a name that is kept as it is written */
 #define BATCH_LIMIT 1024 /* of a list's values, and so of a batch's keys: as in spans.py */
 
-/* Text with an end. What does not fit makes it `full`, and nothing more is written. */
+/* A text of limited size. A piece that does not fit makes it `full`, and nothing more is written. */
 typedef struct {
     char *at, *end;
     char full;
@@ -47,7 +47,7 @@ static void put_escaped(text_t *text, Py_UCS4 c)
     put(text, escaped, (size_t)count);
 }
 
-/* Whether of eight bytes none is escaped: each is from 0x20 to 0x7E, and neither a quote nor a backslash. */
+/* True if none of eight bytes needs an escape: each is from 0x20 to 0x7E, and neither a quote nor a backslash. */
 static inline int are_plain(uint64_t eight)
 {
     const uint64_t ones = 0x0101010101010101u, high = ones << 7;
@@ -122,7 +122,7 @@ static void put_float(text_t *text, double value)
     }
 }
 
-/* One value, plain also for a subclass such as an enumeration, no code of which is run; null for what JSON has not. */
+/* Write one value. A subclass, such as an enumeration, is written as its base; null for values without JSON. */
 static void put_value(text_t *text, PyObject *value, int depth)
 {
     if (PyUnicode_Check(value)) {
@@ -153,7 +153,7 @@ static void put_value(text_t *text, PyObject *value, int depth)
     }
 }
 
-/* Names as they are written, by their addresses: a service has few, and says them with each span. */
+/* Encoded names by address: a service has few, and writes them with each span. */
 typedef struct {
     PyObject *name;
     size_t length;
@@ -189,7 +189,7 @@ static void put_pair(text_t *text, PyObject *name, PyObject *value)
     put_value(text, value, 0);
 }
 
-/* Attributes by their names; those named by an object that only we have are left out. */
+/* Write attributes by name, without those whose key is an object of ours. */
 static void put_attributes(text_t *text, PyObject *attributes)
 {
     PyObject *name, *value;
@@ -200,7 +200,7 @@ static void put_attributes(text_t *text, PyObject *attributes)
     put_character(text, '}');
 }
 
-/* The attributes of a site: pairs of both. Makes no object that the collector knows. */
+/* Write the attributes of a site, pairs of name and value. Makes no object that the collector tracks. */
 static void put_pairs(text_t *text, PyObject *pairs)
 {
     put_word(text, text->at[-1] == '{' ? "\"attributes\":{" : ",\"attributes\":{");
@@ -217,7 +217,7 @@ static size_t padded(size_t bytes)
     return (bytes + 7) & ~(size_t)7;
 }
 
-/* Write what a row has besides its numbers, all but the brace at the end. Returns where the attributes begin. */
+/* Write a row's details, without the brace at the end. Return the begin of the attributes. */
 static char *put_detail(text_t *text, PyObject *error, PyObject *attributes)
 {
     put_character(text, '{');
@@ -231,7 +231,7 @@ static char *put_detail(text_t *text, PyObject *error, PyObject *attributes)
     return before;
 }
 
-/* Write it to the ring of details: before the row, so that who finds the row finds it. */
+/* Write the detail to the ring of details, before the row, so that a reader of the row finds it. */
 static SELDOM void write_detail(Core *core, uint64_t span_id, int64_t active_ns, PyObject *error, PyObject *attributes)
 {
     part_t *part = &core->memory->at->parts[PART_DETAILS];
@@ -240,14 +240,14 @@ static SELDOM void write_detail(Core *core, uint64_t span_id, int64_t active_ns,
     detail_t *detail;
     text_t text;
     uint64_t used = part->used, room;
-    for (;; used += room) { /* in what there is left of a block, or in the next one */
+    for (;; used += room) { /* in the rest of a block, or in the next one */
         room = DETAIL_BLOCK_BYTES - used % DETAIL_BLOCK_BYTES;
         detail = (detail_t *)(part_at(core->memory, PART_DETAILS) + used % part->slots);
         text = (text_t){.at = (char *)(detail + 1), .end = (char *)detail + room};
         if (room >= DETAIL_LEAST_BYTES) {
             char *before = put_detail(&text, error, attributes);
             int is_whole = !text.full && text.at < text.end;
-            if (!is_whole && room == DETAIL_BLOCK_BYTES) { /* without the attributes, whose place is not bounded */
+            if (!is_whole && room == DETAIL_BLOCK_BYTES) { /* without the attributes, whose size has no limit */
                 part->unseen++;
                 text.full = 0;
                 text.at = before;
@@ -266,8 +266,8 @@ static SELDOM void write_detail(Core *core, uint64_t span_id, int64_t active_ns,
     __atomic_store_n(&part->used, used + detail->size_bytes, __ATOMIC_RELEASE);
 }
 
-/* Write the attributes of an open span where its frame is, up to the room there: they name it, should it never end.
- * Of a request that has more all are among the details of rows as well. */
+/* Write the attributes of an open span to its frame's slot, as far as they fit: they describe it if it never ends. Too
+ * many attributes of a request are also written to the details of rows. */
 static SELDOM void tell_attributes(Core *core, const frame_t *frame)
 {
     const part_t *frames = &core->memory->at->parts[PART_FRAMES], *part = &core->memory->at->parts[PART_ATTRIBUTES];
@@ -300,7 +300,7 @@ static SELDOM void tell_attributes(Core *core, const frame_t *frame)
         write_detail(core, frame->span_id, -1, NULL, frame->attributes);
 }
 
-/* Say what a site is, once. */
+/* Write the facts of a site, once. */
 static void tell_site(Core *core, PyObject *site)
 {
     if (core->memory == NULL)
@@ -348,7 +348,7 @@ end:
     Py_XDECREF(address);
 }
 
-/* The thread's name, as far as there is room, for who cannot follow the object. */
+/* Write the thread's name, as far as it fits, for readers outside. */
 static void write_label(char *label, PyObject *name)
 {
     text_t text = {.at = label, .end = label + LABEL_BYTES - 1};

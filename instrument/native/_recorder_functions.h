@@ -1,7 +1,7 @@
-/* Functions as the service sees them: the one that each wraps shows through it in all but its calls. Hot: calls whose spans
- * begin otherwise than those of `_recorder_callables.h`. A part of `_recorder.c`. */
+/* Wrappers as the service sees them: each has all attributes of its function, and differs in calls only. Hot: calls
+ * whose spans begin in another way than in `_recorder_callables.h`. A part of `_recorder.c`. */
 
-/* Whether a call goes to the bare function, which is counted where it is muted. -1 with an exception of the host's. */
+/* True if a call goes to the bare function, counted if it is muted. -1 with an exception of the host's. */
 static int does_pass(Function *self, PyObject *const *args, size_t nargsf)
 {
     if (!self->core->on)
@@ -23,7 +23,7 @@ static int does_pass(Function *self, PyObject *const *args, size_t nargsf)
     return self->muted;
 }
 
-/* A call as a scope is: it may be a request, or not a call of its site at all. */
+/* A call with the span of a scope: it may be a request, or have no span. */
 static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     PyObject *values = NULL;
@@ -65,7 +65,7 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
     return result;
 }
 
-/* The same of a function whose calls give what runs later: that gets the span. */
+/* The same for a function that returns an object which runs later: that object gets the span. */
 static PyObject *Function_call_for_body(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     static PyTypeObject *const types[] = {[GENERATOR] = &GeneratorType, [AWAITABLE] = &AwaitableType,
@@ -88,9 +88,9 @@ static PyObject *Function_call_for_body(Function *self, PyObject *const *args, s
     return made;
 }
 
-enum { ARGUMENTS_MOST = 32 }; /* of a call that hands work over, for the usual ones */
+enum { ARGUMENTS_MOST = 32 }; /* arguments of a call that submits work, for usual calls */
 
-/* What hands a function over to another thread, its first argument or, of `submit`, the one after the executor. */
+/* A call that submits a function to another thread: its first argument or, for `submit`, the one after the executor. */
 static PyObject *Function_call_to_hand_over(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf), place = self->form == SUBMIT;
@@ -199,13 +199,13 @@ static PyObject *Function_repr(Function *self)
     return PyObject_Repr(self->wrapped);
 }
 
-/* By name, as functions are: unpickling finds what the module holds then. */
+/* Pickle by name, as functions are: unpickling finds the object that the module then has. */
 static PyObject *Function_reduce(PyObject *self, PyObject *Py_UNUSED(none))
 {
     return PyObject_GetAttrString(self, "__qualname__");
 }
 
-/* All but what is asked of the wrapper itself is the function's: __dict__, __code__, __defaults__, __wrapped__ ... */
+/* All attributes other than the wrapper's own are the function's: __dict__, __code__, __defaults__, __wrapped__ ... */
 static PyObject *Function_getattro(Function *self, PyObject *name)
 {
     return get_through((PyObject *)self, name, self->wrapped);
@@ -223,7 +223,7 @@ static PyMethodDef Function_methods[] = {
     {NULL},
 };
 
-/* What asks `isinstance(f, FunctionType)` or `inspect.isfunction(f)` wants to know how to call it: like the function. */
+/* `isinstance(f, FunctionType)` and `inspect.isfunction(f)` ask how to call it: like the function. */
 static PyObject *Function_class(Function *self, void *Py_UNUSED(closure))
 {
     return PyObject_GetAttrString(self->wrapped, "__class__");
@@ -243,7 +243,7 @@ static PyObject *Function_dict(Function *self, void *Py_UNUSED(closure))
     return PyDict_New();
 }
 
-/* Not of one that has been retired, or whose instances have sites of their own. */
+/* A retired wrapper has none, nor has one whose instances have sites of their own. */
 static PyObject *Function_site(Function *self, void *name)
 {
     if (self->sites == NULL && !(self->muted && self->pass == NULL))
@@ -325,7 +325,7 @@ static PyMethodDef CachedFunction_methods[] = {
     {NULL},
 };
 
-/* Around one of `functools.lru_cache`, and around what else can be called. */
+/* Wrappers around a function of `functools.lru_cache`, and around other callables. */
 static PyTypeObject CachedFunctionType = {
     PyVarObject_HEAD_INIT(&StandInType, 0)
     .tp_name = "instrument.native._recorder.CachedFunction",
@@ -352,7 +352,7 @@ static PyTypeObject *type_for(PyObject *wrapped)
 
 /* ------------------------------------------------------------------ types */
 
-/* The type whose objects those of a type of ours stand for, or that type. */
+/* The type that a type of ours replaces, or the type itself. */
 static PyTypeObject *stood_for(PyTypeObject *type)
 {
     return type == &FunctionType_                                ? &PyFunction_Type
@@ -376,8 +376,8 @@ static PyObject *StandIn_compare(PyObject *type, PyObject *other, int operation)
     return PyBool_FromLong(is_equal == (operation == Py_EQ));
 }
 
-/* The type of types that stand for others: equal to those, so that tables that are kept by type find what to do (`pickle`,
- * `copy`, `dill`, caches that go by a function's content). */
+/* The type of types that replace others. They equal the replaced types, so that tables by type find an entry (`pickle`,
+ * `copy`, `dill`, caches by a function's content). */
 static PyTypeObject StandInType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "instrument.native._recorder.StandIn",

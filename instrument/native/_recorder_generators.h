@@ -1,6 +1,6 @@
-/* Hot: spans of generators, and of what is awaited as one: they are current only while the body runs. A part of `_recorder.c`. */
+/* Hot: spans of generators, also awaitable ones: they are current only while the body runs. A part of `_recorder.c`. */
 
-/* Return the stand-in for the generator that a function has given, inside a span of a site. NULL with an exception. */
+/* Return an object that replaces a function's generator and has a span of a site. NULL with an exception. */
 static PyObject *new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyObject *body, PyObject *attributes)
 {
     Stretch *self = (Stretch *)type->tp_alloc(type, 0);
@@ -18,7 +18,7 @@ static PyObject *new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyO
     return (PyObject *)self;
 }
 
-/* The scopes that the body left open while it is suspended belong to nobody's chain: give them up. */
+/* Free the scopes that a suspended body left open, which are in no chain. */
 static void drop_inner(Stretch *self)
 {
     frame_t *own = self->frame != NULL ? self->frame->frame : NULL;
@@ -44,7 +44,7 @@ static void Stretch_dealloc(Stretch *self)
     if (self->weak_references != NULL)
         PyObject_ClearWeakRefs((PyObject *)self);
     if (self->frame != NULL && self->frame->frame->state != CLOSED) {
-        Py_SET_REFCNT(self, 1); /* the host's code may run, and the collector look at it */
+        Py_SET_REFCNT(self, 1); /* the host's code may run, and the collector may visit it */
         end_dropped_body(self);
     }
     PyObject_GC_UnTrack(self);
@@ -79,7 +79,7 @@ static void move_frame(frame_t *frame, Ring *ring, uint64_t task)
     }
 }
 
-/* A scope pauses with its generator: what is awaited around that meanwhile is none of its waiting. */
+/* A scope pauses with its generator: an await around the generator meanwhile is no wait of the scope. */
 static void leave_steps(frame_t *frame, int64_t now_ns)
 {
     Frame *self = (Frame *)frame->self;
@@ -100,8 +100,8 @@ static void follow_steps(frame_t *frame)
 
 static int finish(Stretch *, PyObject *);
 
-/* The body goes on; -1 with an exception of the host's. Where its site is muted it has begun no span then, or has ended the
- * one that it had, and goes on without. One that has scopes open inside waits until they are closed. */
+/* Resume the body; -1 with an exception of the host's. If its site is muted, begin no span, or end the open one, and go
+ * on without. If scopes are open inside, wait with that until they are closed. */
 static int resume(Stretch *self)
 {
     Core *core = self->core;
@@ -129,7 +129,7 @@ static int resume(Stretch *self)
             return lose(core);
         }
         self->frame->stretch = self;
-        leave_stepped(self->frame); /* who resumes it may wait while it is paused */
+        leave_stepped(self->frame); /* its caller may wait while it is paused */
         self->resumed_ns = self->frame->frame->start_ns;
         return 0;
     }
@@ -173,7 +173,7 @@ static int resume(Stretch *self)
     return 0;
 }
 
-/* The span that is current here, as other contexts know it; a new reference, NULL without one. */
+/* The identity of the current span here for other contexts; a new reference, NULL for none. */
 static Published *parent_here(Current *current)
 {
     frame_t *frame = current->top;
@@ -262,7 +262,7 @@ static int yielded(Stretch *self)
     return 0;
 }
 
-/* Tell of its items, but for what the service has set by the same names. -1 with an exception of the host's. */
+/* Add the attributes on its items, except names that the service has set. -1 with an exception of the host's. */
 static int tell_items(Stretch *self)
 {
     frame_t *frame = self->frame->frame;
@@ -337,7 +337,7 @@ static int finish(Stretch *self, PyObject *error)
     return failed ? -1 : 0;
 }
 
-/* What awaits a step of the body, which may be suspended in it. */
+/* An awaiter of a step of the body, which may be suspended in it. */
 static PyObject *Stretch_stepped(Stretch *self, PyObject *awaitable)
 {
     if (self->frame == NULL || self->frame->frame->state == CLOSED || !is_awaitable(awaitable))
@@ -359,10 +359,10 @@ static PyObject *Stretch_stepped(Stretch *self, PyObject *awaitable)
 }
 
 
-/* Whether its steps are the body's alone. */
+/* True if its steps have no span. */
 static inline int has_no_span(const Stretch *self)
 {
-    return self->is_running /* the body says so itself */ || self->lost ||
+    return self->is_running /* the body reports that itself */ || self->lost ||
            (self->frame != NULL && self->frame->frame->state == CLOSED);
 }
 
@@ -458,8 +458,8 @@ static void end_dropped_body(Stretch *self)
 
 /* ------------------------------------------------------------------ async generators */
 
-/* What a step of an async generator gives to be awaited. Takes the reference of what the body gives, which goes as it is where
- * there is no memory. */
+/* The awaitable of a step of an async generator. Takes the reference of the body's awaitable, and returns that without
+ * memory. */
 static PyObject *new_async_step(Stretch *generator, PyObject *awaitable, int closes)
 {
     AsyncStep *self = awaitable == NULL ? NULL : (AsyncStep *)AsyncStepType.tp_alloc(&AsyncStepType, 0);
@@ -488,7 +488,7 @@ static int begin_async_step(AsyncStep *self, int may_begin)
     return self->steps == NULL ? -1 : 0;
 }
 
-/* As `end_body_step`: what is given is an item, but by `aclose`. */
+/* As `end_body_step`: the result is an item, except of `aclose`. */
 static PySendResult end_async_step(AsyncStep *self, PySendResult ended, PyObject **result)
 {
     if (ended == PYGEN_NEXT || !self->is_ours)
@@ -673,7 +673,7 @@ static PyTypeObject GeneratorType = {
     .tp_methods = Generator_methods,
 };
 
-/* Of `types.coroutine`: what it yields is for the event loop, and no item. */
+/* For `types.coroutine`: its yields are for the event loop, and no items. */
 static PyTypeObject AwaitableType = {
     STRETCH_TYPE("generator"),
     .tp_as_async = &Awaitable_async,

@@ -1,12 +1,11 @@
-/* Hot: which requests a call serves, read of its arguments or of what it gives. Cold, at the end: the type. A part of
- * `_recorder.c`.
- *
- * The usual paths alone: attributes and keys of plain dicts, down to texts or numbers, or to lists, tuples and dicts of
- * them. All else is left to `otherwise`, which is asked anew, and says what cannot be read: see arguments.py. */
+/* Hot: the keys of the requests that a call serves, from its arguments or its result. Cold, at the end: the type. A
+ * part of `_recorder.c`. Only the usual paths: attributes and keys of plain dicts, down to texts or numbers, or to
+ * lists, tuples and dicts of them. All others are left to `otherwise`, which reads again and reports unreadable values:
+ * see arguments.py. */
 
 #define KEY_LIMIT 128 /* characters: as in spans.py */
 
-/* Where keys are below a value: the names of the steps to them, NULL for none, and of the steps from each item, None without
+/* The path to keys below a value: the names of its steps, NULL for none, and of the steps from each item, None without
  * items. */
 typedef struct {
     PyObject *steps, *of_each;
@@ -15,13 +14,13 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
-    PyObject *made_of;             /* what it was made of, which holds all that follows */
+    PyObject *made_of;             /* its arguments, which own all that follows */
     PyObject *parameter;           /* the argument's name, None of what reads results */
     Py_ssize_t position;           /* of the argument, -1 without one */
-    key_path_t keys, weights;      /* of weights without steps: those of a dict of keys */
+    key_path_t keys, weights;      /* weights without steps are those of a dict of keys */
     PyObject *weighed;             /* the argument that weights are in, None for that of the keys */
     Py_ssize_t weighed_position;
-    PyObject *cut;                 /* a dict of texts without what is none of the key, which makes them, or None */
+    PyObject *cut;                 /* a dict from a raw key to its text, made on demand, or None */
     PyObject *otherwise;
     int is_batch;                  /* FACTS_OF_REQUEST for what else is read of one: `keys` has paths, and their names;
                                     * `cut` what all of them have in common, `weighed` the reader before, None without */
@@ -30,7 +29,7 @@ typedef struct {
 #define FACTS_OF_REQUEST 2
 #define FACT_TEXT_LIMIT 256 /* characters: `VALUE_LIMIT` of spans.py */
 
-/* Return what is some steps below a value: a new reference. NULL for what is not plain, with an exception or without. */
+/* Return the object below a value: a new reference. NULL if it is not plain, with or without an exception. */
 static PyObject *part_below(PyObject *value, PyObject *steps)
 {
     Py_INCREF(value);
@@ -46,7 +45,7 @@ static PyObject *part_below(PyObject *value, PyObject *steps)
     return value;
 }
 
-/* A key as text; NULL for what is not plain. */
+/* A key as text; NULL if it is not plain. */
 static inline PyObject *text_of_key(PyObject *key, PyObject *cut)
 {
     PyObject *text = NULL;
@@ -66,7 +65,7 @@ static inline PyObject *text_of_key(PyObject *key, PyObject *cut)
     return text;
 }
 
-/* What is gone through below a value, as a new list; NULL for what is not plain. */
+/* The items below a value, as a new list; NULL if they are not plain. */
 static PyObject *items_below(PyObject *value, key_path_t path, PyObject **values)
 {
     PyObject *found = part_below(value, path.steps), *items = NULL;
@@ -97,7 +96,7 @@ static PyObject *items_below(PyObject *value, key_path_t path, PyObject **values
     return items;
 }
 
-/* Set a value under a name, taking its reference: that may be NULL, as where something went wrong before. */
+/* Set a value under a name, taking its reference, which is NULL after an earlier error. */
 static int put_fact(PyObject *facts, PyObject *name, PyObject *value)
 {
     int failed = value == NULL || PyDict_SetItem(facts, name, value) < 0;
@@ -105,8 +104,8 @@ static int put_fact(PyObject *facts, PyObject *name, PyObject *value)
     return failed;
 }
 
-/* Return one weight per key, as they were read: a new reference. NULL without an exception where these are none;
- * `*asked` says that Python is to look at them. */
+/* Return one weight per key: a new reference. NULL without an exception if they are no weights; `*asked` is set if
+ * Python must read them. */
 static PyObject *weights_of_call(PyObject *weights, Py_ssize_t count, int *asked)
 {
     if (PyList_GET_SIZE(weights) < count)
@@ -119,7 +118,7 @@ static PyObject *weights_of_call(PyObject *weights, Py_ssize_t count, int *asked
         else if (PyFloat_CheckExact(weight))
             is_amount = PyFloat_AS_DOUBLE(weight) >= 0 && isfinite(PyFloat_AS_DOUBLE(weight));
         if (!is_amount) {
-            for (i = 0; i < count; i++) /* one of another kind, as numpy's are, or that is no weight */
+            for (i = 0; i < count; i++) /* of another kind, such as numpy's, or no weight */
                 *asked |= PyNumber_Check(PyList_GET_ITEM(weights, i));
             return NULL;
         }
@@ -127,7 +126,7 @@ static PyObject *weights_of_call(PyObject *weights, Py_ssize_t count, int *asked
     return PyList_SetSlice(weights, count, PyList_GET_SIZE(weights), NULL) < 0 ? NULL : PyList_AsTuple(weights);
 }
 
-/* The attributes of a span that serves what is named below a value: a new dict. NULL for what is not plain. */
+/* The attributes of a span for the keys below a value: a new dict. NULL if they are not plain. */
 static PyObject *
 facts_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys, key_path_t weights, PyObject *cut)
 {
@@ -169,7 +168,7 @@ facts_of_keys(PyObject *value, PyObject *weighed, int is_batch, key_path_t keys,
     return facts;
 }
 
-/* The same of what is given in code: of a batch a list, a tuple or a dict. */
+/* The same for keys given in code: a batch is a list, a tuple or a dict. */
 static PyObject *facts_of_given(PyObject *value, int is_batch)
 {
     if (is_batch && !PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !PyDict_CheckExact(value))
@@ -177,8 +176,8 @@ static PyObject *facts_of_given(PyObject *value, int is_batch)
     return facts_of_keys(value, value, is_batch, (key_path_t){NULL, Py_None}, (key_path_t){NULL, Py_None}, Py_None);
 }
 
-/* The same of what the keys of a rule are read of. NULL without an exception for what is not plain, and with one of the
- * host's: a signal handler's. */
+/* The same for the keys of a rule. NULL without an exception if they are not plain, or with the host's, of a signal
+ * handler. */
 static PyObject *facts_below(Keys *self, PyObject *value, PyObject *weighed)
 {
     PyObject *facts = facts_of_keys(value, weighed, self->is_batch, self->keys, self->weights, self->cut);
@@ -187,7 +186,7 @@ static PyObject *facts_below(Keys *self, PyObject *value, PyObject *weighed)
     return facts;
 }
 
-/* What (args, kwargs) have for an argument: borrowed, NULL for nothing. */
+/* The value of an argument in (args, kwargs): borrowed, NULL for none. */
 static inline PyObject *argument_in(PyObject *const *args, PyObject *name, Py_ssize_t position)
 {
     if (PyTuple_CheckExact(args[0]) && 0 <= position && position < PyTuple_GET_SIZE(args[0]))
@@ -226,7 +225,7 @@ static PyObject *facts_of_request(Keys *self, PyObject *value, PyObject *facts)
     return facts;
 }
 
-/* As a function of Python's: of (args, kwargs), or of a result. */
+/* The call as a Python function: with (args, kwargs), or with a result. */
 static PyObject *Keys_call(Keys *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf);

@@ -1,6 +1,6 @@
 /* Cold: resets and forks, after which a recorder begins anew, and the clock that it reads. A part of `_recorder.c`. */
 
-/* Give up the rows of rings that no thread writes to any more, for the threads that hold them live on. */
+/* Free the rows of rings to which no thread writes any more: their threads may live on with the rings. */
 static void free_rings(PyObject *rings)
 {
     for (Py_ssize_t i = 0; rings != NULL && i < PyList_GET_SIZE(rings); i++)
@@ -23,7 +23,7 @@ static PyObject *Core_forget_all(Core *self, PyObject *none)
     return Core_forget_current(self, none);
 }
 
-/* The node of the same path in a tree that has just been begun. */
+/* The node of the same path in a new tree. */
 static node_t *made_again(Core *core, const node_t *old)
 {
     uint32_t depth = 0;
@@ -42,9 +42,8 @@ static node_t *made_again(Core *core, const node_t *old)
     return node;
 }
 
-/* Begin a new call tree, which has the paths of what is open now and no other. Gives the sites of the old one, which
- * are to be let go of where that may run code of the host's, NULL at the end; NULL for want of memory, and nothing is
- * changed then. */
+/* Begin a new call tree with the paths of open spans only. Return the sites of the old tree, ending with NULL, for the
+ * caller to release where code of the host's may run. NULL without memory, and nothing is changed. */
 static PyObject **give_up_nodes(Core *core)
 {
     node_t **old = core->nodes, *overflow = core->overflow, root = core->root;
@@ -78,7 +77,7 @@ static PyObject **give_up_nodes(Core *core)
         PyMem_Free(old[i]->table);
         sites[i] = old[i]->site; /* and its reference */
         memset(old[i], 0, sizeof *old[i]);
-        /* Until it is taken again it counts as the overflow, for an open span that no chain holds any more. */
+        /* Until it is reused it counts as the overflow, for an open span in no chain. */
         old[i]->site = overflow->site;
         make_spare(core, old[i]);
     }
@@ -87,7 +86,7 @@ static PyObject **give_up_nodes(Core *core)
     return sites;
 }
 
-/* All that is recorded from now on is the memory's next generation. Until the next mark nodes change hands. */
+/* Begin the memory's next generation. Nodes change owners until the next mark. */
 static void begin_generation(Core *core)
 {
     mark_moving(core);
@@ -105,7 +104,7 @@ static void begin_generation(Core *core)
         PyDict_Clear(core->told_sites);
 }
 
-/* The next frames lie in this memory. Free ones that nobody could read there are given up. */
+/* Put the next frames into this memory. Drop free ones outside of it, which others could not read. */
 static void use_frames_of(memory_t *memory)
 {
     while (free_frames != NULL) {
@@ -151,7 +150,7 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
     self->uid = ++last_uid;
     self->rings = rings;
     self->ended = ended;
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(old_rings); i++) /* before any code runs: no call counts there any more */
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(old_rings); i++) /* before any code runs: no call may count there */
         ((Ring *)PyList_GET_ITEM(old_rings, i))->context_version = NO_VERSION;
     self->counted->ended_rows = self->counted->ended_too_short = 0;
     memset(self->counted->reasons, 0, sizeof(self->counted->reasons));
@@ -169,8 +168,8 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
     Py_RETURN_NONE;
 }
 
-/* Record into a file from the next reset on: attach(descriptor, whether it is on a disk, None). The file is the recorder's
- * from then on; its header describes its parts. Or into private memory: attach(-1, False, header). */
+/* Record into a file from the next reset on: attach(descriptor, is_on_disk, None). The recorder then owns the file,
+ * whose header describes its parts. Or into private memory: attach(-1, False, header). */
 static PyObject *Core_attach(Core *self, PyObject *args)
 {
     static char has_handlers;
@@ -210,7 +209,7 @@ static PyObject *Core_attach(Core *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* The descriptor of the memory, -1 where there is none that others could read. */
+/* The descriptor of the memory, -1 if no other process can read it. */
 static PyObject *Core_memory_fd(Core *self, void *Py_UNUSED(closure))
 {
     return PyLong_FromLong(self->memory != NULL && has_fd(self->memory) ? self->memory->fd : -1);
@@ -224,8 +223,8 @@ static PyObject *Core_memory(Core *self, void *Py_UNUSED(closure))
     return PyMemoryView_FromMemory((char *)self->memory->at, (Py_ssize_t)self->memory->size_bytes, PyBUF_WRITE);
 }
 
-/* Have the system find pages for the rows that threads write next, in all this number of bytes for the first way round:
- * who touches a page first waits for it. Not on a disk, whose pages would have to be written. Gives their bytes. */
+/* Populate pages for the rows that threads write next, in all this number of bytes, while the rings are not full yet:
+ * the first touch of a page waits for it. Not on a disk, whose pages would have to be written. Return their bytes. */
 static PyObject *Core_touch_ahead(Core *self, PyObject *argument)
 {
     enum { RINGS_MOST = 64, POPULATE_WRITE = 23 }; /* MADV_POPULATE_WRITE, since Linux 5.14 */
@@ -262,7 +261,7 @@ static PyObject *Core_touch_ahead(Core *self, PyObject *argument)
     return PyLong_FromSize_t(touched);
 }
 
-/* Begin to read the time stamp counter. False where the processor has none. Calibrated over about two milliseconds,
+/* Begin to read the time stamp counter. False if the processor has none. Calibrated over about two milliseconds, and
  * refined by each check_ticks. */
 static PyObject *Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
 {
@@ -284,8 +283,8 @@ static PyObject *Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
     Py_RETURN_TRUE;
 }
 
-/* Compare with the monotonic clock; the counter catches up over the next second instead of jumping. Returns by how
- * many ns it was off, or None after giving the counter up because that was more than `limit_ns`, or it is not in use. */
+/* Compare with the monotonic clock; the counter catches up over the next second instead of jumping. Return its
+ * deviation in ns; None if the counter is not in use, or no longer, after a deviation of more than `limit_ns`. */
 static PyObject *Core_check_ticks(Core *self, PyObject *argument)
 {
     long long limit_ns = PyLong_AsLongLong(argument);

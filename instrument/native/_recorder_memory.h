@@ -1,25 +1,24 @@
-/* Cold: the memory in which others can read what is recorded, and its pieces. A part of `_recorder.c`.
- *
- * One mapping of fixed size, shared with each process that gets its descriptor, in parts of equal slots: the very structures
- * that spans touch lie there, so that nothing is written twice. A part that is full counts what it turns away, which lies
- * in private memory then. The mapping stays as long as the process, for anything may point into it. A forked child has a
- * mapping of its own at the same addresses before any code of Python's runs in it. */
+/* Cold: the memory in which others can read what is recorded, and its pieces. A part of `_recorder.c`. One mapping of
+ * fixed size, shared with each process that gets its descriptor, in parts of equal slots. The structures that spans
+ * touch are there, so that nothing is written twice. A full part counts refused slots, which are then in private
+ * memory. The mapping exists as long as the process, as any pointer may refer to it. A forked child has a mapping of
+ * its own at the same addresses before any Python code runs in it. */
 
 #define FIRST_FD 256 /* the service's own descriptors have the numbers that they would have without us */
 
 typedef struct memory {
     recording_t *at;
     size_t size_bytes;
-    int fd; /* -1: nobody outside can read it */
+    int fd; /* -1: no other process can read it */
     dev_t device;
     ino_t inode;
-    char is_private; /* which it becomes when nobody records into it any more */
-    char is_file; /* whose blocks on the disk are kept, for a full disk would end the process */
-    void *free[PART_COUNT]; /* slots that were given back, each with the next one's address */
+    char is_private; /* true once no session records into it */
+    char is_file; /* its blocks on the disk are kept, because a full disk would end the process */
+    void *free[PART_COUNT]; /* freed slots, each with the next one's address */
     unsigned char *taken; /* pages of rows, one by one */
     size_t page_bytes, pages;
-    uint32_t numbers; /* slots of newest numbers that are taken */
-    struct core *core; /* whose it is */
+    uint32_t numbers; /* used slots of newest numbers */
+    struct core *core; /* its owner */
     struct memory *next; /* all of the process's */
 } memory_t;
 
@@ -39,7 +38,7 @@ static memory_t *memory_of(const void *address)
     return NULL;
 }
 
-/* A zeroed slot; NULL where the part is full, which is counted, or without a memory. */
+/* A zeroed slot; NULL if the part is full, which is counted, or without a memory. */
 static void *take_slot(memory_t *memory, int number)
 {
     if (memory == NULL)
@@ -95,7 +94,7 @@ static void free_lines_in(void *lines, int number)
         free_lines(lines);
 }
 
-/* The place of the newest value of a number, behind the ring of former ones. */
+/* The slot of the newest value of a number, after the ring of former ones. */
 static inline number_t *newest_number(const memory_t *memory, uint64_t number)
 {
     const part_t *part = &memory->at->parts[PART_NUMBERS];
@@ -110,7 +109,7 @@ static size_t mapped_bytes(uint64_t capacity)
     return (capacity * sizeof(row_t) + page - 1) / page * page;
 }
 
-/* Room for rows where others can read them: the first that is large enough; NULL without. */
+/* Memory for rows that others can read: the first free range that is large enough; NULL for none. */
 static row_t *take_rows(memory_t *memory, size_t bytes)
 {
     size_t wanted = bytes / memory->page_bytes;
@@ -129,9 +128,8 @@ static row_t *take_rows(memory_t *memory, size_t bytes)
     return NULL;
 }
 
-/* Rows are mapped, not allocated: only touched pages cost memory, and what is given up goes back to the system at once,
- * which the C library does not do with the heap that it keeps for each thread. Where others could read fewer only, it is
- * fewer. */
+/* Rows are mapped, not allocated: only touched pages cost memory, and freed pages return to the system at once, unlike
+ * the heap that the C library has for each thread. If readable memory allows fewer rows, there are fewer. */
 static row_t *map_rows(memory_t *memory, uint64_t *capacity)
 {
     for (uint64_t some = *capacity; memory != NULL && some >= SMALLEST_RING; some /= 2) {
@@ -147,7 +145,7 @@ static row_t *map_rows(memory_t *memory, uint64_t *capacity)
     return rows == MAP_FAILED ? NULL : rows;
 }
 
-/* Give back the rows of whole pages, of which this number of bytes was written. They are zero when they are taken again. */
+/* Free the rows of whole pages, of which this number of bytes was written. They are zero when they are reused. */
 static int unmap_rows(void *rows, size_t bytes, size_t written)
 {
     memory_t *memory = memory_of(rows);
@@ -163,10 +161,10 @@ static int unmap_rows(void *rows, size_t bytes, size_t written)
 
 /* ------------------------------------------------------------------ fork */
 
-static THREAD_LOCAL char *fork_copy; /* what a child takes over of all memories, one after another */
+static THREAD_LOCAL char *fork_copy; /* the pieces of all memories that a child inherits */
 static THREAD_LOCAL size_t fork_copy_bytes;
 
-/* How much of a part a child takes over: all but rows and what belongs to them, which it begins without. */
+/* The bytes of a part that a child inherits: 0 for rows and their details, without which it begins. */
 static size_t inherited_bytes(const part_t *part, int number)
 {
     if (number == PART_DETAILS || number >= PART_INTERVALS)
@@ -174,11 +172,11 @@ static size_t inherited_bytes(const part_t *part, int number)
     return (part->used < part->slots ? part->used : part->slots) * part->stride;
 }
 
-/* Copy what a child takes over, from or to its place. Gives its length. */
+/* Copy the inherited pieces of a memory, from or to their place. Return their length. */
 static size_t copy_inherited(memory_t *memory, char *copy, int back)
 {
     size_t done = 0;
-    if (memory->is_private) /* a child has a copy of its own anyway */
+    if (memory->is_private) /* a child has its own copy of private memory */
         return 0;
     char *at = (char *)memory->at;
     const part_t *parts = memory->at->parts;
@@ -202,7 +200,7 @@ static void drop_fork_copy(void)
     fork_copy = NULL;
 }
 
-/* In the parent, before it forks. What a child made of the parent's memory later would be what that has become. */
+/* In the parent, before it forks: later the parent's memory would have changed. */
 static void before_fork(void)
 {
     size_t bytes = 0, done = 0;
@@ -217,11 +215,11 @@ static void before_fork(void)
 
 static int new_memfd(size_t size_bytes)
 {
-#if defined(SYS_memfd_create) /* older headers have no number for it */
-    struct rlimit limit; /* beyond it the signal would end the process */
+#if defined(SYS_memfd_create) /* older headers do not define it */
+    struct rlimit limit; /* above it a signal would end the process */
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && limit.rlim_cur < size_bytes)
         return -1;
-    int fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U | 8U); /* closed by exec, may be sealed, is no program */
+    int fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U | 8U); /* closed by exec, sealable, not executable */
     if (fd < 0)
         fd = (int)syscall(SYS_memfd_create, "instrument", 1U | 2U); /* a kernel before 6.3 */
     if (fd < 0)
@@ -229,7 +227,7 @@ static int new_memfd(size_t size_bytes)
     if (ftruncate(fd, (off_t)size_bytes) == 0) {
         (void)fcntl(fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: it keeps its size, and its seals */
         int moved = fcntl(fd, F_DUPFD_CLOEXEC, FIRST_FD);
-        if (moved < 0) /* there may not be as many */
+        if (moved < 0) /* the limit may be lower */
             return fd;
         close(fd);
         return moved;
@@ -251,7 +249,7 @@ static int know_file(memory_t *memory)
     return 0;
 }
 
-/* Whether the descriptor is still ours: programs that detach from their terminal close all there are. */
+/* True if the descriptor is still ours: programs that detach from their terminal close all descriptors. */
 static int has_fd(const memory_t *memory)
 {
     struct stat found;
@@ -259,7 +257,7 @@ static int has_fd(const memory_t *memory)
            found.st_ino == memory->inode;
 }
 
-/* In the child: a memory of its own at the same addresses. Its rows are those that it will write. */
+/* In the child: make its own memory at the same addresses, without rows. */
 static void after_fork_in_child(void)
 {
     size_t done = 0;
@@ -296,7 +294,7 @@ static void after_fork_in_child(void)
 
 /* ------------------------------------------------------------------ what a memory is made of */
 
-/* Whether parts lie in a memory of this size one after another, and their slots hold what they are for. */
+/* True if the parts fit into a memory of this size in order, and their slots are large enough. */
 static int is_sound(const recording_t *head, size_t size_bytes)
 {
     const uint64_t least[PART_COUNT] = {
@@ -322,8 +320,8 @@ static int is_sound(const recording_t *head, size_t size_bytes)
     return head->parts[PART_DETAILS].slots % DETAIL_BLOCK_BYTES == 0 && end <= size_bytes;
 }
 
-/* Map a file whose header describes its parts, or without a file private memory for a header. The file remains the
- * caller's without a result. NULL with an exception. */
+/* Map a file whose header describes its parts, or without a file private memory for a header. NULL with an exception;
+ * the caller then still owns the file. */
 static memory_t *map_memory(int fd, int is_file, const recording_t *head)
 {
     struct stat found;
@@ -343,8 +341,8 @@ static memory_t *map_memory(int fd, int is_file, const recording_t *head)
         PyErr_SetString(PyExc_ValueError, "a memory too small for a recording");
         goto failed;
     }
-    /* A service may have locked all that it will ever map (mlockall): what nobody may touch is not filled, and what is not
-     * locked any more is filled as it is touched. */
+    /* A service may have locked all its later mappings (mlockall). A mapping without access is not populated, and
+     * unlocked pages are populated as they are touched. */
     int shared = head != NULL ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
     memory->at = mmap(NULL, memory->size_bytes, PROT_NONE, shared | MAP_NORESERVE, fd, 0);
     if (memory->at != MAP_FAILED) {
@@ -380,7 +378,7 @@ failed:
     return NULL;
 }
 
-/* Nothing is recorded here any more. The mapping stays, for what may point there. */
+/* Stop recording here. The mapping stays, as pointers may refer to it. */
 static void leave_memory(memory_t *memory)
 {
     memory->core = NULL;
@@ -390,8 +388,8 @@ static void leave_memory(memory_t *memory)
     memory->fd = -1;
 }
 
-/* Give back what the files take that nobody records into any more, as soon as no ring has rows there: what may be pointed
- * to lies in private memory at the same addresses then. */
+/* Free the files of ended recordings, as soon as no ring has rows there. Their contents are then in private memory at
+ * the same addresses, for remaining pointers. */
 static void make_left_private(void)
 {
     for (memory_t *memory = memories; memory != NULL; memory = memory->next) {
@@ -412,7 +410,7 @@ static void make_left_private(void)
     }
 }
 
-/* The totals and nodes of a memory are about to change hands, or have done so. */
+/* Mark the begin or the end of a move of a memory's totals and nodes between owners. */
 static void mark_moving(const Core *core)
 {
     if (core->memory == NULL)

@@ -1,14 +1,14 @@
-/* Cold: what readers ask of all threads together. A part of `_recorder.c`. */
+/* Cold: reads over all threads. A part of `_recorder.c`. */
 
 static PyObject *Core_rings(Core *self, PyObject *Py_UNUSED(none))
 {
     return PyList_GetSlice(self->rings, 0, PyList_GET_SIZE(self->rings));
 }
 
-/* Totals are read one after the other, and lie anywhere: those of the next nodes are fetched meanwhile. */
+/* Totals are read one after the other, at scattered addresses: those of the next nodes are prefetched meanwhile. */
 #define AHEAD 12
 
-/* How often the nodes of each group were called, on all threads together. */
+/* The calls of the nodes of each group, on all threads together. */
 static PyObject *Core_calls_by(Core *self, PyObject *args)
 {
     Py_buffer groups;
@@ -46,7 +46,7 @@ end:
     return all;
 }
 
-/* Of the nodes from a number on their sites, and the numbers of their parents, -1 for none. */
+/* The sites of the nodes from a number on, and the numbers of their parents, -1 for none. */
 static PyObject *Core_nodes_from(Core *self, PyObject *argument)
 {
     unsigned long first = PyLong_AsUnsignedLong(argument);

@@ -1,13 +1,13 @@
 /* Cold: spans that are given another name while they are open. A part of `_recorder.c`. */
 
-/* Nothing in this section runs code of the host's: what is open stays as it is from its begin to its end. */
+/* Nothing in this section runs code of the host's, so the open spans do not change meanwhile. */
 
 /* An open span, and the nearest above it that is open. */
 typedef struct {
     frame_t *frame, *above;
-    Current *owner; /* whose chain the one above is in */
+    Current *owner; /* the owner of the chain with the span above */
     node_t *node;   /* where the span was counted */
-    uint32_t from;  /* while its place is looked for: the one below that asked, or 0 */
+    uint32_t from;  /* during a search for its place: the span below that asked, or 0 */
     char is_settled, is_below;
 } open_t;
 
@@ -17,7 +17,7 @@ typedef struct {
     const frame_t *renamed;
 } open_spans_t;
 
-/* The nearest open span from a frame of a chain on, or from what the chain's context was copied under. */
+/* The nearest open span from a frame of a chain on, or from the base of the chain's context. */
 static frame_t *nearest_above(frame_t *frame, Current **owner, Published *base)
 {
     while (frame != NULL && frame->state == CLOSED)
@@ -29,7 +29,7 @@ static frame_t *nearest_above(frame_t *frame, Current **owner, Published *base)
     return base == NULL ? NULL : base->frame;
 }
 
-/* Note the open spans of a chain, whose outermost hangs below `base`. -1 without memory. */
+/* Note the open spans of a chain; the outermost is below `base`. -1 without memory. */
 static int note_chain(open_spans_t *open, frame_t *top, Current *owner, Published *base)
 {
     const frame_t *renamed = open->renamed;
@@ -70,8 +70,8 @@ static int note_open(Core *core, open_spans_t *open)
     return 0;
 }
 
-/* Count a span, of a site, below the one above it, at the path that led from there to where it was counted. `from` is
- * where the one above was counted then. */
+/* Move a span of a site below the node of the span above it, by the same path as before. `from` is the old node of the
+ * span above. */
 static void move_below(Core *core, const open_t *span, PyObject *site, const node_t *from)
 {
     frame_t *frame = span->frame;
@@ -100,7 +100,7 @@ static void move_below(Core *core, const open_t *span, PyObject *site, const nod
     frame->node = end_of(step);
 }
 
-/* Move the open spans below the one that has been renamed, each after that above it. */
+/* Move the open spans below the renamed one, each after the one above it. */
 static void move_all_below(Core *core, open_spans_t *open)
 {
     for (uint32_t i = 1; i <= open->count; i++) {
@@ -129,7 +129,7 @@ static void move_all_below(Core *core, open_spans_t *open)
     }
 }
 
-/* Whether a call of a span's node is open around it, by the spans above it. */
+/* True if a call of a span's node is open around it, by the spans above it. */
 static int is_inner_now(const open_spans_t *open, const open_t *span)
 {
     const frame_t *frame = span->frame;
@@ -139,8 +139,8 @@ static int is_inner_now(const open_spans_t *open, const open_t *span)
     return span->above != NULL && is_open_around(span->owner, span->above, frame->ring, frame->node);
 }
 
-/* The same for the innermost span of this context, below which nothing has begun elsewhere: the way of nearly every
- * request, also with others open. 0 where it is another one. */
+/* The same for the innermost span of this context, if nothing has begun below it elsewhere: nearly every request's
+ * case, also with others open. 0 otherwise. */
 static int rename_alone(Core *core, frame_t *frame, PyObject *site)
 {
     Ring *ring;
@@ -156,7 +156,7 @@ static int rename_alone(Core *core, frame_t *frame, PyObject *site)
     return 1;
 }
 
-/* Let an open span be one of another site from now on; what is open below it moves with it. */
+/* Change the site of an open span. Open spans below it move with it. */
 static void rename_frame(Core *core, frame_t *frame, PyObject *site)
 {
     if (rename_alone(core, frame, site))

@@ -1,4 +1,4 @@
-/* Hot: spans that are begun and ended by hand, as those of requests are. A part of `_recorder.c`. */
+/* Hot: spans that are begun and ended by separate calls, such as those of requests. A part of `_recorder.c`. */
 
 static PyObject *Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -16,8 +16,8 @@ static PyObject *Core_open(Core *self, PyObject *const *args, Py_ssize_t nargs)
     return lose(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* Let a dict that its caller gives away be the attributes of an open span, with what that has of other names, and with
- * the span of another tracer that the recorder has noted itself. -1 with an exception of the host's. */
+/* Make a dict, which the caller gives away, the attributes of an open span. Keep the span's own other names, and the
+ * span of another tracer that the recorder has noted. -1 with an exception of the host's. */
 static int take_attributes(Core *core, Frame *self, PyObject *given)
 {
     if (self->frame->state == CLOSED)
@@ -51,9 +51,9 @@ static PyObject *Core_close(Core *self, PyObject *const *args, Py_ssize_t nargs)
     return close_frame(self, (Frame *)args[0], nargs > 1 ? args[1] : NULL, nargs > 2 && args[2] == Py_True, 0) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-#define LENGTH_DIGITS 18 /* what fits into 63 bits, however large */
+#define LENGTH_DIGITS 18 /* numbers that fit into 63 bits */
 
-/* Note the length that a request's header gives, in bytes or text: digits alone, or it gives none. */
+/* Note the length in a request's header, bytes or text: only digits are a length. */
 static int put_length(PyObject *facts, PyObject *header)
 {
     const char *digits = NULL;
@@ -109,7 +109,7 @@ static PyObject *Core_close_request(Core *self, PyObject *const *args, Py_ssize_
         PyErr_Clear();
     }
     PyObject *error = args[4] == Py_None && number >= FIRST_OF_SERVER ? PyObject_Str(status) : Py_NewRef(args[4]);
-    PyErr_Clear(); /* for want of memory: then it is none */
+    PyErr_Clear(); /* without memory it is no request */
     int failed = take_attributes(self, (Frame *)args[0], given) < 0 || close_frame(self, (Frame *)args[0], error, 1, 0) < 0;
     Py_XDECREF(error);
     return failed ? NULL : Py_NewRef(Py_None);
@@ -145,8 +145,8 @@ static PyObject *Core_open_requests(Core *self, PyObject *given)
     return PyLong_FromLong(found);
 }
 
-/* The values of headers by their names, of pairs of both: of several by one name the last, None where there is none. Of a
- * request some ten headers come, and to make a dict of them takes five times as long. */
+/* The values of named headers, from pairs of name and value: the last one of several, None for none. A request has some
+ * ten headers, and a dict of them would take five times as long. */
 static PyObject *header_values(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || !PyTuple_Check(args[1])) {

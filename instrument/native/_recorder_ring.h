@@ -1,6 +1,6 @@
-/* Hot: the calling thread's ring. Cold: rings that are made and given up. A part of `_recorder.c`. */
+/* Hot: the calling thread's ring. Cold: making and freeing of rings. A part of `_recorder.c`. */
 
-/* Give up the rows. A ring without rows is of no use to its thread any more, but a reader may still hold it. */
+/* Free the rows. Its thread has no more use of a ring without rows, but a reader may still have it. */
 static void free_rows_of(Ring *ring)
 {
     row_t *rows = ring->rows;
@@ -86,14 +86,14 @@ static PyTypeObject RingType = {
     .tp_members = Ring_members,
 };
 
-/* The ring's thread has to look anew for the chain of the context that runs there. */
+/* Have the ring's thread find the chain of its current context again. */
 static void forget_current_of(Ring *ring)
 {
     ring->context_version = NO_VERSION;
     Py_CLEAR(ring->current);
 }
 
-/* The calling thread writes to this ring no more. */
+/* Detach the calling thread from this ring. */
 static void part_with(Ring *ring)
 {
     ring->ended = 1;
@@ -111,8 +111,8 @@ static void Mark_dealloc(Mark *self)
         ending_state = PyThreadState_GetID(PyThreadState_Get());
         part_with(ring);
     } else if (ring != NULL) {
-        /* The state of a thread is cleared by another one: what that thread has cached stays valid, at the cost of one
-         * ring. It has gone in a fork, is stopped at the end of the interpreter, or lives on without Python. */
+        /* Another thread clears this thread's state: the thread's cache stays valid, at the cost of one ring. The
+         * thread has gone in a fork, is stopped at the end of the interpreter, or lives on without Python. */
         ring->ended = 1;
         ring->state = &nobody;
         forget_current_of(ring);
@@ -137,7 +137,7 @@ static uint64_t free_rows(Core *core)
     return used < core->row_budget ? core->row_budget - used : 0;
 }
 
-/* A thread that has ended needs no room beyond the rows that it wrote. */
+/* An ended thread needs no memory beyond its written rows. */
 static void shrink(Ring *ring)
 {
     uint64_t capacity = ring->capacity;
@@ -152,8 +152,8 @@ static void shrink(Ring *ring)
     ring->mask = capacity - 1;
 }
 
-/* Give up the rings of threads that have ended, oldest first, until there is room for another and few enough
- * are left; their totals stay. */
+/* Free the rings of ended threads, oldest first, until there is room for another ring and few enough are left. Their
+ * totals stay. */
 static void retire(Core *core)
 {
     Py_ssize_t ended = 0;
@@ -175,7 +175,7 @@ static void retire(Core *core)
         uint32_t totals_count = ring->totals.slots * PAGE;
         for (uint32_t n = 0; n < totals_count; n++)
             if (known_totals(&ring->totals, n) != NULL && totals_of(core->ended, n) == NULL)
-                return; /* no memory to take its totals over: it stays */
+                return; /* no memory to add its totals: it stays */
         mark_moving(core);
         for (uint32_t n = 0; n < totals_count; n++) {
             totals_t *from = known_totals(&ring->totals, n);
@@ -194,8 +194,8 @@ static void retire(Core *core)
     }
 }
 
-/* A ring without rows. It holds neither a place for weak references nor anything that the collector looks for, so it may
- * lie where others can read it. */
+/* A ring without rows. It has no weak references and nothing for the collector, so it may be in memory that others can
+ * read. */
 static Ring *empty_ring(Core *core)
 {
     void *slot = take_slot(core->memory, PART_RINGS);
@@ -211,7 +211,7 @@ static Ring *empty_ring(Core *core)
     return ring;
 }
 
-/* Where the calling thread's C stack ends, and how much of it is left to what a call needs at least. */
+/* Note the end of the calling thread's C stack, and the margin that a call needs at least. */
 static void find_stack_end(Ring *ring)
 {
     pthread_attr_t attributes;
@@ -226,8 +226,8 @@ static void find_stack_end(Ring *ring)
     pthread_attr_destroy(&attributes);
 }
 
-/* A call of Python from C takes C stack, which a raised recursion limit does not watch. A stack that is not the
- * thread's own is nowhere near. */
+/* A call of Python from C takes C stack, which a raised recursion limit does not protect. A stack that is not the
+ * thread's own is far away. */
 static inline int is_stack_used_up(const Ring *ring)
 {
     volatile char here; /* not the frame's address, which would take a register */
@@ -262,7 +262,7 @@ static Ring *new_ring(Core *core)
     return ring;
 }
 
-/* What the calling thread's state holds of a recorder, made where it is missing. Borrowed. NULL with an exception. */
+/* The Mark of a recorder in the calling thread's state, made if missing. Borrowed. NULL with an exception. */
 static Mark *find_mark(Core *core)
 {
     PyObject *locals = PyThreadState_GetDict(); /* borrowed */
@@ -274,7 +274,7 @@ static Mark *find_mark(Core *core)
     PyObject *key = Py_BuildValue("(ON)", &MarkType, PyLong_FromVoidPtr(core));
     if (key == NULL)
         return NULL;
-    Mark *mark = (Mark *)PyDict_GetItemWithError(locals, key); /* borrowed; nobody takes it out */
+    Mark *mark = (Mark *)PyDict_GetItemWithError(locals, key); /* borrowed; it is never taken out */
     if (mark == NULL && !PyErr_Occurred() && (mark = PyObject_New(Mark, &MarkType)) != NULL) {
         mark->ring = NULL;
         if (PyDict_SetItem(locals, key, (PyObject *)mark) < 0)
@@ -295,7 +295,7 @@ static Ring *find_ring(Core *core)
         return NULL;
     }
     if (ending_state != 0 && ending_state == PyThreadState_GetID(PyThreadState_Get())) {
-        /* A finaliser of what the thread leaves behind. A ring made now would not be given up when the thread ends. */
+        /* This is a finaliser at the thread's end. A ring made now would not be freed when the thread has ended. */
         count(core, THREAD_ENDING);
         return NULL;
     }

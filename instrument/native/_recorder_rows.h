@@ -1,4 +1,4 @@
-/* Hot: the row of a span that has ended, and what it adds to the totals. A part of `_recorder.c`. */
+/* Hot: the row of an ended span, and its contribution to the totals. A part of `_recorder.c`. */
 
 static uint64_t bytes_in(PyObject *attributes)
 {
@@ -27,7 +27,7 @@ static inline totals_t *totals_here(Ring *ring, node_t *node)
     return __builtin_expect(node->ring_number == ring->number, 1) ? node->totals : find_totals_here(ring, node);
 }
 
-/* The error of a span that has ended: what its status says, where somebody has set one, else what it was. Borrowed. */
+/* The error of an ended span: that of its status, if one was set, else the given one. Borrowed. */
 static PyObject *error_told(PyObject *attributes, PyObject *error)
 {
     PyObject *status = PyDict_Check(attributes) ? PyDict_GetItemWithError(attributes, str_status_code) : NULL;
@@ -54,7 +54,7 @@ static inline uint64_t number_as_rare(int64_t active_ns)
     return (uint64_t)active_ns << 1 | 1;
 }
 
-/* All that a row says, but for what is rare. */
+/* Fill a row, except its rare facts. */
 static inline __attribute__((always_inline)) void
 fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t end_ns)
 {
@@ -65,10 +65,10 @@ fill_row(row_t *row, const frame_t *frame, const node_t *node, int64_t end_ns)
     row->task = (uint32_t)frame->task;
 }
 
-/* Has the compiler read anew what comes next, not keep it in registers, which are few. */
+/* Have the compiler read the next values again, not keep them in registers, which are few. */
 #define READ_ANEW() __atomic_signal_fence(__ATOMIC_SEQ_CST)
 
-/* Write the row of a span that took so long, unless it is too short for one. */
+/* Write the row of a span of this length, unless it is too short. */
 static inline __attribute__((always_inline)) void
 write_row(Ring *ring, const frame_t *frame, const node_t *node, int64_t end_ns, int64_t total_ns, PyObject *error,
           uint64_t rare)
@@ -82,7 +82,7 @@ write_row(Ring *ring, const frame_t *frame, const node_t *node, int64_t end_ns, 
     row_t *row = &ring->rows[head & ring->mask];
     row->rare = rare;
     fill_row(row, frame, node, end_ns);
-    /* A reader in another process finds a row whole as soon as it is counted. */
+    /* A row is complete for a reader in another process as soon as it is counted. */
     __atomic_store_n(&ring->head, head + 1, __ATOMIC_RELEASE);
     __builtin_prefetch(row + 1, 1);
 }
@@ -112,7 +112,7 @@ count_call(Core *const *core, totals_t *totals, const frame_t *frame, int64_t to
     return __builtin_expect(--totals->waiting_room == 0, 0);
 }
 
-/* How long what is awaited around an open span has been suspended since the span began. */
+/* The suspended time of the awaited object around an open span since the span began. */
 static int64_t waited_since_begin(const Frame *self, int64_t now_ns)
 {
     const Stepped *around = self->stepped;
@@ -124,7 +124,7 @@ static int64_t waited_since_begin(const Frame *self, int64_t now_ns)
     return waited_ns > 0 ? waited_ns : 0;
 }
 
-/* How long an open span has waited: at least as long as its children, should nobody have seen it suspended itself. */
+/* The waited time of an open span: at least its children's, if its own suspensions were not seen. */
 static inline int64_t waited_of(const Frame *self, int64_t now_ns)
 {
     int64_t waited_ns = self->stepped == NULL ? 0 : waited_since_begin(self, now_ns);
@@ -134,8 +134,8 @@ static inline int64_t waited_of(const Frame *self, int64_t now_ns)
     return waited_ns < total_ns ? waited_ns : total_ns > 0 ? total_ns : 0;
 }
 
-/* The span waited so long of its time; in `active_ns` it ran, and was not suspended. Of its own time is what its children
- * have not waited; what they ran and it did not is theirs. */
+/* Split a span's time: it waited for this time, and ran in `active_ns`. Its self time includes its waits other than its
+ * children's. Time in which only its children ran is theirs. */
 static int64_t take_waited(frame_t *frame, int64_t active_ns, int64_t waited_ns)
 {
     int64_t children_ran_ns = frame->children_ns - ((Frame *)frame->self)->children_waited_ns;
@@ -145,7 +145,7 @@ static int64_t take_waited(frame_t *frame, int64_t active_ns, int64_t waited_ns)
     return own_ns > ran_ns ? own_ns - ran_ns : 0;
 }
 
-/* All that may run code of the host's comes first and last: in between, the ring is between two rows. */
+/* Code of the host's may run only at the begin and the end: in between, the ring is being changed. */
 static void
 store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns, int64_t waited_ns, PyObject *error)
 {
@@ -189,7 +189,7 @@ store(Core *core, Ring *ring, frame_t *frame, int64_t end_ns, int64_t active_ns,
         add_time(&core, &totals->waiting_ns, own_waited_ns);
 }
 
-/* Store a span that has neither an error nor attributes, nor waited: what most are. */
+/* Store a span without error, attributes and waits: the usual one. */
 static inline void store_plain(Core *core, Ring *ring, frame_t *frame, int64_t end_ns)
 {
     int64_t total_ns = end_ns - frame->start_ns;

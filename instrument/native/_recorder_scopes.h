@@ -1,7 +1,7 @@
 /* Hot: spans around blocks. Cold: attributes of open spans. A part of `_recorder.c`. */
 
-/* The innermost open span of this context, the open request that it is in, or the one that is given: NULL without one.
- * Valid until code of the host's may run. */
+/* The innermost open span of this context, its open request, or the given span: NULL for none. Valid until code of the
+ * host's may run. */
 static frame_t *open_span(Core *core, int which, Frame *given)
 {
     if (which == GIVEN)
@@ -18,7 +18,7 @@ static frame_t *open_span(Core *core, int which, Frame *given)
     return is_open_request(frame->request) ? ((Frame *)frame->request)->frame : NULL;
 }
 
-/* An attribute that is kept as it is: one that runs no code and takes little memory. */
+/* True for an attribute that is stored unchanged: it runs no code and takes little memory. */
 static int is_plain_attribute(PyObject *name, PyObject *value)
 {
     if (!PyUnicode_CheckExact(name) || PyUnicode_GET_LENGTH(name) > VALUE_LIMIT || PyUnicode_GET_LENGTH(name) == 0)
@@ -42,8 +42,8 @@ static int put_attribute(Core *core, PyObject *made, PyObject *name, PyObject *v
     return PyDict_SetItem(made, name, value);
 }
 
-/* Set attributes of an open span: those of a dict, or by their names. What may have been handed on stays as it is: they
- * are copied each time. -1 with an exception of the host's. */
+/* Set attributes of an open span, from a dict or by name. The dict is copied each time, because others may have the
+ * earlier one. -1 with an exception of the host's. */
 static int set_attributes(Core *core, int which, Frame *given, PyObject *more, PyObject *names, PyObject *const *values)
 {
     frame_t *frame = open_span(core, which, given);
@@ -89,7 +89,7 @@ static int annotate_open(Core *core, int which, Frame *given, PyObject *more, Py
     return forgive();
 }
 
-/* Set attributes that a service gives by their names. Those that have to be looked at go the long way in Python. */
+/* Set attributes that a service gives by name. Values that need checks go the slow way in Python. */
 static PyObject *
 annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
@@ -123,7 +123,8 @@ annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* bind(key): name the request that the innermost open span serves. All but texts and numbers go the long way. */
+/* bind(key): name the request that the innermost open span serves. Other keys than texts and numbers go the slow
+ * way. */
 static PyObject *Core_bind(Core *self, PyObject *key)
 {
     if (!self->on)
@@ -142,7 +143,7 @@ static PyObject *enter_bound(BoundMethod *, PyObject *const *, size_t, PyObject 
 static PyObject *exit_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
 static PyTypeObject EnterType, ExitType;
 
-/* A scope without anything; NULL with an exception. Its methods have no references as long as nobody has bound them. */
+/* An empty scope; NULL with an exception. Its methods have no references until they are bound. */
 static Scope *empty_scope(PyTypeObject *type)
 {
     Scope *self = (Scope *)type->tp_alloc(type, 0);
@@ -181,8 +182,8 @@ static int Scope_traverse(Scope *self, visitproc visit, void *arg)
     return 0;
 }
 
-/* Nobody is left who could end it: its `with` lost it (from 3.14 on a signal's handler may raise after `__enter__`
- * and before the block), or it was entered by hand. */
+/* End a scope without references: its `with` lost it (from 3.14 on a signal handler may raise after `__enter__` and
+ * before the block), or it was entered by hand. */
 static void end_dropped(Scope *self)
 {
     raised_t raised = take_raised();
@@ -196,7 +197,7 @@ static inline known_t *place_of_path(path_t *path)
     return (known_t *)((char *)path - offsetof(known_t, path));
 }
 
-/* A scope is of its name no more. One that nobody has is given up. */
+/* Detach a scope from its name. Free it if it is unused. */
 static void part_with_scope(Scope *scope)
 {
     if (scope == NULL)
@@ -212,7 +213,7 @@ static inline uint64_t version_of_names(const Core *core)
     return (uintptr_t)core;
 }
 
-/* Let no scope go a way that is known. Runs no code of the host's. */
+/* Invalidate the known paths of all scopes. Runs no code of the host's. */
 static void forget_paths_of_names(const Core *core)
 {
     for (known_t *place = names_at_hand; place < names_at_hand + NAMES_AT_HAND; place++)
@@ -222,7 +223,7 @@ static void forget_paths_of_names(const Core *core)
         }
 }
 
-/* Let the sites of scopes be asked for anew by their names, also those of scopes that are there. */
+/* Have the sites of scopes be looked up by name again, also for existing scopes. */
 static PyObject *Core_forget_names(Core *self, PyObject *Py_UNUSED(none))
 {
     forget_paths_of_names(self);
@@ -238,7 +239,7 @@ static PyObject *Core_forget_names(Core *self, PyObject *Py_UNUSED(none))
     Py_RETURN_NONE;
 }
 
-/* As a frame that is given up. */
+/* Free a scope, as a frame is freed. */
 static SELDOM void give_up_scope(Scope *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -266,7 +267,7 @@ static SELDOM void give_up_scope(Scope *self)
         Py_DECREF(type); /* made in Python: each object of it holds it */
 }
 
-/* That of a name waits for the next call, without the recorder, which may go meanwhile. */
+/* A named scope waits for the next call, without the recorder, which may be freed meanwhile. */
 static void Scope_dealloc(Scope *self)
 {
     if (self->path == &no_path || self->frame != NULL) {
@@ -279,7 +280,7 @@ static void Scope_dealloc(Scope *self)
     Py_DECREF(core);
 }
 
-/* Scopes of a kind that Python code has made of ours are given up as ours are, for it has added methods alone. */
+/* Scopes of a Python subclass are freed like ours, because it only adds methods. */
 static void keep_scopes_of(PyTypeObject *type)
 {
     if (free_scope_type != NULL || type->tp_basicsize != ScopeType.tp_basicsize)
@@ -341,7 +342,7 @@ static SELDOM PyObject *exit_otherwise(Scope *self, PyObject *error, int64_t end
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* What few ends have to do besides: a request may run code of the host's as it goes. */
+/* The rare steps of an end: freeing a request may run code of the host's. */
 static SELDOM PyObject *exit_with(Core *core, totals_t *full, PyObject *request)
 {
     if (full != NULL)
@@ -350,8 +351,8 @@ static SELDOM PyObject *exit_with(Core *core, totals_t *full, PyObject *request)
     Py_RETURN_NONE;
 }
 
-/* End it: fast where it is the innermost span of the context that runs now, nothing is to be said but its times, and nobody
- * else has its Frame, which is kept. After the clock is read nothing is called but what comes last. */
+/* End it: fast if it is the innermost span of the current context, has only times, and its Frame has no other reference
+ * and is reused. After the clock is read, only the last step is a call. */
 static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, PyObject *error)
 {
     if (self->frame == NULL || error != Py_None)
@@ -635,14 +636,14 @@ static PyObject *Core_new_span(Core *self, PyObject *site)
     return scope != NULL ? (PyObject *)scope : no_scope(self);
 }
 
-/* Where a name is kept that is at hand. */
+/* The cache entry for a name. */
 static inline known_t *place_of_name(PyObject *name)
 {
     return &names_at_hand[((uintptr_t)name >> 4) & (NAMES_AT_HAND - 1)];
 }
 
-/* Let the scope of a name's site be handed out again for it, if that can be. The address of a text identifies it while there
- * is a reference. */
+/* Cache the scope of a name's site for reuse, if possible. The address of a text identifies it while there is a
+ * reference. */
 static void keep_name(Core *core, PyObject *name, Scope *scope)
 {
     if (Py_TYPE(scope) != free_scope_type)
@@ -685,7 +686,7 @@ static Scope *scope_of_keys(Core *self, PyObject *const *args, PyObject *names)
     return scope;
 }
 
-/* scope(name): of a site that is known by its name; all else goes the long way in Python. */
+/* scope(name): for a site that is known by name; other calls go the slow way in Python. */
 static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (nargs == 1 && names == NULL && PyUnicode_CheckExact(args[0]) && self->scope_type != NULL) {
@@ -693,7 +694,7 @@ static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ss
         if (site != NULL) {
             int is_muted = Py_TYPE(site) == (PyTypeObject *)self->scope_type;
             if (is_muted && Py_REFCNT(site) == 1 && ((Scope *)site)->frame == NULL)
-                return Py_NewRef(site); /* handed out again as long as nobody has it */
+                return Py_NewRef(site); /* reused while it has no other reference */
             Scope *scope = new_scope(self, Py_NewRef(is_muted ? ((Scope *)site)->site : site));
             if (scope == NULL)
                 return no_scope(self);
@@ -717,7 +718,7 @@ static SELDOM PyObject *scope_otherwise(Core *self, PyObject *const *args, Py_ss
     return scope;
 }
 
-/* The same of a name that is at hand, whose scope nobody has. */
+/* The same for a cached name with an unused scope. */
 static PyObject *Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (nargs != 1 || names != NULL)

@@ -16,7 +16,7 @@ static SELDOM void free_frame_object(Frame *self)
     PyObject_GC_Del(self);
 }
 
-/* A span is no longer of what is awaited around it. */
+/* Detach a span from the awaited object around it. */
 static inline void leave_stepped(Frame *self)
 {
     Stepped *around = self->stepped;
@@ -25,8 +25,8 @@ static inline void leave_stepped(Frame *self)
         Py_DECREF(around);
 }
 
-/* A frame that is given up is kept for the next span. What it refers to is let go of while it is whole: code of the
- * host's may run, and the collector look at it. */
+/* A freed frame is kept for the next span. Its references are released while it is complete: code of the host's may
+ * run, and the collector may visit it. */
 static void Frame_dealloc(Frame *self)
 {
     frame_t *frame = self->frame;
@@ -110,7 +110,7 @@ static PyTypeObject FrameType = {
     .tp_getset = Frame_getset,
 };
 
-/* Whether a call of a node is open on a thread, from a frame upwards, also in what its context was copied under. */
+/* True if a call of a node is open on a thread, from a frame upwards, also above the base of its context. */
 static SELDOM int is_open_around(Current *current, const frame_t *frame, const Ring *ring, const node_t *node)
 {
     int found = 0;
@@ -149,14 +149,14 @@ static inline void set_flags(frame_t *frame, char state)
     memcpy(&frame->is_inner, flags, sizeof flags); /* and what is behind it up to `below_fold`, as one number */
 }
 
-/* Whether a span is open as it began, and no flag is set. */
+/* True if a span is open as it began, without a flag. */
 static inline int is_open_as_begun(const frame_t *frame)
 {
     static const char expected[] = {0, 0, OPEN, 0};
     return memcmp(&frame->is_inner, expected, sizeof expected) == 0;
 }
 
-/* Whether a span is open, as those of functions and scopes are, and no step to a node that is not below led to it. */
+/* True if a span is open like those of functions and scopes, and only steps to descendants led to its node. */
 static inline int is_open_and_no_fold(const frame_t *frame)
 {
     static const char expected[] = {OPEN, 0};
@@ -171,7 +171,7 @@ static inline void remember_step(path_t *path, node_t *parent, node_t *step)
     path->steps[0] = step;
 }
 
-/* Fill in who the span is and where it belongs; the clock is read by the caller, last. `path` is of the site. */
+/* Fill in the ids, the node and the parent of a span. The caller reads the clock last. `path` is of the site. */
 static inline void
 identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *site, path_t *path, char state)
 {
@@ -220,7 +220,7 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         frame->is_inner = (char)is_open_around(current, current->top, ring, frame->node);
 }
 
-/* Whether the step from a parent is known, for the site was met there before. */
+/* True if the step from a parent is known, because the site was met there before. */
 static inline int find_known_step(const path_t *path, const node_t *parent, node_t **step)
 {
     *step = path->steps[0];
@@ -230,8 +230,8 @@ static inline int find_known_step(const path_t *path, const node_t *parent, node
     return path->parents[1] == parent;
 }
 
-/* The same for a span below one that is open, or the root, at a path where its site was met before: what most are. 0 for
- * any other, of which the frame may say anything. */
+/* The same for the usual span: below an open one, or the root, at a known path of its site. 0 for any other, whose
+ * frame may have any content. */
 static inline __attribute__((always_inline)) int
 place_below_top(Core *core, Ring *ring, const Current *current, const path_t *path, frame_t *frame)
 {
@@ -260,7 +260,7 @@ place_below_top(Core *core, Ring *ring, const Current *current, const path_t *pa
     return 1;
 }
 
-/* From now on the span is open, also for readers in other processes: all else that it has is written before. */
+/* Open the span, also for readers in other processes: all its other fields are written before. */
 static inline void begin_frame(frame_t *frame, int64_t now_ns)
 {
     frame->counted_from_ns = now_ns;
@@ -311,8 +311,8 @@ static int note_remote(Core *core, Frame *frame)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* What a root has to say besides its own attributes of where its context came from; a new reference or NULL, without
- * an exception. Making a dict may run code of the host's. */
+/* A root's attributes with the link of its context; a new reference or NULL, without an exception. Making a dict may
+ * run code of the host's. */
 static PyObject *with_link(const Current *current, PyObject *attributes)
 {
     if (current->top != NULL || current->base != NULL || current->linked == NULL || attributes == NULL)
@@ -328,13 +328,13 @@ static PyObject *with_link(const Current *current, PyObject *attributes)
 
 static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, int64_t end_ns);
 
-/* Whether what begins now in a task is awaited by what is stepped. A task that begins at once (an eager one) is not. */
+/* True if a span that begins now in a task is within the stepped object. An eager task is not. */
 static inline int is_stepped_in(uint64_t task)
 {
     return at_hand.stepping != NULL && at_hand.stepping->is_running && (at_hand.stepping->task == 0 || at_hand.stepping->task == task);
 }
 
-/* A span that begins in what is stepped learns how long that waits. */
+/* Attach a new span to the stepped object around it, for its waits. */
 static inline void note_stepping(Frame *self)
 {
     if (is_stepped_in(self->frame->task)) {
@@ -343,7 +343,7 @@ static inline void note_stepping(Frame *self)
     }
 }
 
-/* `scope`: that begins, or NULL. NULL with an exception, or without one where the reason has been counted: see `lose`. */
+/* `scope` is the one that begins, or NULL. NULL with an exception, or without one if it was counted: see `lose`. */
 static Frame *open_frame(Core *core, PyObject *site, const Scope *scope, PyObject *attributes, char state)
 {
     Frame *self = new_frame_object();
@@ -370,7 +370,7 @@ static Frame *open_frame(Core *core, PyObject *site, const Scope *scope, PyObjec
         if (core->remote_parent != NULL && core->remote_parent != Py_None) {
             uint64_t uid = core->uid;
             int failed = note_remote(core, self) < 0;
-            if (core->uid != uid) /* reset meanwhile, and nobody knew of the frame */
+            if (core->uid != uid) /* reset meanwhile, without knowing the frame */
                 frame->node = core->overflow;
             if (failed) {
                 Py_DECREF(self);
@@ -404,7 +404,7 @@ static Frame *open_frame(Core *core, PyObject *site, const Scope *scope, PyObjec
     return self;
 }
 
-/* The span that a span's time counts against: the one above it, where both ran on one thread and task; or NULL. */
+/* The span whose self time a span's time reduces: the one above it, if both ran on one thread and task; or NULL. */
 static inline frame_t *counted_above(const Current *current, const frame_t *frame, const Ring *ring)
 {
     frame_t *above = frame->above;
@@ -423,7 +423,7 @@ static inline void count_against_above(Current *current, frame_t *frame, Ring *r
         above->children_ns += end_ns - frame->counted_from_ns;
 }
 
-/* Of the time that counts against a span above, its child waited so much. */
+/* Note how much of the time that counts against the span above its child waited. */
 static void count_waited_above(frame_t *above, int64_t waited_ns)
 {
     if (above != NULL && above->self != NULL)
@@ -441,8 +441,8 @@ static void unlink_frame(Current *current, frame_t *below, frame_t *frame)
     Py_XDECREF(frame->self);
 }
 
-/* End a frame while others, begun inside it, go on: what follows counts against the frame above. -1 where it is not in
- * the chain. */
+/* End a frame while others, begun inside it, go on: later time counts against the frame above. -1 if it is not in the
+ * chain. */
 static int cross(Current *current, frame_t *frame, int64_t end_ns)
 {
     frame_t *below = current->top;
@@ -469,7 +469,7 @@ static PyObject * /* new reference or NULL; no exception */ error_name(PyObject 
     return name;
 }
 
-/* What a class of a web framework's own says of its status, borrowed; NULL for any other class. */
+/* The status of a web framework's exception class, borrowed; NULL for any other class. */
 static PyObject *answer_of(Core *core, PyTypeObject *type)
 {
     if (!PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE))
@@ -479,8 +479,7 @@ static PyObject *answer_of(Core *core, PyTypeObject *type)
     return known == NULL ? NULL : PyDict_GetItem(known, ((PyHeapTypeObject *)type)->ht_qualname);
 }
 
-/* The status of HTTP by which an exception answers a request, -1 where it is not of a web framework. No exception is
- * set. */
+/* The HTTP status by which an exception answers a request, -1 if it is not a web framework's. No exception is set. */
 static long status_of(Core *core, PyObject *error)
 {
     PyObject *classes = Py_TYPE(error)->tp_mro, *answer = NULL;
@@ -496,12 +495,12 @@ static long status_of(Core *core, PyObject *error)
     }
     long status = found != NULL && PyLong_Check(found) ? PyLong_AsLong(found) : -1;
     Py_XDECREF(found);
-    if (PyErr_Occurred()) /* a class of the host's makes something else of it */
+    if (PyErr_Occurred()) /* a class of the host's overrides it */
         PyErr_Clear();
     return 100 <= status && status < 1000 ? status : -1;
 }
 
-/* The outcome of a span that an exception broke off, borrowed; NULL where it has failed. It runs no code of the host's. */
+/* The outcome of a span that an exception interrupted, borrowed; NULL for a failure. Runs no code of the host's. */
 static PyObject *outcome_of(PyObject *error)
 {
     if (PyObject_TypeCheck(error, (PyTypeObject *)PyExc_Exception))
@@ -533,7 +532,7 @@ static PyObject *told_outcome(PyObject *Py_UNUSED(module), PyObject *error)
     return Py_NewRef(outcome != NULL ? outcome : Py_None);
 }
 
-/* Note how a span has ended, besides its attributes, which may be another's too. */
+/* Note the outcome of a span in a copy of its attributes, which may be shared. */
 static void put_ending(Core *core, frame_t *ended, PyObject *name, PyObject *value)
 {
     PyObject *attributes = ended->attributes ? PyDict_Copy(ended->attributes) : PyDict_New();
@@ -545,8 +544,8 @@ static void put_ending(Core *core, frame_t *ended, PyObject *name, PyObject *val
     Py_XDECREF(attributes);
 }
 
-/* Whether what a span ended with is no error, but an answer below 500, or says that it was broken off. A request bears
- * the answer's status, any span how it was broken off. */
+/* True if the exception that ended a span is no error: an answer below 500, or an interruption. The answer's status
+ * becomes an attribute of a request, the interruption one of any span. */
 static int is_no_error(Core *core, frame_t *ended, PyObject *error)
 {
     if (!PyExceptionInstance_Check(error))
@@ -595,7 +594,7 @@ static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, i
     Py_INCREF(current);
     frame->state = CLOSED;
     if (current->top != frame)
-        frame->has_rows = 1; /* what was begun inside it goes on */
+        frame->has_rows = 1; /* spans begun inside it go on */
     count_against_above(current, frame, ring, end_ns);
     int64_t waited_ns = 0;
     if (self->stepped != NULL || self->children_waited_ns != 0) {

@@ -1,6 +1,6 @@
-/* Hot: coroutines whose calls are spans. What they await is stepped here, and each time that it is suspended measured, for
- * the span of the coroutine and for those that begin inside it. Cold, at the end: what throws into it, closes and shows
- * it. A part of `_recorder.c`. */
+/* Hot: coroutines whose calls are spans. Their awaited objects are stepped here, and each suspension is timed, for the
+ * span of the coroutine and for those that begin inside it. Cold, at the end: throwing, closing and attributes. A part
+ * of `_recorder.c`. */
 
 /* Return an attribute of an object, or of the object that it replaces. */
 static PyObject *get_through(PyObject *self, PyObject *name, PyObject *stood_for)
@@ -12,21 +12,21 @@ static PyObject *get_through(PyObject *self, PyObject *name, PyObject *stood_for
     return PyObject_GetAttr(stood_for, name);
 }
 
-/* What `await` would step: a coroutine itself, or the iterator of what else can be awaited. A new reference; NULL with an
- * exception. */
+/* The object that `await` would step: a coroutine itself, or the iterator of another awaitable. A new reference; NULL
+ * with an exception. */
 static PyObject *iterator_of(PyObject *awaitable)
 {
     return PyCoro_CheckExact(awaitable) ? Py_NewRef(awaitable) : Py_TYPE(awaitable)->tp_as_async->am_await(awaitable);
 }
 
-/* What `await` takes, and we can step. What it takes besides, or refuses, goes to it as it is. */
+/* True for an awaitable that we can step. Any other object is passed to `await` unchanged. */
 static int is_awaitable(PyObject *object)
 {
     const PyAsyncMethods *methods = Py_TYPE(object)->tp_as_async;
     return PyCoro_CheckExact(object) || (methods != NULL && methods->am_await != NULL);
 }
 
-/* Of one of both types. Of the iterator it takes the reference. NULL without memory, with an exception. */
+/* Make an object of one of both types. Takes the reference of the iterator. NULL without memory, with an exception. */
 static Stepped *new_stepped(Core *core, PyTypeObject *type, PyObject *iterator)
 {
     Stepped *self = free_stepped_count > 0 ? free_stepped[--free_stepped_count] : (Stepped *)type->tp_alloc(type, 0);
@@ -63,8 +63,8 @@ static int end_own(Stepped *self, PyObject *error)
     return failed;
 }
 
-/* What has been awaited is given up: an open span of somebody else's holds us, and is not to hold that. Code of the host's
- * may run, and the exception that is raised stays as it is. */
+/* Release the awaited object: an open span of other code may still reference us. Code of the host's may run. A raised
+ * exception stays. */
 static void leave_awaited(Stepped *self)
 {
     if (self->function != NULL || self->awaited == Py_None)
@@ -76,7 +76,7 @@ static void leave_awaited(Stepped *self)
 
 static PyObject *Stepped_close(Stepped *, PyObject *);
 
-/* As a scope that is given up, also while its span is open: nobody is left who could go on. */
+/* Free it as a scope, even with an open span, which no caller can resume. */
 static void Stepped_dealloc(Stepped *self)
 {
     if (self->weak_references != NULL)
@@ -113,7 +113,7 @@ static int released(PyObject *none)
     return none == NULL ? -1 : 0;
 }
 
-/* Close what goes on no more, as a coroutine that is closed does. What that gives, or NULL with an exception. */
+/* Close a body that will not be resumed, as a closed coroutine does. Return its result, or NULL with an exception. */
 static PyObject *close_body(PyObject *body)
 {
     PyObject *method = PyObject_GetAttrString(body, "close");
@@ -128,7 +128,7 @@ static PyObject *close_body(PyObject *body)
     return given;
 }
 
-/* Begin a span whose site was not met here, and remember where it was. NULL as `open_frame`. */
+/* Begin a span whose site has no known step here, and remember the step. NULL as in `open_frame`. */
 static SELDOM Frame *begin_own_otherwise(Stepped *self)
 {
     Core *core = self->core;
@@ -185,8 +185,8 @@ static int begin_own(Stepped *self)
     return 0;
 }
 
-/* A step begins. Gives what was stepped around it, with its reference, in `around`. -1 with an exception of the host's,
- * and there is no step. */
+/* Begin a step. Set `around` to the stepped object around it, with its reference. -1 with an exception of the host's,
+ * and without a step. */
 static inline int begin_step(Stepped *self, Stepped **around)
 {
     if (!self->has_begun) {
@@ -202,11 +202,11 @@ static inline int begin_step(Stepped *self, Stepped **around)
     return 0;
 }
 
-/* The step has ended, for it yields to the loop, or has a result, or raises. Returns the same, or that our end of its span
+/* End a step that yielded to the loop, returned or raised. Return the same outcome, or an error if the end of its span
  * has raised. */
 static inline PySendResult end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
 {
-    /* Where greenlets have taken turns meanwhile it may be another one: that stays sound, and finds nobody who runs. */
+    /* If greenlets have switched meanwhile it may be another object: that stays valid, and is not running. */
     Stepped *innermost = at_hand.stepping;
     at_hand.stepping = around;
     self->is_running = 0;
@@ -248,7 +248,7 @@ static PySendResult Stepped_step(Stepped *self, PyObject *value, PyObject **resu
     return end_step(self, around, ended, result);
 }
 
-/* As what iterators give: of a result a StopIteration. Takes the reference. */
+/* Return a step's outcome as an iterator does: a result becomes a StopIteration. Takes the reference. */
 static PyObject *as_of_iterator(PySendResult ended, PyObject *result)
 {
     if (ended != PYGEN_RETURN)
@@ -284,8 +284,8 @@ static PyObject *Stepped_next(Stepped *self)
     return NULL;
 }
 
-/* Return the stand-in for the coroutine that a function has given, inside a span of a site. Return the coroutine itself where
- * it cannot be awaited. NULL with an exception. */
+/* Return an object that replaces a function's coroutine and has a span of a site. Return the coroutine itself if it
+ * cannot be awaited. NULL with an exception. */
 static PyObject *stepped_coroutine(Function *function, PyObject *coroutine, PyObject *attributes)
 {
     if (!is_awaitable(coroutine))
@@ -299,7 +299,7 @@ static PyObject *stepped_coroutine(Function *function, PyObject *coroutine, PyOb
     return (PyObject *)made;
 }
 
-/* stepped_in(frame, awaitable): what awaits it for an open span, which learns how long it was suspended. */
+/* stepped_in(frame, awaitable): an awaitable that steps another for an open span, and times its suspensions. */
 static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType)) {
@@ -313,7 +313,7 @@ static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t n
     if (iterator == NULL)
         return NULL;
     Stepped *made = frame->stepped;
-    if (made != NULL && made->awaited == Py_None) { /* what was awaited for it before has ended */
+    if (made != NULL && made->awaited == Py_None) { /* the previous awaitable has ended */
         Py_SETREF(made->awaited, iterator);
         return Py_NewRef((PyObject *)made);
     }
@@ -327,9 +327,9 @@ static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t n
     return (PyObject *)made;
 }
 
-/* Cold from here on: what a stand-in for a coroutine must have besides, for who cancels, closes or looks at it. */
+/* Cold from here on: the other methods of a coroutine, for code that cancels, closes or inspects it. */
 
-/* The exception that is raised is a StopIteration: what it gives is the result. */
+/* The raised exception is a StopIteration: its value is the result. */
 static PySendResult returned(PyObject **result)
 {
     raised_t raised = take_normal();
@@ -338,7 +338,7 @@ static PySendResult returned(PyObject **result)
     return *result != NULL ? PYGEN_RETURN : PYGEN_ERROR;
 }
 
-/* Throw into what is stepped. What has no way for that raises what is thrown. */
+/* Throw into the stepped object. Without a `throw` method, raise the thrown exception. */
 static PySendResult thrown(PyObject *body, PyObject *const *args, Py_ssize_t nargs, PyObject **result)
 {
     PyObject *method = PyObject_GetAttrString(body, "throw");
@@ -397,7 +397,7 @@ static PyObject *Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* What shows where each of some coroutines is that await one another: of what is awaited here, as if we were it. */
+/* The attributes that show the position in a chain of awaits are those of the replaced object. */
 static PyObject *Stepped_getattro(Stepped *self, PyObject *name)
 {
     return get_through((PyObject *)self, name, self->awaited);

@@ -70,7 +70,7 @@ static void count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t
         uint64_t sum = *low + (times & UINT16_MAX);
         if (carry(chunk, bucket & 63, (times >> LOW_BITS) + (sum >> LOW_BITS)) < 0) {
             core->counted->reasons[NO_DETAILS] += times - (uint64_t)(UINT16_MAX - *low);
-            *low = UINT16_MAX; /* no memory to count on in */
+            *low = UINT16_MAX; /* no memory for the upper counts */
         } else {
             *low = (uint16_t)sum;
         }
@@ -79,8 +79,8 @@ static void count_bucket(Core *core, totals_t *totals, uint32_t bucket, uint64_t
     }
 }
 
-/* Count the buckets that wait; those for which there is no memory wait on, if that can be. The counters are asked of
- * memory one right after the other, for the processor to wait for them together. */
+/* Count the waiting buckets; those without memory wait on, if possible. The counters are loaded one right after the
+ * other, so that the processor waits for them together. */
 static void count_waiting(Core *core, totals_t *totals)
 {
     uint16_t room = totals->waiting_room;
@@ -103,7 +103,7 @@ static void count_waiting(Core *core, totals_t *totals)
     }
 }
 
-/* The same for as many as there is room for, on the way of a call: what is met rarely goes the way above. */
+/* The same for a full list of buckets, within a call: rare cases go through the function above. */
 static __attribute__((noinline)) void count_all_waiting(Core *core, totals_t *totals)
 {
 #pragma GCC unroll 7
@@ -121,7 +121,7 @@ static __attribute__((noinline)) void count_all_waiting(Core *core, totals_t *to
     totals->waiting_room = BUCKETS_WAITING;
 }
 
-/* Add to a sum of times, which stays at its largest value instead of turning negative. Where there is no core at `core` it
+/* Add to a sum of times, which stays at its largest value instead of becoming negative. Without a core at `core` that
  * is not reported. */
 static inline __attribute__((always_inline)) void add_time(Core *const *core, int64_t *sum, int64_t more)
 {

@@ -1,6 +1,6 @@
-/* What one process records, in memory that others can read. `recording/memory_layout.py` says the same to the
- * readers outside; a test compares both, field by field. What points somewhere holds addresses of the process: less the
- * `address` of the header they are offsets. One writer; a reader checks what it has copied. */
+/* The recording of one process, in memory that others can read. `recording/memory_layout.py` has the same layout for
+ * readers outside; a test compares both, field by field. Pointers are addresses in the process: less the `address` of
+ * the header they are offsets. There is one writer; a reader checks its copies. */
 
 #ifndef INSTRUMENT_RECORDING_LAYOUT_H
 #define INSTRUMENT_RECORDING_LAYOUT_H
@@ -13,18 +13,18 @@
 #define REASONS_MOST 32
 #define NEWEST_NUMBERS 1024 /* slots for the newest values of numbers, behind the ring of former ones */
 
-/* The parts of a recording. Slots are taken one after another; those that are given back are zeroed and taken again. */
+/* The parts of a recording. Slots are used one after another; freed ones are zeroed and reused. */
 enum {
-    PART_TEXT,    /* what Python says of the process and the session: a length and JSON */
+    PART_TEXT,    /* facts on the process and the session: a length and JSON */
     PART_RINGS,
     PART_NODES,
     PART_TOTALS,
     PART_CHUNKS,  /* of histograms, by the pointers of totals */
     PART_HIGHS,   /* the upper parts of their counts, by the pointers of chunks */
     PART_FRAMES,
-    PART_ATTRIBUTES, /* of open spans: each frame's slot has one here, without a meaning of `used` */
-    PART_FACTS,   /* of sites, one after another: what they are; a slot is a byte */
-    PART_DETAILS, /* of rows, a ring of blocks: what few have; a slot is a byte, `used` counts those ever written */
+    PART_ATTRIBUTES, /* of open spans: one for each frame's slot; `used` has no meaning */
+    PART_FACTS,   /* facts of sites, one after another; a slot is a byte */
+    PART_DETAILS, /* rare facts of rows, a ring of blocks; a slot is a byte, `used` counts those ever written */
     PART_INTERVALS, /* of devices, */
     PART_SAMPLES, /* readings of gauges, and */
     PART_NUMBERS, /* of the service's own numbers: rings that Python writes, whose `used` counts the slots ever written */
@@ -34,38 +34,38 @@ enum {
 
 typedef struct {
     uint64_t offset, stride, slots;
-    uint64_t used;   /* slots that were ever taken */
-    uint64_t unseen; /* what found no room here, and is in private memory */
+    uint64_t used;   /* slots that were ever used */
+    uint64_t unseen; /* slots that did not fit, and are in private memory */
 } part_t;
 
 enum { STATE_NEW, STATE_RUNNING, STATE_GOODBYE, STATE_FORKED, STATE_OFF };
 
 /* Events that are counted in addition to spans. */
 typedef struct {
-    uint64_t ended_rows, ended_too_short; /* of rings that were given up */
+    uint64_t ended_rows, ended_too_short; /* of freed rings */
     uint64_t reasons[REASONS_MOST];
 } counted_t;
 
 typedef struct {
     char magic[8];
     uint32_t version;
-    uint32_t object_bytes; /* what a ring begins with, before its fields */
+    uint32_t object_bytes; /* the header of a ring object, before its fields */
     uint64_t size_bytes;
     uint64_t address;
     uint32_t pid, state;
-    uint64_t start_ticks; /* when the process began, in clock ticks since the boot: pids are given again */
+    uint64_t start_ticks; /* start of the process, in clock ticks since the boot: pids are reused */
     char boot_id[40];
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
     uint64_t generation;               /* grows with each reset */
-    uint64_t moving;                   /* odd while totals and nodes change hands */
+    uint64_t moving;                   /* odd while totals and nodes change owners */
     counted_t counted;
     uint64_t interval_slots; /* the number of the part's slots in the ring */
-    uint64_t settled_ns; /* what had ended by then has its intervals there; 0: no device has been timed */
+    uint64_t settled_ns; /* spans that ended by then have all their intervals; 0: no device was timed */
     part_t parts[PART_COUNT];
 } recording_t;
 
 typedef struct {
-    uint64_t site; /* as nodes name it */
+    uint64_t site; /* the site's address, as in nodes */
     uint32_t size_bytes, text_bytes;
 } fact_t; /* and JSON behind it */
 
@@ -99,7 +99,7 @@ typedef struct {
 
 typedef struct {
     uint64_t span_id; /* 0: nothing more in this block */
-    int64_t active_ns; /* -1 where that is the span's length */
+    int64_t active_ns; /* -1 for the span's total time */
     uint32_t size_bytes, text_bytes;
 } detail_t; /* and JSON behind it */
 

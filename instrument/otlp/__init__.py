@@ -1,4 +1,4 @@
-"""Spans to an OpenTelemetry collector: packed from columns, sent by one background thread, every loss counted.
+"""The export of spans to an OpenTelemetry collector: packed from columns, and sent by a thread that counts all losses.
 
 `packed_spans` packs rows by the rules of `packing`. `span_queue` has the waiting requests and the counts, `senders`
 send requests by HTTP or gRPC, and `exporter` has the thread. `resource` uses the service's own OpenTelemetry SDK, if
@@ -42,7 +42,7 @@ _NAMES_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name when it is first used. A process whose agent exports its spans needs few of them."""
+    """Load a name's module when the name is first used. A process whose agent exports its spans needs few of them."""
     module = next((module for module, names in _NAMES_OF.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Connections to a collector: plain, by TLS, and through a proxy, on sockets that gevent and eventlet do not patch.
 
-TLS works on memory (`ssl.SSLObject`), apart from the socket. A patched service replaces `ssl.SSLSocket` and the classes
-in `ssl`. Neither the patched nor the original ones work on our threads then.
+TLS works on memory (`ssl.SSLObject`), without the socket. In a patched service, neither the patched `ssl.SSLSocket` nor
+the original one works on our threads.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _CHUNK = 1 << 16
 
 
 class TcpConnection:
-    """A TCP connection that is kept alive, perhaps by the `tunnel` of a proxy.
+    """A TCP connection that is kept alive, perhaps through a proxy's `tunnel`.
 
-    One thread uses it; `abort` may be called from any.
+    One thread uses it; any thread may call `abort`.
     """
 
     def __init__(self, host: str, port: int, left_s: Callable[[], float], tunnel: Proxy | None = None) -> None:
@@ -63,7 +63,7 @@ class TcpConnection:
         self._sock.sendall(data)
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
-        """Fill a buffer with what has come, at least one byte; 0 at the end. Raises OSError."""
+        """Receive at least one byte into a buffer. Return the count of bytes, 0 at the end. Raises `OSError`."""
         self._sock.settimeout(positive(left_s()))
         return self._sock.recv_into(buffer)
 
@@ -80,7 +80,7 @@ class TcpConnection:
 
 
 class TlsConnection(TcpConnection):
-    """A `TcpConnection` that is encrypted by TLS. `context` has the settings of `ssl` for it."""
+    """A `TcpConnection` encrypted by TLS with the settings in `context`."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class TlsConnection(TcpConnection):
             raise
 
     def _until_done(self, step: Callable[[], Any], left_s: Callable[[], float]) -> Any:
-        """Repeat a step of TLS while it wants more from the other side; send what it has for that side."""
+        """Repeat a step of TLS until it succeeds. Receive and send the data of TLS meanwhile."""
         while True:
             try:
                 result = step()
@@ -134,7 +134,7 @@ class TlsConnection(TcpConnection):
             data = data[self._until_done(partial(self._tls.write, data[:_CHUNK]), left_s) :]
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
-        """Fill a buffer with what has come, at least one byte; 0 at the end. Raises OSError."""
+        """Receive at least one byte into a buffer. Return the count of bytes, 0 at the end. Raises `OSError`."""
         try:
             return int(self._until_done(partial(self._tls.read, len(buffer), buffer), left_s))
         except self._end:
@@ -142,7 +142,7 @@ class TlsConnection(TcpConnection):
 
 
 class Timed(io.RawIOBase):
-    """Reads a connection within one total time, where a socket's own time-out starts anew with every byte."""
+    """Reads a connection within one total time. A socket's own time-out starts anew with every byte."""
 
     def __init__(self, connection: TcpConnection, left_s: Callable[[], float]) -> None:
         self._connection = connection
@@ -159,7 +159,7 @@ class Timed(io.RawIOBase):
 
 
 def positive(seconds: float) -> float:
-    """Return the remaining seconds. Raises TimeoutError if none are left."""
+    """Return the remaining seconds. Raises `TimeoutError` if no time is left."""
     if seconds <= 0:
         raise TimeoutError("no answer in time")
     return seconds
@@ -200,7 +200,7 @@ class Proxy:
 def proxy_for(endpoint: str) -> Proxy | None:
     """Return the proxy for a collector, None for none.
 
-    `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` mean what they mean to OpenTelemetry's SDK (`requests`).
+    `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` have the meaning of OpenTelemetry's SDK (`requests`).
     """
     url = urlsplit(endpoint)
     names = {name.lower(): name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value}
@@ -233,7 +233,7 @@ def proxy_for(endpoint: str) -> Proxy | None:
 
 
 def _is_in_network(host: str, unproxied: str) -> bool:
-    """Return whether an address is in one of the networks that `NO_PROXY` lists, such as 10.0.0.0/8."""
+    """Return True if an address is in one of the networks that `NO_PROXY` lists, such as 10.0.0.0/8."""
     from ipaddress import ip_address, ip_network
 
     for network in unproxied.split(","):

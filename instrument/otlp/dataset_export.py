@@ -1,7 +1,7 @@
 """The dataset of running processes: settled requests as Parquet files, in a folder or an object store.
 
-Files are written on this machine, closed after a while, and uploaded as whole objects by a thread. A journal has the
-rows without a whole file, so that the exporter after a killed one can count them.
+Files are written on this machine, closed after a while, and uploaded as whole objects by a thread. A journal counts the
+rows in unfinished files, for the exporter that follows a killed one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from instrument.trace.decisions import Decisions
 
 GROUP_ROWS = 5_000
-"""The rows of a table that wait in memory, at 350 bytes a span. They become a row group of a file. 20,000 would take 30
-MB more, and save one byte a span."""
+"""The rows of a table that are collected in memory for one row group of a file, at 350 bytes a span. 20,000 would take
+30 MB more, and save one byte a span."""
 
 JOURNAL = "journal.json"
 
@@ -61,14 +61,14 @@ def settings_from(document: Mapping[str, Any]) -> Parquet:
 
 
 def limit_pyarrow() -> None:
-    """Have pyarrow use one thread, and return memory to the system. It is for a process of ours alone."""
+    """Have pyarrow use one thread, and return memory to the system. Only for our own processes."""
     arrow = pyarrow()
     arrow.set_cpu_count(1)
     arrow.set_memory_pool(arrow.system_memory_pool())
 
 
 class ReadRecording(Protocol):
-    """A recording that is read, as `RecordingExport` is."""
+    """The interface of a `RecordingExport` for a dataset."""
 
     dataset: DatasetExport | None
     ended_ns: int
@@ -88,7 +88,7 @@ class ReadRecording(Protocol):
 
 
 class _SpooledFile(NamedTuple):
-    """A whole file that waits for its upload. `name` is its place in the dataset."""
+    """A complete file that waits for its upload. `name` is its path in the dataset."""
 
     path: Path
     name: str
@@ -97,11 +97,11 @@ class _SpooledFile(NamedTuple):
 
 
 class DatasetExport:
-    """The files of a dataset that one exporter writes. One thread uses it.
+    """The files of a dataset that one exporter writes.
 
-    `key` names the run. `counts` has rows by fate: `stored`, `unstored` for lost ones, and `storing` until then.
-    Files that wait for their upload take `disk_bytes` at most; beyond that the oldest are lost.
-    Raises `InstrumentError` if pyarrow is missing or the path cannot be used.
+    One thread uses it. `key` names the run. `counts` has rows by fate: `stored`, `unstored` for lost ones, and
+    `storing` for the rest. Files that wait for their upload take at most `disk_bytes`; the oldest are dropped above
+    that. Raises `InstrumentError` if pyarrow is missing or the path cannot be used.
     """
 
     def __init__(self, settings: Parquet, key: str, disk_bytes: int) -> None:
@@ -120,7 +120,7 @@ class DatasetExport:
         self._problem = ""
         self._remembered = RememberedTraces()
         self.unwritten: Counter[ReadRecording] = Counter()
-        """The spans that no whole file has, of recordings that send none."""
+        """The counts of spans not yet in a complete file, of recordings whose spans are not sent."""
         self._windows: dict[ReadRecording, tuple[int, Counter[str]]] = {}
         """The end of the last window of each recording, and the losses until then."""
         self._whole_windows: dict[str, tuple[int, Counter[str]]] = {}
@@ -128,7 +128,7 @@ class DatasetExport:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Count what a killed exporter has left in parts, and upload its whole files."""
+        """Count the rows in a killed exporter's unfinished files, and upload its complete files."""
         self._spool.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(OSError, ValueError, KeyError, TypeError):
             journal = json.loads((self._spool / JOURNAL).read_text("utf-8"))
@@ -147,14 +147,14 @@ class DatasetExport:
                     self._uploads.add(path, str(path.relative_to(self._spool)), parquet.read_metadata(path).num_rows)
 
     def _lose(self, rows: int, why: object) -> None:
-        """Count lost rows, and say the first reason."""
+        """Count lost rows, and log the first reason."""
         self.counts["unstored"] += rows
         if rows and str(why) != self._problem:
             self._problem = str(why)
             logger.warning("export.parquet: %d rows are lost, later ones without a word: %s", rows, why)
 
     def put_settled(self, members: Sequence[ReadRecording], decisions: Decisions, now_ns: int) -> None:
-        """Take the rows of a round of settling, as far as its recordings have this dataset."""
+        """Add the rows of settled requests of the recordings with this dataset."""
         processes = [_process_of(member) for member in members]
         intervals_of = [member.intervals_of for member in members]
         try:
@@ -164,7 +164,7 @@ class DatasetExport:
             self._lose(1, f"{type(fault).__name__}: {fault}")
 
     def put_window(self, member: ReadRecording) -> None:
-        """Take the gauges, losses and facts of a recording since the last call."""
+        """Add the gauges, losses and facts of a recording since the last call."""
         since = self._windows.get(member) or self._whole_windows.get(member.key)
         process, (since_ns, before) = _process_of(member), since or (0, Counter[str]())
         facts, losses = process.facts, Counter({**member.mapped.losses(), **losses_by_name(member.fates)})
@@ -175,13 +175,13 @@ class DatasetExport:
         self.put(tables_of_windows([ProcessWindow(0, window, process.offset_ns)], [process]))
 
     def forget(self, member: ReadRecording) -> None:
-        """Take the last facts of a recording."""
+        """Add the last facts of a recording, and forget it."""
         if member.source is not None:
             self.put_window(member)
         self._windows.pop(member, None)
 
     def put(self, tables: Iterable[tuple[str, Any]]) -> None:
-        """Take rows of tables."""
+        """Add rows to the tables."""
         for name, rows in tables:
             if not self._rows:
                 self._due_at = time.monotonic() + self._every_s
@@ -208,7 +208,7 @@ class DatasetExport:
         self.unwritten.clear()
 
     def _give_up(self, problem: object) -> None:
-        """Lose all rows that no whole file has."""
+        """Drop all rows in unfinished files, and count them as lost."""
         self._settle_unwritten(is_written=False)
         if self._writer is not None:
             self._writer.discard()
@@ -216,7 +216,7 @@ class DatasetExport:
         self._writer, self._rows, self._waiting = None, 0, {}
 
     def _note(self) -> None:
-        """Write the rows and the parts that the next exporter would find after a kill."""
+        """Write the journal: the count of rows in unfinished files, and their names."""
         self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.rows)
         parts = [] if self._writer is None else self._writer.parts
         with suppress(OSError), atomic.replacing(self._spool / JOURNAL) as file:
@@ -229,11 +229,11 @@ class DatasetExport:
 
     @property
     def is_due(self) -> bool:
-        """True if rows have waited for the time after which files are closed."""
+        """True if it is time to close the files."""
         return bool(self._rows) and time.monotonic() >= self._due_at
 
     def close_files(self) -> None:
-        """Close all files, and begin to upload them where they are uploaded."""
+        """Close all files, and begin to upload them if the dataset is in an object store."""
         while self._waiting:
             self._write(next(iter(self._waiting)))
         if self._writer is None:
@@ -258,7 +258,7 @@ class DatasetExport:
         self._note()
 
     def end(self, until: float) -> None:
-        """Close all files, and upload what can be by a time on the monotonic clock. The rest is lost."""
+        """Close all files, and upload them until a time on the monotonic clock. Other files are lost."""
         self.close_files()
         if self._uploads is not None:
             self._uploads.end(until)
@@ -267,7 +267,7 @@ class DatasetExport:
 
 
 def _process_of(member: ReadRecording) -> DatasetProcess:
-    """Return the process of a recording. Where a collector gets its spans, they have the same ids."""
+    """Return the process of a recording, with the ids that its spans have at a collector."""
     header, source = member.mapped.header, member.source
     origin = origin_of(header)
     offset_ns = origin.realtime_of(0)
@@ -280,7 +280,7 @@ def _process_of(member: ReadRecording) -> DatasetProcess:
 
 
 def _own_folder() -> Path:
-    """Return the folder of this user for files that are still to be uploaded. Raises `OSError`."""
+    """Return this user's folder for files that wait for their upload. Raises `OSError`."""
     folder = Path(tempfile.gettempdir()) / f"instrument-{os.geteuid()}-dataset"
     folder.mkdir(mode=0o700, exist_ok=True)
     run_folder.refuse_shared(folder)
@@ -288,7 +288,7 @@ def _own_folder() -> Path:
 
 
 class _Uploads:
-    """Uploads whole files by a thread, the oldest first, each until it succeeds."""
+    """Uploads complete files on a thread, the oldest first. Each is retried until it succeeds."""
 
     def __init__(self, folder: Folder, disk_bytes: int, counts: Counter[str]) -> None:
         self._folder, self._disk_bytes, self._counts = folder, disk_bytes, counts
@@ -301,12 +301,12 @@ class _Uploads:
 
     @property
     def rows(self) -> int:
-        """The number of rows that wait."""
+        """The number of rows that wait for their upload."""
         with self._changed:
             return sum(file.rows for file in self._files)
 
     def add(self, path: Path, name: str, rows: int) -> None:
-        """Upload a file. Lose the oldest ones where all would take too much of the disk."""
+        """Queue a file for its upload. Drop the oldest files above the limit of disk space."""
         with self._changed:
             self._files.append(_SpooledFile(path, name, rows, path.stat().st_size))
             over_bytes = sum(file.size_bytes for file in self._files) - self._disk_bytes
@@ -350,7 +350,7 @@ class _Uploads:
             file.path.unlink(missing_ok=True)
 
     def _upload(self, file: _SpooledFile) -> None:
-        """Upload a file under another name, and rename the object once it is whole."""
+        """Upload a file under another name, and rename the object once it is complete."""
         directory, _, base = file.name.rpartition("/")
         part = f"{directory}/.{base}.part"
         with file.path.open("rb") as source, self._folder.create(part) as sink:
@@ -361,7 +361,7 @@ class _Uploads:
         self._folder.rename(part, file.name)
 
     def end(self, until: float) -> None:
-        """Upload what can be by a time. The rest is lost."""
+        """Upload files until a time on the monotonic clock. Other files are lost."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()

@@ -1,7 +1,7 @@
 """The facts of a process for the exporter: ids and resource of its spans, the rules of capture, and its metrics.
 
-They are JSON in the recording, except for the collector's settings, which may hold secrets: these go through the run's
-socket. The reader checks them, and ignores malformed ones.
+They are JSON in the recording. The collector's settings may contain secrets, so they are sent through the run's socket.
+The reader checks the facts, and ignores malformed ones.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _MASK = (1 << 64) - 1
 
 
 class Ids:
-    """Turns the recorder's small numbers into ids that are unique in the process, look random, and are never zero.
+    """Converts the recorder's numbers to span and trace ids: random-looking, unique in the process, never zero.
 
     splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. Number 0 is no span: its id
     replaces the one id that would be zero. Numbers from 2**63 up are device intervals. `instance` is the process's
-    service.instance.id. A forked child makes new ids. Processes of one `run` without an agent derive the same trace id
-    from a request's key, see `instrument.trace.joined.trace_id_of`; "" is for none.
+    service.instance.id. A forked child makes new ids. Without an agent, processes of one `run` derive the same trace id
+    from a request's key, see `instrument.trace.joined.trace_id_of`; "" for no run.
     """
 
     __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")
@@ -53,7 +53,7 @@ class Ids:
 
     def span_id(self, number: int) -> int:
         """Return the 64-bit id of a span of the recorder."""
-        span_id: int = mix(self._seed + number) or mix(self._seed)
+        span_id: int = mix_bits(self._seed + number) or mix_bits(self._seed)
         return span_id
 
     def device_span_id(self) -> int:
@@ -61,30 +61,30 @@ class Ids:
         return self.span_id(self.take_device_numbers(1))
 
     def take_device_numbers(self, count: int) -> int:
-        """Return the first of some numbers for device intervals, none of which comes again."""
+        """Return the first of `count` new numbers for device intervals."""
         first = self._device_number
         self._device_number += count
         return first
 
     def of(self, span: Span) -> tuple[int, int]:
-        """Trace id and span id of a root, as the collector gets them."""
+        """Return the trace id and span id of a root at the collector."""
         trace_id = self.trace_id(span.root_id) if span.remote is None else span.remote.trace_id
         return trace_id, self.span_id(span.span_id)
 
     def trace_id(self, number: int) -> int:
-        """Return the 128-bit id of the tree with this root."""
+        """Return the 128-bit trace id for the number of a tree's root."""
         high, low = self._trace_seeds
-        trace_id: int = (mix(high + number) or mix(high)) << 64 | (mix(low + number) or mix(low))
+        trace_id: int = (mix_bits(high + number) or mix_bits(high)) << 64 | (mix_bits(low + number) or mix_bits(low))
         return trace_id
 
     def trace_lows(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the lower halves of the ids of trees by the numbers of their roots."""
-        lows: NDArray[np.uint64] = mix(numbers + self._trace_seeds[1])
+        """Return the lower halves of trace ids for the numbers of the trees' roots."""
+        lows: NDArray[np.uint64] = mix_bits(numbers + self._trace_seeds[1])
         return lows
 
     def many(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
-        """Return the ids of spans by their numbers for part 0. Parts 1 and 2 are the halves of the ids of trees."""
-        return mixed(self.seeds[part], numbers)
+        """Return the span ids for some numbers. With part 1 or 2, return the upper or lower halves of trace ids."""
+        return span_ids_of(self.seeds[part], numbers)
 
 
 def _random_uuid() -> str:
@@ -94,35 +94,35 @@ def _random_uuid() -> str:
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 
-def mix(value: Any) -> Any:
-    """Return splitmix64's finaliser of a number of 64 bits, or of an array of such."""
+def mix_bits(value: Any) -> Any:
+    """Return splitmix64's finaliser of a 64-bit number, or of an array of 64-bit numbers."""
     value &= _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
     return value ^ value >> 31
 
 
-def mixed(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def span_ids_of(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return a span id for each number, mixed with a seed as in `Ids.span_id`."""
     import numpy as np
 
     with np.errstate(over="ignore"):
-        ids: NDArray[np.uint64] = mix(numbers + seed)
+        ids: NDArray[np.uint64] = mix_bits(numbers + seed)
         is_none = ids == 0
         if is_none.any():
-            ids[is_none] = np.broadcast_to(mix(np.asarray(seed, dtype=np.uint64).reshape(-1)), ids.shape)[is_none]
+            ids[is_none] = np.broadcast_to(mix_bits(np.asarray(seed, dtype=np.uint64).reshape(-1)), ids.shape)[is_none]
     return ids
 
 
 @dataclass(frozen=True, slots=True)
 class MeteredFacts:
-    """The metrics that a process asks for since `start_ns`, and the facts of them that it alone knows.
+    """The metrics that a process asks for since `start_ns`, and facts about them that only the process has.
 
-    `asks` is True if it has metrics other than gauges, `requests` where requests are recorded. `routes` are the
-    routes for which a model generates answers. `by` names the attribute that groups requests, in at most `at_most`
-    groups. `watches` is True if the meter looks for functions with generated items or batches. `calls` are the
-    marks of functions whose calls are metrics. `streams` are the marks of functions that generate items. `environ` has
-    the variables that shape the metrics. The other fields are those of `instrument.recorder.meter.Books`.
+    `asks` is True if it has metrics other than gauges, `requests` if requests are recorded. `routes` are the routes for
+    which a model generates answers. `by` names the attribute that groups requests, in at most `at_most` groups.
+    `watches` is True if the meter reads functions with generated items or batches. `calls` are the marks of functions
+    with metrics, `streams` those of functions that generate items. `environ` has the environment variables that shape
+    the metrics. The other fields are those of `instrument.recorder.meter.Books`.
     """
 
     start_ns: int
@@ -201,7 +201,7 @@ def settings_as_json(settings: Otlp) -> dict[str, Any]:
 
 
 def settings_from(document: Mapping[str, Any]) -> Otlp:
-    """Return the settings of a collector that a process sent. Raise `ValueError` for malformed ones."""
+    """Return the settings of a collector that a process sent. Raises `ValueError` for malformed ones."""
     import msgspec
 
     return msgspec.convert(document, Otlp, strict=False)

@@ -14,8 +14,8 @@ from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
 from instrument.otlp.packing import Body, halves_of
 from instrument.otlp.points import Series
 from instrument.otlp.resource import (
+    child_attributes,
     detected_attributes,
-    of_a_child,
     provider_attributes,
     resource_attributes,
 )
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 REQUEST_BYTES = 512 << 10
-"""A request's limit before compression: there are receivers that refuse 1 MiB."""
+"""The most bytes of a request before compression: some receivers refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
-"""The least size to which a collector's refusals can limit requests, and the waiting bytes that are sent at once."""
+"""The lowest limit of a request's bytes after refusals, and the waiting bytes that are sent at once."""
 HALVINGS = 12
 """The most requests in a row that are halved as too large for the collector: 12 lead from 4,000 spans to single ones.
-Then such requests are given up, until the collector takes one."""
+Then such requests are dropped, until the collector accepts one."""
 
 HOLD_LIMIT_S = 300.0
-"""The most seconds for which one answer of a collector can delay all spans, which wait in the queue meanwhile."""
+"""The most seconds that one answer of a collector can delay all spans, which wait in the queue meanwhile."""
 
 _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.packed_spans", "instrument.trace.trace")
@@ -53,10 +53,9 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The outcome of the spans offered since the exporter was made.
+    """The counts of the spans offered since the exporter was made, by fate.
 
-    `settled` is True if the fate of every span offered before the flush was known in time. `reason` explains the last
-    loss.
+    `settled` is True if each span offered before the flush was sent or lost in time. `reason` explains the last loss.
     """
 
     offered: int
@@ -70,27 +69,26 @@ class Delivery:
 
     @property
     def complete(self) -> bool:
-        """Return True if all spans were settled in time, and none was ever lost."""
+        """Return True if all spans were settled in time and none was lost."""
         return self.settled and not (self.rejected or self.failed or self.dropped)
 
 
 SILENCE_NS = 1_500_000_000
-"""The ns that a request waits for an answer until a log message says so."""
+"""The nanoseconds that a request waits for an answer before that is logged."""
 
 
 class Exporter:
-    """Delivers kept trees to a collector from one daemon thread, and counts the fate of every span.
+    """Sends kept trees to a collector on one daemon thread, and counts the fate of every span.
 
-    They are this process's own or those of others, each with its source, on one connection. Every method but
-    `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads` gives the
-    names of threads by native id. `metrics` takes samples of gauges, with a queue and counts of their own; they are
-    sent after the spans. Metrics of other processes come with their sources, by `add_metrics`. The origin and the ids
-    of `own` may be read, and the origin replaced by a renewed one, at any time. Only an exporter with spans of its own
-    `detects` attributes of its process. One that never `sends` takes no metrics on. The sending thread calls
-    `settled(source)` once the fate of some spans of a source is known, or its metrics were sent. It also calls it
-    before it sends spans of a source, counted as `sending`.
-
-    Raises ExportError for settings that cannot work, among them grpc without its extra.
+    The trees are of this process or of others, each with its source, on one connection. Every method but
+    `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads` returns
+    the names of threads by native id. `metrics` takes samples of gauges, with a queue and counts of their own; they are
+    sent after the spans. `add_metrics` adds the metrics of another process, with its source. The origin and the ids of
+    `own` may be read at any time, and the origin replaced by a newer one. Only an exporter for its own process
+    `detects` that process's attributes. An exporter that never `sends` has no metrics. The sending thread calls
+    `settled(source)` after some spans or the metrics of a source were sent or lost. It also calls it before it sends
+    spans of a source, counted as `sending`. Raises `ExportError` for settings that cannot work, such as grpc without
+    its extra.
     """
 
     def __init__(
@@ -150,7 +148,7 @@ class Exporter:
                 self._metered = (*self._metered, source)
 
     def remove_metrics(self, source: Source, limit_s: float) -> None:
-        """Send no more metrics of a source. Wait for a request that is on its way, `limit_s` seconds at most."""
+        """Send no more metrics of a source. Wait at most `limit_s` seconds for a running request."""
         with self._queue.lock:
             self._metered = tuple(metered for metered in self._metered if metered is not source)
         end = time.monotonic() + limit_s
@@ -158,7 +156,7 @@ class Exporter:
             time.sleep(_LOOK_S)
 
     def is_sending_metrics(self, source: Source) -> bool:
-        """Return True while metrics of a source are being sent, or their outcome is reported to it."""
+        """Return True while metrics of a source are being sent, until their outcome is reported."""
         return self._metrics_source is source
 
     def resource(self) -> dict[str, object]:
@@ -167,10 +165,10 @@ class Exporter:
         return resource_attributes(self.own.origin, self.own.ids.instance, detected, provider_attributes())
 
     def start(self) -> None:
-        """Start the thread; nothing happens when it runs already. What was offered before is sent too.
+        """Start the thread unless it runs.
 
-        The first start imports what sending needs on the calling thread, about 0.1 s. Not on the export thread: a
-        fork in the middle of an import leaves the child with a module that it can never import.
+        It also sends spans offered before. The first start imports modules on the calling thread, in about 0.1 s. The
+        export thread must not import them: a child forked in the middle of an import can never import that module.
         """
         self.prepare()
         for name in _PACKING:
@@ -188,14 +186,14 @@ class Exporter:
             raise
 
     def prepare(self) -> None:
-        """Import what sending needs, which `start` would do."""
+        """Import the modules for sending, before `start` does."""
         for name in self._sender.modules:
             import_module(name)
         if self._detected is None:
             self._detected = detected_attributes()
 
     def _is_current(self, sender: Sender) -> bool:
-        """Return True while the sender's thread delivers: not after `stop`, nor once there is another sender."""
+        """Return True until `stop`, or until another sender replaces this one."""
         return self._sender is sender and not self._queue.is_closed
 
     def _open_sender(self) -> Sender:
@@ -205,9 +203,9 @@ class Exporter:
         return self._sender
 
     def send(self, bodies: Iterable[Body]) -> Delivery:
-        """Send packed requests from the calling thread, one after the other, instead of `start` and `submit`.
+        """Send packed requests on the calling thread, one after the other, instead of `start` and `submit`.
 
-        Ends with the first request that does not get through, after the time-out of the settings at the latest.
+        Stops at the first request that fails, after the time-out of the settings at the latest.
         """
         self.prepare()
         with self._queue.lock:
@@ -230,9 +228,9 @@ class Exporter:
         return self.flush(0)
 
     def submit_rows(self, source: Source, trace: Columns, rows: Int64s, **facts: Any) -> None:
-        """Pack rows of a trace that are of one process, and hand them over. `facts` are those of `SpanPacker`.
+        """Pack rows of one process in a trace, and queue them for sending.
 
-        Never raises: rows that cannot be packed are counted as failed, and do not stop others.
+        `facts` are the arguments of `SpanPacker`. Never raises: rows that cannot be packed are counted as failed.
         """
         pace = Pace() if self._is_in_service else None
         bodies = []
@@ -252,30 +250,30 @@ class Exporter:
         self.submit(bodies, source)
 
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
-        """Hand over packed requests, of another process where its source is given.
+        """Queue packed requests for sending, by default of this process.
 
-        Each is at most `request_bytes` long, as `Source.requests` makes them. Beyond `QUEUE_BYTES` the oldest are
-        dropped and counted. True if all will be sent, unless newer ones displace them. Never waits for a lock.
+        Each has at most `request_bytes`, as `Source.requests` makes them. Above `QUEUE_BYTES` the oldest are dropped
+        and counted. Return True if all were queued; newer ones may still displace them. Never waits for a lock.
         """
         are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
-            self.hurry()
+            self.send_soon()
         return False not in are_taken
 
     @property
     def waiting(self) -> int:
-        """The number of spans that are on their way."""
+        """The number of spans that are neither sent nor lost yet."""
         return self._queue.pending
 
-    def hurry(self) -> None:
+    def send_soon(self) -> None:
         """Send the offered spans now."""
         if self._wake.empty():
             self._wake.put(None)
 
     def flush(self, timeout_ns: int) -> Delivery:
-        """Send the offered spans, wait up to `timeout_ns` for their fates, and return these.
+        """Send the offered spans, wait up to `timeout_ns` until they are sent or lost, and return the counts.
 
-        It does not wait if the collector has asked for a longer pause.
+        Does not wait if the collector has asked for a longer pause.
         """
         thread, end_ns = self._thread, time.monotonic_ns() + timeout_ns
         counts = self.counts()
@@ -302,15 +300,15 @@ class Exporter:
         return any(metered.waits() for metered in self._metrics_of_sources())
 
     def _is_deferred_beyond(self, time_ns: int) -> bool:
-        """Return True if the collector has asked for a pause beyond that time."""
+        """Return True if the collector has asked for a pause that ends after `time_ns`."""
         metrics_ns = 0 if self._queue.pending else self._metrics_deferred_until_ns
         return self._stop_at_ns == _NEVER_NS and max(self._deferred_until_ns, metrics_ns) > time_ns
 
     def stop(self, timeout_ns: int) -> Delivery:
         """Flush within `timeout_ns` and end the thread, even if the collector never answers.
 
-        It returns at most 0.2 s after that time. Spans that still wait then count as dropped, those under way as
-        failed. `start` begins again.
+        Returns at most 0.2 s after that time. Spans that still wait then are counted as dropped, those of the running
+        request as failed. `start` begins again.
         """
         self._stop_at_ns = time.monotonic_ns() + timeout_ns
         self._halt.put(None)
@@ -335,7 +333,7 @@ class Exporter:
         return delivery
 
     def note_silence(self) -> None:
-        """Log why the collector has not taken a request that has waited too long, before its waiter gives up."""
+        """Log the obstacle of a request that has waited for more than `SILENCE_NS`."""
         began_ns = self._sent_at_ns
         if began_ns and time.monotonic_ns() - began_ns > SILENCE_NS:
             self._log_outcome(Response(False, reason=self._sender.obstacle or "no answer yet"))
@@ -349,10 +347,10 @@ class Exporter:
         self._sender.forked()
         self._reset_sources(self.own.origin)
         if self._detected is not None:
-            self._detected = of_a_child(self._detected)
+            self._detected = child_attributes(self._detected)
 
     def _run(self, sender: Sender) -> None:
-        """Run the export thread: send all that waits every second, when enough waits, or on request."""
+        """Run the export thread: send the waiting spans every second, when enough bytes wait, or on request."""
         while self._is_current(sender):
             try:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
@@ -388,10 +386,10 @@ class Exporter:
         return [metered.metrics for metered in self._metered if metered.metrics is not None]
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
-        """Send the snapshots and the samples that wait, when it is time.
+        """Send the waiting snapshots and samples if they are due.
 
-        If the collector does not take those of one process, the other processes' are next, after the usual delay. It
-        may refuse that one process alone.
+        If the collector does not accept those of one process, the next ones are other processes', after the usual
+        delay. It may refuse that one process alone.
         """
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
@@ -411,7 +409,7 @@ class Exporter:
                 self._move_to_end(source)
 
     def _attempt_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics, return whether they were taken. A fault in them does not stop other processes'."""
+        """Send a process's metrics. Return True if they were accepted, and after a fault, so that others are sent."""
         try:
             return source in self._metered and self._send_metrics_of(sender, source, metrics)
         except Exception as fault:
@@ -425,9 +423,10 @@ class Exporter:
                 self._metered = (*(metered for metered in self._metered if metered is not source), source)
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send the snapshot and the samples of a process. Return whether the collector took them.
+        """Send the snapshot and the samples of a process.
 
-        Samples that are not delivered in a short while are lost. A later snapshot contains all of an earlier one.
+        Return True if the collector accepted them. Undelivered samples are lost. A later snapshot contains an earlier
+        one.
         """
         suppress_instrumentation()
         is_taken = self._send_snapshot(sender, source, metrics)
@@ -441,7 +440,7 @@ class Exporter:
         return is_taken or bool(metrics.off)
 
     def _send_snapshot(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send the newest snapshot, if it has not been sent. Return False if the collector did not take it."""
+        """Send the newest snapshot, unless it was sent. Return False if the collector did not accept it."""
         snapshot = metrics.snapshots.take()
         if snapshot is None:
             return True
@@ -456,9 +455,9 @@ class Exporter:
         return True
 
     def _deliver_metrics(self, sender: Sender, source: Source, series: Sequence[Series]) -> Response:
-        """Send one request of metrics. A pause that the collector asks for delays later metrics, not spans.
+        """Send one request of metrics.
 
-        At the exporter's end no spans wait, so the request may take as long as the end may.
+        A pause that the collector asks for delays later metrics, not spans. At the exporter's end no spans wait for it.
         """
         is_last = self._stop_at_ns != _NEVER_NS
         patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
@@ -470,9 +469,9 @@ class Exporter:
         return verdict
 
     def _deliver(self, sender: Sender, request: QueuedRequest) -> None:
-        """Send one request, in halves when the collector finds it too large, and settle its spans.
+        """Send one request, in halves if it is too large for the collector, and settle its spans.
 
-        Where the collector says when to come again, everything waits for that, and the request is sent once more.
+        If the collector asks for a pause, all spans wait, and the request is sent once more.
         """
         timeout_ns = self._settings.timeout_ns
         last_ns = time.monotonic_ns() + timeout_ns
@@ -509,14 +508,15 @@ class Exporter:
         self._log_outcome(verdict)
 
     def _left_s(self, sender: Sender, deadline_ns: int) -> float:
-        """Return the seconds left for a request: 0 once another thread has taken over or the exporter has stopped."""
+        """Return the seconds left for a request: 0 once the sender is replaced or the exporter has stopped."""
         until_ns = min(deadline_ns, self._stop_at_ns)
         return (until_ns - time.monotonic_ns()) / 1e9 if self._is_current(sender) else 0.0
 
     def _await_retry(self, sender: Sender, deadline_ns: int) -> bool:
-        """Wait as long as the collector asked for. Further spans wait, too. Return True if sending may go on.
+        """Wait for the pause that the collector asked for.
 
-        It returns False at once if that would take longer than the exporter's end, or the deadline of `send`.
+        Further spans wait, too. Return True if sending may go on. Return False at once if the pause ends after the
+        exporter or after the deadline of `send`.
         """
         while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns
@@ -526,14 +526,14 @@ class Exporter:
         return True
 
     def _pause(self, seconds: float) -> None:
-        """Wait before another try; `stop` cuts it short."""
+        """Wait before another attempt. `stop` ends the wait."""
         try:
             self._halt.get(timeout=min(seconds, TIMEOUT_MAX))
         except Empty:
             pass  # waited in full
 
     def _log_outcome(self, verdict: Response) -> None:
-        """Log the first failure and the recovery from it, each at most once in a while."""
+        """Log the first failure, and the recovery from it. After a recovery, no failure is logged for a while."""
         if verdict.reason:
             self._queue.reason = verdict.reason if verdict.reason.isprintable() else repr(verdict.reason)
         lost = not verdict.taken or verdict.rejected > 0

@@ -1,8 +1,8 @@
 """Metrics in Prometheus's text formats, by its client library, under OpenTelemetry's names for Prometheus.
 
 Dots become underscores, the unit is a suffix, and counters end in `_total`. The format has no exponential histograms,
-so bounds are fixed, by OpenTelemetry's advice if it gives any. A call is counted at the middle of its bucket in the
-tally. So a call within 0.78 % of a bound may count on its other side.
+so the bounds of buckets are fixed, by OpenTelemetry's advice if it gives any. A call is counted at the middle of its
+bucket in the tally. So a call within 0.78 % of a bound may be counted in the next bucket.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ BOUNDS_OF: Mapping[str, Sequence[float]] = {
     QUEUE_TIME: (0.001, 0.005, *_GENERATION_S),
     "instrument.call.duration": tuple(round(1e-5 * 4**power, 5) for power in range(13)),
 }  # fmt: skip
-"""The bounds of histograms of times by metric, in seconds. Metrics of OpenTelemetry's GenAI conventions have the bounds
-given there, similar metrics a similar range. Calls of functions have bounds from 10 us to some minutes."""
+"""The bounds of histograms of times by metric, in seconds. Metrics of OpenTelemetry's GenAI conventions have that
+convention's bounds. Calls of functions have bounds from 10 us to some minutes."""
 
 BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
 """The bounds of histograms of counts. No bound is a whole number, so no count is on a bound."""
 
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
-"""The names of units in the names of metrics. A unit in braces is in no name."""
+"""The names of units in the names of metrics. A unit in braces is left out."""
 
 _UNITS_OF_RATES = {"By/s": "bytes_per_second"}
 
@@ -72,7 +72,7 @@ Value = float | Distribution
 
 @dataclass(frozen=True, slots=True)
 class Metered:
-    """The metrics of one process: totals, and the newest samples of gauges while it lives."""
+    """The metrics of one process: its totals, and the newest samples of its gauges while it lives."""
 
     origin: Origin
     snapshot: Snapshot | None
@@ -81,7 +81,7 @@ class Metered:
 
 
 def require_client() -> None:
-    """Raises `ExportError` if the client library is not installed."""
+    """Raise `ExportError` if the client library is not installed."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError as missing:
@@ -91,7 +91,7 @@ def require_client() -> None:
 
 
 def registry_of(make: Callable[[], Iterable[Family]]) -> CollectorRegistry:
-    """Make a registry for the client library's writers. It calls `make` for the families at each writing."""
+    """Return a registry for the client library's writers. It calls `make` for the families of each output."""
     from prometheus_client import CollectorRegistry
 
     class Collected:
@@ -142,7 +142,7 @@ def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metr
 
 
 def _joined(living: Sequence[Metered]) -> Metered:
-    """Return the samples of all processes as one process's, in the order of time."""
+    """Return the samples of all processes as one process's, in order of time."""
     samples = sorted((sample for process in living for sample in process.samples), key=lambda sample: sample.at_ns)
     gpus = {gpu.device: gpu for process in living for gpu in process.gpus}
     return replace(living[0], samples=samples, gpus=list(gpus.values()))
@@ -163,7 +163,7 @@ def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[Family]:
 
 
 def _gauges(parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None) -> Iterator[Family]:
-    """Yield the newest sample of each gauge: of any, of processes (`of_processes`), or of machines."""
+    """Yield the newest sample of each gauge. `of_processes` selects gauges of processes, or of machines (False)."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
         newest = {(sample.name, sample.device): sample for sample in part.samples}
@@ -234,7 +234,7 @@ def _buckets(of: Distribution, bounds: Sequence[float], exemplars: Sequence[Exem
 
 
 def _cumulative(of: Distribution, bounds: Sequence[float]) -> list[tuple[str, float]]:
-    """Return each bound as text, with the count of values below it, as the format asks."""
+    """Return each bound as text, with the count of all values below it."""
     counts = [0] * (len(bounds) + 1)
     for index, count in of.buckets.items():
         counts[bisect_left(bounds, bucket_middle(index) / 1e9)] += count

@@ -24,13 +24,13 @@ from instrument.trace.text import INT64
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 SPANS_IN_A_LINE = 1_000
-"""The number of spans from which on a line ends with the next end of a tree."""
+"""The number of spans after which a line ends, at the next end of a tree."""
 
 
 def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s, roots: Int64s) -> Iterator[bytes]:
-    """Yield the text of lines, in parts, by a packer of `JSON` for rows of one process.
+    """Yield the pieces of the lines for rows of one process, with a packer of `JSON`.
 
-    `roots` are the roots of the rows, whose trees are together. Each line has some whole trees.
+    `roots` are the roots of the rows, which are in order of their trees. Each line has complete trees.
     """
     scope = {"scope": {"name": SCOPE, "version": version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
     line = {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [scope]}]}
@@ -70,7 +70,7 @@ def _attribute(key: str, value: object) -> msgspec.Raw:
 
 @lru_cache(maxsize=4096)
 def _text(key: str, value: str) -> msgspec.Raw:
-    """Return an attribute with a text value. Spans of a site share it."""
+    """Return an attribute with a text value, cached because spans of a site share it."""
     return msgspec.Raw(b"%b%b}" % (_head(key), msgspec.json.encode({"stringValue": plain(value)})))
 
 

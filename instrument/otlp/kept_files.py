@@ -18,10 +18,10 @@ from instrument.trace import file
 from instrument.trace.trace import Trace
 
 WRITE_S = 10.0
-"""Seconds; kept spans are in a file after this time at most."""
+"""The most seconds until kept spans are in a file."""
 
 FILE_SPANS = 20_000
-"""Spans; a file is written at once when this number waits."""
+"""The number of waiting spans at which a file is written at once."""
 
 REMOVED = "files of kept requests that were removed to keep within limits.disk"
 
@@ -29,8 +29,8 @@ REMOVED = "files of kept requests that were removed to keep within limits.disk"
 class KeptFiles:
     """The files of one process's kept spans in a folder, `SERVICE-RUN-PID-NUMBER-kept.npz`.
 
-    All files of such names in the folder keep within `disk_bytes`. The oldest are removed, and the next file counts
-    the removed ones.
+    All files with such names in the folder take at most `disk_bytes`. The oldest are removed, and the next file has the
+    count of removed ones.
     """
 
     def __init__(self, folder: Path, run: str, disk_bytes: int) -> None:
@@ -59,7 +59,7 @@ class KeptFiles:
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
     def write(self) -> tuple[int, bool]:
-        """Write the kept spans. Return their number, and False if a failure lost them. The first is logged."""
+        """Write the kept spans. Return their number, and False if they are lost. The first failure is logged."""
         spans, self._spans = self._spans, []
         if not spans or self._source is None:
             return 0, True
@@ -89,7 +89,7 @@ class KeptFiles:
         return self._folder / f"{service}-{self._run}-{pid}-{self._number}-kept.npz"
 
     def _make_room(self, wanted_bytes: int, newest: Path | None = None) -> None:
-        """Remove the oldest files until all keep within the limit. Count them, and the removals that they report."""
+        """Remove the oldest files until all fit into the limit. Count them, and the removals that they report."""
         files = []
         for path in self._folder.glob("*-kept.npz"):
             with suppress(OSError):

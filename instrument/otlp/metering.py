@@ -1,7 +1,7 @@
 """The metrics of one recording, counted by a `Meter` over the rows that its exporter reads.
 
-The counts are written into the recording before and after they are sent. Its next exporter, another agent or the
-process itself, goes on from there.
+The counts are written into the recording before and after they are sent. The next exporter, another agent or the
+process itself, continues from them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""The ns until another snapshot, if the last one lacks rows that had ended before it was requested."""
+"""Nanoseconds until another snapshot, if the last one lacks rows that had ended before its request."""
 
 GAUGES_FOR_NS = 30 * 10**9
-"""The largest age, in ns, of a gauge's reading that a scrape gets."""
+"""The largest age of a gauge's reading in a scrape, in ns."""
 
 RELEASE_S = 0.5
-"""The most seconds to wait for a request of metrics that is on its way, before another exporter takes over."""
+"""The most seconds to wait for a running request of metrics, before another exporter begins."""
 
 
 GROUPS: dict[tuple[str, str], set[str]] = {}
@@ -69,9 +69,9 @@ def _by_error(component: str, counts: Mapping[str, float]) -> dict[Labels, float
 
 @dataclass(eq=False)
 class Metering:
-    """Counts the metrics of one generation of a recording and hands them to its exporter.
+    """Counts the metrics of one session in a recording, for the recording's exporter.
 
-    `before_read`, `after_read` and what counts are for the thread that reads it, `note_sent` is for the one that sends.
+    The sending thread calls `note_sent`, the reading thread the other methods.
     """
 
     _mapped: Mapped
@@ -92,20 +92,20 @@ class Metering:
         self._meter = Meter(self._reader, facts.metered.start_ns)
         self.metrics = self._source.metrics = exporter.new_metrics(facts.metered.environ)
         self._ended: tuple[int, Ended] | None = None
-        """Requests that had ended at a time. Some of them may be unread."""
+        """A time, and the requests that had ended by then. Some of them may be unread."""
         self._asked_ns = 0
         self._due_ns = time.monotonic_ns() + DELAY_NS
         self._state: MeterState | None = None
         self._settled_ns = self._taken_ns = 0
         self._has_last = self._is_said = False
         self.unsaved = 0
-        """The number of requests whose queue time was counted after the state was last written."""
+        """The number of requests whose queue time was counted since the state was last written."""
         self.change(facts)
         self._count_earlier_rows(self._restore(self._place.read_meter()))
         exporter.add_metrics(self._source)
 
     def _restore(self, saved: MeterState | None) -> Mapping[int, int]:
-        """Take over the counts of the exporter before. Returns by ring the place up to which it counted."""
+        """Restore the counts of the previous exporter. Return its next row by ring."""
         if saved is None or saved.generation != self._generation:
             return {}
         try:
@@ -117,7 +117,7 @@ class Metering:
         return saved.places
 
     def _count_earlier_rows(self, places: Mapping[int, int]) -> None:
-        """Count rows that the reader has read already: those from `places` on."""
+        """Count rows that the reader has read already, from the next row of each ring in `places` on."""
         if not self._facts.metered.asks:
             return
         for rows in self._reader.between(places):
@@ -150,18 +150,18 @@ class Metering:
         self._meter.count_served(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
 
     def note_kept(self, request: Span) -> None:
-        """Note a request that is about to be sent as an exemplar. It is the first span of its tree."""
+        """Note a request that will be sent, as an exemplar. The request is the first span of its tree."""
         self._meter.note_kept(request, *self._facts.ids.of(request))
 
     def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
-        """Note the requests that have ended, before the recording is read. The read meets all of them."""
+        """Note the requests that have ended, before the recording is read. The read then finds all of them."""
         if meters:
             self._asked_ns, self._due_ns = time.monotonic_ns(), 0
         if (self._is_due or scrapes) and self._facts.metered.asks and self._ended is None:
             self._ended = time.monotonic_ns(), self._meter.ended()
 
     def after_read(self, *, is_complete: bool) -> None:
-        """Take a snapshot if one is due. Called after the recording was read; `is_complete`: it was read to its end."""
+        """Take a snapshot if one is due, after the recording was read. With `is_complete`, it was read to its end."""
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._settle()
@@ -206,7 +206,7 @@ class Metering:
         self._write()
 
     def _snapshot(self) -> Snapshot | None:
-        """Return the present totals, None for none to send."""
+        """Return the current totals; None if there are none to send."""
         if (newest := facts_from(self._mapped.header.facts.get("export"))) is not None:
             self.change(newest)
         facts = self._facts.metered
@@ -248,7 +248,7 @@ class Metering:
         return [Metric(f"otel.sdk.{name}", "{span}", kind, about, values) for name, kind, about, values in series]
 
     def metered(self) -> Metered | None:
-        """Return the present metrics for a scrape. The collector gets nothing of them."""
+        """Return the current metrics for a scrape. They are not sent to the collector."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
         snapshot, header = self._snapshot(), self._mapped.header
@@ -256,7 +256,7 @@ class Metering:
         return Metered(origin_of(header), snapshot, samples, header.gpus)
 
     def _has_recorded(self) -> bool:
-        """Return True if the process has recorded anything. Many processes only start others."""
+        """Return True if the process has recorded a span. Many processes only start others."""
         has_rows = sum(self._mapped.heads().values()) or self._mapped.ended_rows
         return bool(has_rows or (not self._meter.has_ended and self._reader.open_rows()))
 
@@ -277,7 +277,7 @@ class Metering:
         """Return True if the last metrics were sent, or were tried and dropped."""
         if not self.metrics.waits():
             return True
-        self._exporter.hurry()
+        self._exporter.send_soon()
         # In this order: who sends them says so before it takes them.
         if not (self.metrics.due(time.monotonic_ns()) or self._exporter.is_sending_metrics(self._source)):
             self.metrics.drop()
@@ -286,18 +286,18 @@ class Metering:
         return False
 
     def lost_at_end(self) -> int:
-        """Give up waiting metrics. Return the number of points and samples lost in all, 0 if the collector takes no
+        """Drop waiting metrics. Return the count of all lost points and samples, 0 if the collector takes no
         metrics."""
         self.metrics.drop()
         return 0 if self.metrics.off else sum(self.metrics.losses().values())
 
     def note_sent(self) -> None:
-        """Write the state after metrics were sent or lost. After spans there is nothing to write."""
+        """Write the state after metrics were sent or lost. After spans, write nothing."""
         if self._exporter.is_sending_metrics(self._source):
             self._write()
 
     def end(self) -> None:
-        """Send no more metrics, for another exporter to go on."""
+        """Send no more metrics, so that another exporter can continue."""
         self._exporter.remove_metrics(self._source, RELEASE_S)
         self._write()
 

@@ -1,11 +1,10 @@
-"""Metrics on their way to a collector: samples of gauges, converted to metrics, and snapshots of totals.
+"""Metrics for a collector: samples of gauges, converted to metrics, and snapshots of totals.
 
-Names, units and kinds are those of OpenTelemetry's conventions where it has one (hardware, process and system metrics,
-version 1.44); other names begin with `instrument.`. A value keeps the time at which it was read.
-
-A failed delivery of a snapshot loses nothing: the next one repeats the totals, or has all that came since the last
-delivered one. Wall times that were sent do not change. The start of a total stays when the wall clock is set or drifts,
-or a collector would assume a restart. A delta begins at the end of the one before it.
+Names, units and kinds are those of OpenTelemetry's conventions if there are any (hardware, process and system metrics,
+version 1.44). Other names begin with `instrument.`. A value has the time at which it was read. A failed delivery of a
+snapshot loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered one. The start
+time of a total stays the same when the wall clock is set or drifts, or a collector would assume a restart. A delta
+begins at the end of the previous delta.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
 from instrument.runtime.unpatched import Lock
 
 DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGRAM,)}
-"""The kinds of metrics that are sent as deltas, by the value of OpenTelemetry's temporality variable. `lowmemory`
-leaves our counters as totals, because these are read as they are sent."""
+"""The kinds of metrics that are sent as deltas, by the value of OpenTelemetry's temporality variable. With `lowmemory`
+our counters remain totals, because they are read as totals."""
 
 
 @dataclass(slots=True)
@@ -50,7 +49,7 @@ class Piece:
 
 
 class Snapshots:
-    """The newest snapshot. `put` is for one thread, the rest for another; `state` for any.
+    """The newest snapshot, and the progress of its delivery. One thread calls `put`, another the rest, any `state`.
 
     The preferred temporality is read from the environment of the process with the metrics.
     """
@@ -64,7 +63,7 @@ class Snapshots:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all that was sent."""
+        """Forget all snapshots, and the progress of their delivery."""
         self._newest: Snapshot | None = None
         self._tried: Snapshot | None = None
         self._delivered: Snapshot | None = None
@@ -72,7 +71,7 @@ class Snapshots:
         self._start_ns = self._start_realtime_ns = self.delivered_ns = 0
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON the state of the collector, for another process that goes on sending."""
+        """Return the values that the collector has, as JSON, for another process that goes on sending."""
         values = [
             [name, labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value, at_ns]
             for (name, labels), (value, at_ns) in self._delivered_values.items()
@@ -106,16 +105,16 @@ class Snapshots:
         return self._newest is not self._delivered
 
     def due(self) -> bool:
-        """Return True if there is a snapshot that nobody has tried to deliver."""
+        """Return True if there is a snapshot that has not been sent once."""
         return self._newest is not self._tried
 
     def take(self) -> Snapshot | None:
-        """Return the snapshot that is to be delivered now, None without one."""
+        """Return the snapshot to send now, None for none."""
         self._tried = self._newest
         return self._tried if self.waits() else None
 
     def pieces(self, snapshot: Snapshot, origin: Origin, most_points: int) -> Iterator[Piece]:
-        """Yield the parts of a snapshot for a collector, in requests of at most `most_points` points."""
+        """Yield a snapshot in pieces for a collector, each of at most `most_points` points."""
         if self._start_ns != snapshot.start_ns or not self._start_realtime_ns:
             self._start_ns, self._start_realtime_ns = snapshot.start_ns, origin.realtime_of(snapshot.start_ns)
         at_ns = origin.realtime_of(snapshot.at_ns)
@@ -168,23 +167,23 @@ class Snapshots:
         return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
     def taken(self, piece: Piece) -> None:
-        """Note that the collector has a piece."""
+        """Note that the collector has accepted a piece."""
         if self._deltas:
             self._delivered_values = {**self._delivered_values, **piece.values}  # another thread may read it
 
     def delivered(self, snapshot: Snapshot) -> None:
-        """Note that the collector has all of a snapshot."""
+        """Note that the collector has accepted all pieces of a snapshot."""
         self._delivered, self.delivered_ns = snapshot, snapshot.at_ns
 
     def drop(self) -> int:
-        """Give up the newest snapshot. Return the number of its series."""
+        """Drop the newest snapshot. Return the number of its series."""
         newest, self._delivered = self._newest, self._newest
         self._tried = newest
         return sum(len(metric.series) for metric in newest.metrics) if newest is not None else 0
 
 
 QUEUE_SAMPLES = 65_536
-"""Samples that may wait for delivery; beyond it the oldest go."""
+"""The most samples that wait for delivery. Above that the oldest are dropped."""
 
 DELAY_NS = 10 * 10**9
 """Nanoseconds for which samples are gathered before they are sent, many in one request."""
@@ -253,10 +252,10 @@ for _measure in MEASURES:
 
 
 class Metrics:
-    """Samples on their way to a collector, and what became of them. All methods may be called from any thread.
+    """The samples and snapshots for a collector, and the counts of sent and lost ones.
 
-    A collector that has no place for metrics says so once; from then on none are sent, and spans go on. `environ` is
-    that of the process which they are of.
+    All methods may be called from any thread. If a collector refuses all metrics, no more are sent; spans are still
+    sent. `environ` is the environment of the process with the metrics.
     """
 
     def __init__(self, endpoint: str | None, environ: Mapping[str, str] = os.environ) -> None:
@@ -270,7 +269,7 @@ class Metrics:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Forget what the parent gathered and counted."""
+        """Clear the samples and counts of the parent."""
         self._lock = Lock()
         self._waiting: deque[Sample] = deque()
         self._oldest_ns = 0
@@ -283,11 +282,11 @@ class Metrics:
         self._request_samples = REQUEST_SAMPLES
         self.snapshots.forget()
         self.sent = 0
-        """Samples that the collector took."""
+        """The count of samples that the collector has accepted."""
         self._taken_ns = 0
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON the state of the collector and the losses, for another process that goes on sending."""
+        """Return the values that the collector has and the losses, as JSON, for the next exporter."""
         with self._lock:
             return {
                 **self.snapshots.state(),
@@ -314,7 +313,7 @@ class Metrics:
 
     @property
     def taken_ns(self) -> int:
-        """Return the time in ns of the newest sample that was offered here, or to the exporter before."""
+        """Return the time in ns of the newest sample that was offered to this exporter or the previous one."""
         return self._taken_ns
 
     def offer(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
@@ -333,14 +332,14 @@ class Metrics:
                 self._lost["dropped"] += 1
 
     def put(self, snapshot: Snapshot) -> None:
-        """Store a snapshot in place of the one before. Does nothing if metrics are off."""
+        """Store a snapshot in place of the previous one. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = True
         else:
             self.snapshots.put(snapshot)
 
     def waits(self) -> bool:
-        """Return True if anything waits to be sent."""
+        """Return True if samples or a snapshot wait to be sent."""
         return bool(self._waiting) or self.snapshots.waits()
 
     def due(self, now_ns: int) -> bool:
@@ -356,7 +355,7 @@ class Metrics:
         return bool(self._waiting)
 
     def pieces(self, snapshot: Snapshot, origin: Origin) -> Iterator[Piece]:
-        """Yield the parts of a snapshot that are to be sent, one per request."""
+        """Yield the pieces of a snapshot to send, one per request."""
         return self.snapshots.pieces(snapshot, origin, self._request_samples)
 
     def take(self, origin: Origin) -> tuple[list[Series], int]:
@@ -369,7 +368,7 @@ class Metrics:
         return series, len(samples)
 
     def settle(self, samples: int, lost: int, verdict: Response) -> None:
-        """Count the outcome of a request of samples. A collector that has no place for metrics gets no more."""
+        """Count the outcome of a request of samples. If the collector refuses all metrics, send no more."""
         with self._lock:
             fate = "rejected" if verdict.taken else "failed"
             self.sent += samples - min(lost, samples)
@@ -377,7 +376,7 @@ class Metrics:
         self._note_verdict(verdict, lost)
 
     def settle_piece(self, piece: Piece, verdict: Response) -> None:
-        """Count the outcome of sending a part of a snapshot. The next snapshot repeats a part that was not taken."""
+        """Count the outcome of sending a piece of a snapshot. The next snapshot repeats a refused piece."""
         if verdict.taken:
             self.snapshots.taken(piece)
             with self._lock:
@@ -396,7 +395,7 @@ class Metrics:
             self.drop()
 
     def drop(self) -> None:
-        """Give up the waiting samples and snapshot, and count them as dropped."""
+        """Drop the waiting samples and snapshot, and count them."""
         with self._lock:
             self._lost["dropped"] += len(self._waiting)
             self._waiting.clear()
@@ -426,8 +425,8 @@ def series_of(
 ) -> list[Series]:
     """Return samples as metrics.
 
-    `newest` keeps the last reading of each gauge. `begun_ns` keeps the wall time of each device's first reading, from
-    which sums count.
+    `newest` collects the last reading of each gauge. `begun_ns` collects the wall time of each device's first reading,
+    the start of its sums.
     """
     series_by_name: dict[str, Series] = {}
     for sample in samples:
@@ -452,7 +451,7 @@ def series_of(
 
 
 def _measures_of_number(name: str) -> list[Measure]:
-    """Return the measure of a gauge of the service's own. Its counters and sums are in snapshots."""
+    """Return the measure of one of the service's own gauges. Its counters and sums are in snapshots."""
     is_gauge = is_own(name) and not GAUGES[name].grows
     return [Measure(name, name, GAUGES[name].unit)] if is_gauge else []
 

@@ -1,8 +1,8 @@
 """Spans packed from columns, many rows at once, for a collector or for a file of OTLP in JSON.
 
-Each entry is four pieces. The head holds the ids, the times and the measured numbers of a span: heads of one layout
-are written together, as rows of one array. The attributes of the span and of its site, and its rare members, are packed
-once per distinct value. A device interval is an entry of its own, right after the span that enqueued the work.
+Each entry has four pieces. The head has the ids, the times and the measured numbers of a span. Heads of one layout are
+written together, as rows of one array. The attributes of the span, those of its site, and its rare members are packed
+once per distinct value. A device interval is an entry after the span that enqueued the work.
 
     ids = SpanIds(trace, Ids())
     packer = SpanPacker(PROTOBUF, trace, ids, origin, threads)
@@ -52,11 +52,11 @@ from instrument.trace.trace import MergedProcess
 Objects = NDArray[np.object_]
 
 ROWS_AT_ONCE = 16_384
-"""Rows that are packed together, whose columns fit into the processor's caches."""
+"""The number of rows that are packed together, so that their columns fit into the processor's caches."""
 
 
 class RareMembers(NamedTuple):
-    """An outcome, links, events and a number of dropped events, which few spans have."""
+    """The members that few spans have: an outcome, links, events and a count of dropped events."""
 
     status: tuple[bool, str] | None
     links: Sequence[LinkedSpan]
@@ -65,11 +65,11 @@ class RareMembers(NamedTuple):
 
 
 Part = tuple[str, bytes | int]
-"""A part of the bytes before a span's members: ("", bytes that a layout's spans share) or (field, width in bytes)."""
+"""A part of a head: ("", the same bytes for all spans of a layout) or (name of a field, width in bytes)."""
 
 
 class Form(Protocol):
-    """A form of OTLP, by the bytes of its parts."""
+    """The encoding of a span in a form of OTLP, such as protobuf or JSON."""
 
     end: bytes
     """The bytes that end a span without rare members."""
@@ -77,37 +77,37 @@ class Form(Protocol):
     """The bytes of a span that its length field does not count."""
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
-        """Return the bytes that each value of a field takes."""
+        """Return the encoded size of each value of a field, in bytes."""
 
     def length_widths(self, lengths: Int64s) -> Int64s:
-        """Return the bytes that the length of each entry takes."""
+        """Return the encoded size of the length of each entry, in bytes."""
 
     def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
-        """Return the parts of a head by the widths of its fields, 0 for a field that is not there."""
+        """Return the parts of a head, for the widths of its fields in bytes. A width of 0 leaves the field out."""
 
     def field(self, name: str, width: int) -> str:
-        """Return the type of a field of a head, as numpy names it."""
+        """Return the numpy type of a field of a head."""
 
     def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        """Return the values of a field in the type that `field` names."""
+        """Return the encoded values of a field, with the type that `field` returns."""
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
-        """Return what the spans of a place share."""
+        """Return the encoded name, kind and attributes that the spans of a site share."""
 
     def attributes(self, attributes: Mapping[str, object]) -> bytes:
-        """Return attributes of single spans."""
+        """Return the encoded attributes of a span."""
 
     def members(self, members: RareMembers) -> bytes:
-        """Return the rare members of a span, and the bytes that end the span."""
+        """Return the encoded rare members of a span, with the bytes that end the span."""
 
     def state(self, state: str) -> bytes:
-        """Return a `tracestate`, which precedes the other members."""
+        """Return an encoded `tracestate`, which precedes the other members."""
 
 
 class PackedRows(NamedTuple):
     """Entries in the order of their rows, each followed by its device intervals.
 
-    `pieces` has four columns, `sizes` the bytes of each entry, `ends` by row the number of entries up to its last one.
+    `pieces` has four columns, `sizes` the bytes of each entry, `ends` the number of entries up to the end of each row.
     """
 
     pieces: Objects
@@ -116,10 +116,10 @@ class PackedRows(NamedTuple):
 
 
 class SpanPacker:
-    """Packs rows of a trace that are of one process.
+    """Packs rows of one process in a trace.
 
-    `threads` are the names of threads by the numbers that the process gave. In a trace of several processes `part` has
-    these numbers. `links` and `interruptions` are by row.
+    `threads` are the names of threads by native id. In a trace of several processes `part` has the native ids. `links`
+    and `interruptions` are by row.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class SpanPacker:
     def _packed(self, rows: Int64s) -> PackedRows:
         trace, count = self._trace, len(rows)
         ids, (number, sets) = self._ids.of(rows), trace.attributes.distinct(rows)
-        pieces, size = self._described(rows, ids, number, sets)
+        pieces, size = self._pieces_without_heads(rows, ids, number, sets)
         starts, ends = trace.start_ns[rows], trace.end_ns[rows]
         task, active = trace.task_id[rows], trace.active_ns[rows]
         numbers = {
@@ -159,7 +159,7 @@ class SpanPacker:
             "instrument.task_id": (task, task != 0),
         }
         sizes = self._put_heads(pieces, size, ids, starts, ends, numbers)
-        devices = self._devices(rows, ids, number, sets)
+        devices = self._pack_intervals(rows, ids, number, sets)
         if devices is None:
             return PackedRows(pieces, sizes, np.arange(1, count + 1))
         of, its_pieces, its_sizes = devices
@@ -167,10 +167,10 @@ class SpanPacker:
         ends = np.arange(1, count + 1) + np.searchsorted(of, np.arange(count), side="right")
         return PackedRows(np.concatenate([pieces, its_pieces])[order], np.concatenate([sizes, its_sizes])[order], ends)
 
-    def _described(
+    def _pieces_without_heads(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Objects, Int64s]:
-        """Return the pieces of rows that come after their heads, and the bytes per row."""
+        """Return the pieces of rows without their heads, and the bytes per row."""
         trace, form, count = self._trace, self._form, len(rows)
         site, thread, error, clipped = (
             column[rows] for column in (trace.site, trace.thread_id, trace.error, trace.clipped)
@@ -182,7 +182,7 @@ class SpanPacker:
             more = np.where(self._with_more[place] == rows, place + 1, 0)
         pieces = np.empty((count, 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _pieces_of_rows(self._facts_of, site, is_server, thread)
+        pieces[:, 2], size = _pieces_by_row(self._facts_of, site, is_server, thread)
         size += len(form.end)
         rare = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
         if len(rare):
@@ -208,13 +208,12 @@ class SpanPacker:
         """Add the `tracestate` of each tree to the last pieces of its entries."""
         stated = np.flatnonzero(self._ids.have_states[remote])
         if len(stated):
-            states, lengths = _pieces_of_rows(lambda number: self._form.state(self._ids.state(number)), remote[stated])
+            states, lengths = _pieces_by_row(lambda number: self._form.state(self._ids.state(number)), remote[stated])
             pieces[stated, 3] = states + pieces[stated, 3]
             size[stated] += lengths
 
     def _facts_of(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
-        """Return the part that spans of a site and a thread share, without the names `hidden` by their own
-        attributes."""
+        """Return the piece that spans of a site and a thread share, without the attributes in `hidden`."""
         key = (site, is_server, thread)
         packed = None if hidden else self._facts.get(key)
         if packed is None:
@@ -246,10 +245,10 @@ class SpanPacker:
         hidden = frozenset(attributes) & site_attributes(site).keys() if values else frozenset()
         return self._form.attributes(attributes), self._form.members(members), frozenset(hidden)
 
-    def _devices(
+    def _pack_intervals(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Int64s, Objects, Int64s] | None:
-        """Return the packed device intervals of rows: the place of each interval's row, the pieces and the sizes."""
+        """Return the packed device intervals of rows: the index of each interval's row, the pieces and the sizes."""
         trace, work, form = self._trace, self._trace.device, self._form
         firsts, lasts = np.searchsorted(work.row, rows), np.searchsorted(work.row, rows, side="right")
         counts = lasts - firsts
@@ -267,7 +266,7 @@ class SpanPacker:
 
         pieces = np.empty((len(of), 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _pieces_of_rows(
+        pieces[:, 2], size = _pieces_by_row(
             facts_of, trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at]
         )
         new_ids = self._ids.device_ids(len(of), int(rows[0]))
@@ -282,7 +281,7 @@ class SpanPacker:
     def _put_heads(
         self, pieces: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
     ) -> Int64s:
-        """Put a head before each span's other pieces, whose bytes are `size`. Returns the sizes of whole entries."""
+        """Write the head of each entry before its other pieces of `size` bytes. Return the sizes of entries."""
         form = self._form
         columns: dict[str, NDArray[Any]] = {
             "high": ids.high,
@@ -320,7 +319,7 @@ def _size(parts: Sequence[Part]) -> int:
 
 
 def _heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
-    """Return the heads of one layout: the shared bytes, with the fields of each span over them."""
+    """Return the heads of one layout: its shared bytes, with each span's fields written into them."""
     parts = form.head(layout)
     size, at, shared = _size(parts), 0, bytearray()
     names: list[str] = []
@@ -352,8 +351,8 @@ def _table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
     return pieces, np.array(list(map(len, values)), dtype=np.int64)
 
 
-def _pieces_of_rows(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
-    """Return the piece of each row for the numbers in some columns, made once per distinct value, and its size."""
+def _pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
+    """Return the piece of each row, and its size. `make` is called once per distinct combination in the columns."""
     group, firsts = numbered(*columns)
     pieces, lengths = _table(list(map(make, *(column[firsts].tolist() for column in columns))))
     return pieces[group], lengths[group]
@@ -434,13 +433,13 @@ PROTOBUF = ProtobufForm()
 
 
 REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
-"""The limits of a request before compression: there are receivers that refuse 1 MiB, or drop beyond 8,192 spans."""
+"""The limits of a request before compression: some receivers refuse 1 MiB, or drop spans above 8,192."""
 
 
 def request_bodies(
     packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
 ) -> Iterator[Body]:
-    """Yield requests of packed entries under a packed resource, each of at most `most_bytes` and `most_spans` entries.
+    """Yield requests of packed entries under a packed resource, of at most `most_bytes` and `most_spans` each.
 
     A larger entry is a request of its own.
     """

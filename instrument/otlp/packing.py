@@ -1,9 +1,8 @@
 """The OTLP form of a span: its ids, its attributes under OpenTelemetry's names, and its bytes.
 
 The Span message of a site has a constant layout. Constant fields are packed once per site; a span adds its ids, its
-times and its measurements. No OpenTelemetry object is built.
-
-A device interval is a span of its own on the wire, a child of the span that enqueued the work, and counts as one.
+times and its measurements. No OpenTelemetry object is built. A device interval is sent and counted as a span, a child
+of the span that enqueued the work.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ SCOPE = "instrument"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.45.0"
 """The version of OpenTelemetry's names that the attributes follow."""
 EVENT_LIMIT = 128
-"""Events of a span, at most: OpenTelemetry's own limit."""
+"""The most events of a span: OpenTelemetry's own limit."""
 DURATION = "instrument.duration_ns"
-"""The attribute of an event that has a length."""
+"""The attribute with the length of an event in ns."""
 LINK_NAMES = frozenset((LINK, LINK_REMOTE))
-"""The attributes of a span that name another span to which it is linked."""
+"""The attributes of a span with a link to another span."""
 IS_REMOTE = 0x200
-"""The bit of a span's OTLP flags that says that its parent is of another process (opentelemetry-proto, SpanFlags)."""
+"""The bit of a span's OTLP flags that marks a parent in another process (opentelemetry-proto, SpanFlags)."""
 
 HAS_IS_REMOTE = 0x100
-"""The bit of a span's OTLP flags that says that the bit above is known."""
+"""The bit of a span's OTLP flags that marks `IS_REMOTE` as known."""
 INTERNAL_KIND, SERVER_KIND = b"\x30\x01", b"\x30\x02"
 _MASK = (1 << 64) - 1
 _pack_double = struct.Struct("<cd").pack
@@ -55,8 +54,8 @@ _FILLED = frozenset(
 
 
 def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
-    """Return a link from attributes: to the ended span that started this task or thread, or to the caller's span.
-    `linked` returns a span from its number and its root's number."""
+    """Return the link in a span's attributes: to the ended span that started its task or thread, or to the caller's
+    span. `linked` returns a span from its number and its root's number."""
     state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
@@ -76,7 +75,7 @@ def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], Link
 
 
 def events_of(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
-    """Return the longest interruptions of a span as events, by time, name and attributes, and the count of the rest."""
+    """Return a span's longest interruptions as events (time, name, attributes), and the count of the others."""
     longest = sorted(interruptions, key=lambda span: -span.total_ns)[:EVENT_LIMIT]
     longest.sort(key=attrgetter("start_ns"))
     events: list[tuple[int, str, Mapping[str, object]]] = [
@@ -88,7 +87,7 @@ def events_of(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mappi
 def device_attributes(
     site: Site, attributes: Mapping[str, object], device: int, stream: int, label: str
 ) -> dict[str, object]:
-    """Return the attributes of a device interval of a span, but for its uncertainty."""
+    """Return the attributes of a device interval of a span, except its uncertainty."""
     facts = _given(site.kind, (*site.attributes, *attributes.items()))
     facts = {key: facts[key] for key in ("cuda.memcpy.kind", "instrument.bytes") if key in facts}
     return facts | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
@@ -122,7 +121,7 @@ def thread_attributes(thread_id: int, name: str | None) -> dict[str, object]:
 def own_attributes(
     site: Site, attributes: Mapping[str, object], error: str | None, is_clipped: bool
 ) -> dict[str, object]:
-    """Return the attributes of one span, but for its measured numbers."""
+    """Return the attributes of one span, except its measured numbers."""
     facts = _given(site.kind, attributes.items()) if attributes else {}
     if is_clipped:
         facts["instrument.clipped"] = True
@@ -133,7 +132,7 @@ def own_attributes(
 
 
 def status_of(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
-    """Return True and the reason for a span that failed, False for one that succeeded, None if it is not known."""
+    """Return (True, reason) for a failed span, (False, "") for a successful one, None if unknown."""
     if error is not None:
         return True, str(plain(attributes.get(STATUS_DESCRIPTION) or error))
     return (False, "") if attributes.get(STATUS_CODE) == "OK" else None
@@ -154,8 +153,7 @@ def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, obj
 
 
 def plain(value: object) -> object:
-    """Return a value that OTLP can represent; for any other value the name of its type, since tensors are never
-    read."""
+    """Return a value that OTLP can represent, and the name of the type for any other value: tensors are never read."""
     if isinstance(value, str):
         return str.__str__(value).encode("utf-8", "replace").decode()
     if isinstance(value, bool):
@@ -178,7 +176,7 @@ def pack_resource(attributes: Mapping[str, object]) -> bytes:
 
 
 def request_of(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
-    """Return an ExportTraceServiceRequest of packed spans under a packed resource. Packed metrics have the same
+    """Return an ExportTraceServiceRequest of packed spans under a packed resource. Metrics are packed in the same
     form."""
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", version()))
     of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
@@ -187,14 +185,14 @@ def request_of(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes
 
 
 class Body(NamedTuple):
-    """The bytes of an `ExportTraceServiceRequest`, and how many spans it has."""
+    """The bytes of an `ExportTraceServiceRequest`, and the count of its spans."""
 
     data: bytes
     spans: int
 
 
 def halves_of(request: bytes) -> Sequence[Body]:
-    """Split a request that `request_of` made into two, each with its number of spans."""
+    """Split a request of `request_of` into two."""
     (of_resource,) = _fields(request, 0, len(request))
     resource, of_scope = _fields(request, *of_resource[1:])
     _, *pieces, _ = _fields(request, *of_scope[1:])
@@ -205,7 +203,7 @@ def halves_of(request: bytes) -> Sequence[Body]:
 
 
 def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the places of fields with a length and a one-byte tag: of the tag, the content and the end."""
+    """Yield the offsets of the tag, the content and the end of each field. Fields have a one-byte tag and a length."""
     while at < end:
         first, size, shift = at, 0, 0
         while True:
@@ -246,7 +244,7 @@ def pack_link(link: LinkedSpan) -> bytes:
 
 
 def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> bytes:
-    """KeyValues as a repeated field, by default `Span.attributes`."""
+    """Return Return KeyValues as a repeated field, by default `Span.attributes`."""
     return b"".join([_attribute(key, value, tag) for key, value in attributes.items()])
 
 

@@ -1,8 +1,8 @@
 """Points of OTLP metrics, and their bytes.
 
 A distribution is an exponential histogram, from which a collector computes any percentile. Buckets of scale `s` end at
-powers of 2 ** (2 ** -s), 2.2 % wide at scale 5. A bucket of the tally counts at its middle, so a value within 0.78 % of
-a border may count in the next bucket. Pairs of buckets are merged until at most `MOST_BUCKETS` remain.
+powers of 2 ** (2 ** -s), 2.2 % wide at scale 5. The values in a bucket of the tally count as its middle, so a value
+within 0.78 % of a border may count in the next bucket. Pairs of buckets are merged until at most `MOST_BUCKETS` remain.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_BUCKETS = 160
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """An exponential histogram of durations in s. `counts` begin with the bucket `offset`; the least and the most are
-    None if they are not known."""
+    """An exponential histogram of durations in s. `counts` begin with the bucket `offset`. The minimum and the maximum
+    are None if unknown."""
 
     count: int
     sum_s: float
@@ -68,7 +68,7 @@ def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
 
 @lru_cache(maxsize=4096)
 def _finest_bucket(index: int) -> int:
-    """Return the bucket, at the finest scale in s, that contains the middle of a bucket of the tally."""
+    """Return the bucket at the finest scale that contains the middle of a bucket of the tally, both in s."""
     return math.ceil(math.log2(bucket_middle(index) / 1e9) * (1 << FINEST_SCALE)) - 1
 
 
@@ -88,7 +88,7 @@ class Point:
 
 @dataclass(slots=True)
 class Series:
-    """A metric with its points. Those of a delta count from the last delivered ones."""
+    """A metric with its points. The points of a delta count from the last delivery."""
 
     name: str
     unit: str

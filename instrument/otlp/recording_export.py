@@ -1,7 +1,8 @@
 """The export of one recording: it reads new rows, and passes settled ones to an exporter.
 
-The fates of rows are written into the recording, from which a later exporter continues. A request is marked as settled
-before its first span is sent, so none is sent twice. Spans under way when an exporter is killed are counted.
+The counts of rows by fate are written into the recording, and a later exporter continues from them. A request is marked
+as settled before its first span is sent, so no span is sent twice. The spans that a killed exporter was sending are
+counted.
 """
 
 from __future__ import annotations
@@ -54,24 +55,24 @@ FACTS_S = 1.0
 """Seconds between two reads of the facts that a process publishes."""
 
 WAITING_SPANS = 10_000
-"""The most spans in the exporter's memory. Further spans wait in the recording, where they survive the exporter and the
-newest are kept."""
+"""The most spans in the exporter's memory. Further spans wait in the recording, which outlives the exporter and keeps
+the newest."""
 
 SETTLE_EACH_NS = 25 * 10**7
 """Nanoseconds between two rounds of settling."""
 
 BEHIND_NS = 5 * 10**9
-"""The longest pause in settling, in nanoseconds, while the collector has not taken earlier spans."""
+"""The longest pause in settling, in nanoseconds, while the collector has not accepted earlier spans."""
 
 LAST_METRICS_S = 5.0
 """Seconds for which a new session waits until the last metrics of the earlier one are sent."""
 
 
 class RecordingExport:
-    """The export of one generation of a recording, by a copy of the descriptor. Generation 0 is the present one.
+    """The export of one session in a recording, by a copy of the descriptor.
 
-    A generation ends as a later one begins. Without `sends`, kept spans go to no exporter. Raises `TraceError` and
-    `OSError`. One thread alone reads and settles; another may call `note_settled` and `note_sent`.
+    Each session has a generation; 0 means the current one. Without `sends`, no span is sent. Raises `TraceError` and
+    `OSError`. One thread reads and settles; another may call `note_settled` and `note_sent`.
     """
 
     def __init__(
@@ -101,19 +102,19 @@ class RecordingExport:
         self.is_spoilt = False
         """True if the rows read last may belong to another session."""
         self.is_behind = False
-        """True if reading stopped for want of room in the exporter."""
+        """True if reading stopped because the exporter has no room."""
         self.has_ended = False
         """True if the process of the recording has ended."""
         self.ended_ns = 0
-        """The time at which that was noted."""
+        """The time in ns at which `has_ended` was set."""
         self.is_over = False
-        """True once the process has ended and all its rows are read."""
+        """True once the process has ended and all rows are read."""
         self.files: KeptFiles | None = None
-        """The files for kept spans, None if they are not written."""
+        """The files for kept spans, None for none."""
         self.dataset: DatasetExport | None = None
-        """The dataset for what is settled, None if none is written."""
+        """The dataset for settled requests, None for none."""
         self.is_scraped = False
-        """True if a scrape will ask for its counts after its end."""
+        """True if a scrape will read the metrics after the process's end."""
 
     def close(self) -> None:
         """End the export of this recording, so that another exporter can continue it."""
@@ -127,14 +128,14 @@ class RecordingExport:
                     self.is_ours = False
 
     def after_fork_in_child(self) -> None:
-        """In a forked child, close the parent's recording, which the parent continues to export."""
+        """Close the parent's recording in the child. The parent continues to export it."""
         self._place.close()
         self._mapped.close()
 
     # ---------------------------------------------------------------- reading
 
     def read(self, *, is_last: bool = False, meters: bool = False) -> bool:
-        """Read the new rows. Return True if there are more. `take_metrics` follows if it `meters`, and now and then."""
+        """Read the new rows. Return True if there are more. With `meters`, make metrics due for `take_metrics`."""
         ended = self.has_ended
         if ended and not self.ended_ns:
             self.ended_ns = time.monotonic_ns()
@@ -149,7 +150,7 @@ class RecordingExport:
         return has_more
 
     def take_metrics(self) -> None:
-        """Take metrics if it is time, once the read rows are settled."""
+        """Take metrics if they are due, after the read rows are settled."""
         if self._reading is not None and self.is_ours:
             self._reading.metering.after_read(is_complete=not (self._has_more or self.is_behind))
 
@@ -179,16 +180,16 @@ class RecordingExport:
             self.has_ended = True
             return False  # what was read last may be another session's
         reading.metering.count(ended)
-        self.note_read()
+        self.write_progress()
         return reading.reader.has_more
 
     @property
     def reading(self) -> _Reading | None:
-        """The present reading, None before the first one, or while another exporter has the recording."""
+        """The current reading, None before the first read, or while another exporter has the recording."""
         return self._reading if self.is_ours else None
 
     def take(self, settled: Settled, settled_ns: int) -> None:
-        """Send and write the settled rows of this recording. `settled_ns` is that of `Settling`."""
+        """Send and write the settled rows of this recording. Requests that ended by `settled_ns` are settled."""
         reading = self._reading
         if reading is None:
             return
@@ -206,7 +207,7 @@ class RecordingExport:
             intervals = 0 if trace is None else len(trace.device)
             reading.base["intervals"] += intervals
             reading.base["kept"] += len(rows) + intervals
-            self.note_read(settled_ns)
+            self.write_progress(settled_ns)
         if trace is not None and self._sends:
             self._exporter.submit_rows(reading.source, trace, rows, links=settled.links, interruptions=hits)
         if trace is not None and self.files is not None:
@@ -219,7 +220,7 @@ class RecordingExport:
         self.note_settled()
 
     def write_kept(self, *, at_once: bool) -> None:
-        """Write the files of kept spans if it is time, or `at_once`."""
+        """Write the files of kept spans if they are due, or `at_once`."""
         files, reading = self.files, self._reading
         if files is None or reading is None or not (at_once or files.is_due):
             return
@@ -228,7 +229,7 @@ class RecordingExport:
             self.note_written(count, is_written=is_written)
 
     def note_written(self, count: int, *, is_written: bool) -> None:
-        """Count kept spans that are in whole files of the dataset, or lost."""
+        """Count kept spans that are in complete files of the dataset, or lost."""
         if (reading := self._reading) is not None:
             reading.source.counts["exported" if is_written else "unwritten"] += count
             self.note_settled()
@@ -245,17 +246,17 @@ class RecordingExport:
         return self._mapped
 
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
-        """Return device intervals as `DeviceTimes` does."""
+        """Return the device intervals of spans, as `DeviceTimes.intervals_of` does."""
         reading = self._reading
         return DeviceIntervals.none() if reading is None else reading.times.intervals_of(span_id, asking, start_ns)
 
     @property
     def ids(self) -> Ids | None:
-        """The ids of its spans at the collector, None if none is sent them."""
+        """The ids of the recording's spans at the collector, None without a collector."""
         return self._reading.source.ids if self._reading is not None and self._sends else None
 
     def _is_superseded(self) -> bool:
-        """Return True if another session of the process has begun, so that this one's rows are gone."""
+        """Return True if a later session of the process has begun and has overwritten the rows."""
         return self._mapped.generation_now() != self._generation
 
     def _read_facts(self) -> ExportFacts | None:
@@ -274,7 +275,7 @@ class RecordingExport:
         return facts
 
     def _begin(self, facts: ExportFacts) -> _Reading:
-        """Continue the export of the exporter before, or begin that of a new generation."""
+        """Continue the export of the previous exporter, or begin the export of a new session."""
         self._mapped.tree()
         header, progress = self._mapped.header, self._progress
         if progress.generation != self._generation:
@@ -292,13 +293,13 @@ class RecordingExport:
             reading.base["kept"] = sum(progress.fates[fate] for fate in ENDS)
             reading.base["unanswered"] += unanswered
             reading.left_over = unsettled - unanswered
-        self.note_read()
+        self.write_progress()
         return reading
 
     # ---------------------------------------------------------------- the books
 
-    def note_read(self, settled_ns: int = 0) -> None:
-        """Write how far it was read and settled, and what has become of its rows."""
+    def write_progress(self, settled_ns: int = 0) -> None:
+        """Write the progress of reading and settling, and the counts of rows by fate, into the recording."""
         reading = self._reading
         if reading is None or not self.is_ours:
             return
@@ -318,7 +319,7 @@ class RecordingExport:
             self.note_settled()
 
     def note_settled(self) -> None:
-        """Write into the recording the spans that are about to be sent, and the fates of the spans that were sent."""
+        """Write the counts of spans about to be sent, and of sent spans by fate, into the recording."""
         with self._lock:
             reading = self._reading
             if not self.is_ours or reading is None:
@@ -344,7 +345,7 @@ class RecordingExport:
                 self._reading.metering.note_sent()
 
     def keep_open(self, spans: Sequence[Span]) -> None:
-        """Mark the open requests among the spans as kept, whether they end well or not."""
+        """Mark the open requests among the spans as kept, also without an error."""
         reading = self._reading
         if reading is not None:
             rows = reading.reader.rows
@@ -362,7 +363,7 @@ class RecordingExport:
         return unsent_spans
 
     def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
-        """Return the ended spans of a time that the recording still has."""
+        """Return the ended spans of an interval that the recording still has."""
         spans = saved_of(self._mapped, begin_ns).trace.spans
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
@@ -375,13 +376,13 @@ class RecordingExport:
             intervals = sum(len(span.device) for span in spans)
             reading.base["intervals"] += intervals
             reading.base["kept"] += len(spans) + intervals
-            self.note_read()
+            self.write_progress()
         self._exporter.submit_rows(reading.source, columns_of_spans(spans), np.arange(len(spans)))
         self.note_settled()
 
     @property
     def fates(self) -> Mapping[str, int]:
-        """The counts of this recording's spans by fate, under the names of `instrument.recording.export_checkpoint`."""
+        """The counts of this recording's spans by fate, as named in `instrument.recording.export_checkpoint`."""
         return self._progress.fates
 
     @property
@@ -395,7 +396,7 @@ class RecordingExport:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
     def metered(self) -> Metered | None:
-        """Return the recording's metrics for a scrape, as of the last read; None if it has none."""
+        """Return the recording's metrics at the last read, for a scrape; None for none."""
         return None if self._reading is None or not self.is_ours else self._reading.metering.metered()
 
     @property
@@ -403,20 +404,20 @@ class RecordingExport:
         """The exporter's source for this recording, None before the first read."""
         return None if self._reading is None else self._reading.source
 
-    def is_of(self, source: Source) -> bool:
-        """Return True if a source of the exporter is this recording's own, or that of its stages."""
+    def owns_source(self, source: Source) -> bool:
+        """Return True if a source is the one of this recording or of its stages."""
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
     def is_settled(self) -> bool:
-        """Send all that is due. Return True if nothing waits for a decision or an answer, and an ended process's
-        metrics are sent."""
+        """Send all due spans. Return True if no span waits for a decision or an answer, and an ended process's metrics
+        are sent."""
         reading = self._reading
         if reading is None:
             return True
         if self.is_over and not reading.reader.rows.lingers:
             reading.metering.take_last()
         if reading.source.counts["pending"] or reading.derived.counts["pending"]:
-            self._exporter.hurry()
+            self._exporter.send_soon()
             return False
         if not self._is_superseded():
             return reading.metering.is_settled and not reading.reader.rows.lingers
@@ -424,14 +425,14 @@ class RecordingExport:
         return reading.metering.is_settled or time.monotonic() - self._superseded_at > LAST_METRICS_S
 
     def finish(self) -> Mapping[str, int]:
-        """End the export: give up requests that never ended, since the session has ended and no span is on its way.
+        """End the export, and count requests that never ended as abandoned.
 
-        Returns the counts of all fates that were not reported yet.
+        The session must have ended, and no span may be waiting. Return the unreported counts by fate.
         """
         with self._lock:
             reading, progress = self._reading, self._progress
             if reading is not None:
-                self.note_read()
+                self.write_progress()
                 reading.base["abandoned"] += reading.reader.rows.waiting
                 progress.fates["abandoned"] += reading.reader.rows.waiting
                 self.note_settled()
@@ -461,7 +462,7 @@ def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
 
 
 class ExportedRun:
-    """The recordings of a run, read and settled together: in an exporter those of all processes, in a process its own.
+    """The recordings that one exporter reads and settles together: a run's in the agent, or a process's own.
 
     `members` has them by number. Used by one thread.
     """
@@ -475,10 +476,10 @@ class ExportedRun:
         self, attempt: Callable[[int, Callable[[], object]], None], *, is_last: bool = False, at_once: bool = False,
         metered: RecordingExport | None = None,
     ) -> bool:  # fmt: skip
-        """Read all recordings, and settle due requests: ended ones if `at_once`, all at the last time.
+        """Read all recordings, and settle due requests, all ended ones if `at_once`, all requests if `is_last`.
 
-        `attempt(number, action)` runs an action on one recording, and gives that recording up if it fails. Returns True
-        if any has more rows.
+        `attempt(number, action)` runs an action on one recording, and ends that recording's export if it fails. Return
+        True if a recording has more rows.
         """
         has_more: list[int] = []
 
@@ -519,7 +520,7 @@ class ExportedRun:
             member = self.members[numbers[place]]
             attempt(numbers[place], partial(member.take, settled, self._settling.settled_ns))
         for number in numbers:
-            attempt(number, partial(self.members[number].note_read, self._settling.settled_ns))
+            attempt(number, partial(self.members[number].write_progress, self._settling.settled_ns))
 
     @property
     def datasets(self) -> list[DatasetExport]:
@@ -538,7 +539,7 @@ class ExportedRun:
 
 
 class _Reading:
-    """The reading of one generation of a recording, from the place and with the fates of the exporter before."""
+    """The reading of one session in a recording. It continues from the rows and counts of the previous exporter."""
 
     def __init__(
         self,
@@ -555,17 +556,17 @@ class _Reading:
         self.threads: Mapping[int, str] = {}
         self.base = Counter(progress.fates)
         self.left_over = 0
-        """The number of rows that an earlier reader had read, without a known fate."""
+        """The number of rows that an earlier exporter had read, and whose fate is unknown."""
         self.reader = RecordingReader(mapped, progress, facts)
         self.times = DeviceTimes(mapped)
         self.interruptions = Interruptions()
         self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self.facts.resource)
         self.derived = replace(self.source, counts=Counter())
-        """The source of spans of this process that it did not record itself: stages."""
+        """The source of spans that are derived from this process's rows: stages."""
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source, progress.fates, sends)
 
     def change(self, facts: ExportFacts) -> None:
-        """Apply the facts that the process has published now."""
+        """Apply the process's newest facts."""
         self.facts = facts
         self.metering.change(facts)
         self.reader.rows.spans_per_request = facts.spans_per_request
@@ -574,6 +575,6 @@ class _Reading:
 
 
 def _origin_now(header: Header) -> Origin:
-    """Return the process of a recording, with a fresh reading of the machine's two clocks."""
+    """Return the process of a recording, with a new reading of the machine's two clocks."""
     monotonic_ns, realtime_ns = clock.pair()
     return replace(origin_of(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)

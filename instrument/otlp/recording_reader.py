@@ -24,25 +24,25 @@ from instrument.trace.tail_sampling import TailSampler
 from instrument.trace.unsettled import Details, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
-"""The most rows of one read, which bounds the reader's memory."""
+"""The most rows of one read, to bound the reader's memory."""
 
 AHEAD_ROWS = 30_000
 """The most rows read between two rounds of settling. Further rows wait in the recording, which keeps the newest."""
 
 DEVICE_WAIT_NS = 2 * 10**9
-"""Nanoseconds for which spans wait for their device times before they are sent without."""
+"""The most nanoseconds that spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The most past looks that are remembered. Each says how many device intervals the recording had at that time."""
+"""The most past reads that are remembered, each with the count of device intervals at its time."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 
 
 class RecordingReader:
-    """Reads one recording on from where it had been read. Used by one thread.
+    """Reads one recording, from the rows after the last read.
 
-    `rows` has the rows that wait. `seen` counts the rows that were read, `missed` those that were overwritten before.
-    `places` has the next row of each ring, by its number.
+    Used by one thread. `rows` has the waiting rows. `seen` counts the rows that were read, `missed` those that were
+    overwritten before. `places` has the next row of each ring, by the ring's number.
     """
 
     def __init__(self, mapped: Mapped, progress: Progress, facts: ExportFacts) -> None:
@@ -51,7 +51,7 @@ class RecordingReader:
         self.seen, self.missed = progress.fates["seen"], progress.fates["missed"]
         self.has_more = False
         self.ahead = 0
-        """Rows that were read since the last round of settling."""
+        """The number of rows read since the last round of settling."""
         sampler = TailSampler(facts.capture, lambda: self.totals(merged=True))
         self.rows = UnsettledRows(facts.ids, self._site_of_node, sampler, facts.spans_per_request)
         self.rows.caller = origin_of(mapped.header).remote
@@ -66,12 +66,12 @@ class RecordingReader:
     # ---------------------------------------------------------------- what the meter asks
 
     def watched(self, *, goes_on: bool) -> list[Row]:
-        """Return the rows of generators and batches since the last call. With `goes_on`, collect later ones, too."""
+        """Return the rows of generators and batches since the last call. With `goes_on`, collect later rows, too."""
         rows, self._watched = self._watched or [], [] if goes_on else None
         return rows
 
     def open_rows(self) -> list[tuple[int, Row]]:
-        """Return the spans that are open now, as rows that have not ended."""
+        """Return the open spans, as rows without an end."""
         return [(span.thread_id, row_of_open(span)) for span in self._mapped.open_spans()]
 
     def site_of(self, row: Row) -> Site:
@@ -82,12 +82,12 @@ class RecordingReader:
         return self._mapped.known_tree.site(node)
 
     def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the current totals of the sites that `is_counted` marks in a call tree: of requests by default."""
+        """Return the current totals of the sites that `is_counted` selects in a call tree: of requests by default."""
         tally = self._mapped.tally(is_counted or (lambda tree: tree.by_site(is_request)))
         return tally.merged() if merged else tally
 
     def between(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
-        """Yield the rows of requests, generators and batches from some places to the present place of this reader."""
+        """Yield the rows of requests, generators and batches that this reader has read, from `places` on."""
         if all(places.get(ring, 0) >= place for ring, place in self.places.items()):
             return
         details, _ = self._mapped.details_since(0)
@@ -138,8 +138,8 @@ class RecordingReader:
             self._watched += _rows_of(marked, details)
 
     def _adopt_unsettled(self, settled_ns: int) -> None:
-        """Take over the rows that an earlier reader had read but not settled: those of requests that are open or ended
-        after `settled_ns`, and of spans that may serve such requests."""
+        """Add the rows that an earlier reader had read but not settled. These are rows of requests that are open or
+        ended after `settled_ns`, and of spans that may serve such requests."""
         self._mapped.tree()
         opened = {span.span_id: span for span in self._mapped.open_spans()}
         roots = [np.array([row for row in opened if row & REQUEST_BIT], np.uint64)]
@@ -156,7 +156,7 @@ class RecordingReader:
             self.rows.adopt(old, opened, details, undecided, settled_ns)
 
     def _pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
-        """Yield all present rows of the rings from `places` on, `ROWS_AT_ONCE` at a time."""
+        """Yield all rows in the rings from `places` on, `ROWS_AT_ONCE` at a time."""
         until = self._mapped.heads()
         while any(places.get(ring, 0) < head for ring, head in until.items()):
             rings = self._mapped.rows(places, ROWS_AT_ONCE)
@@ -166,9 +166,9 @@ class RecordingReader:
 
 
 class DeviceTimes:
-    """Joins rows of a recording with their device times. Used by one thread.
+    """Joins rows of a recording with their device times.
 
-    `untimed` counts the spans that were sent before it was known whether they have any.
+    Used by one thread. `untimed` counts the spans that were sent before their device times could be known.
     """
 
     def __init__(self, mapped: Mapped) -> None:
@@ -177,15 +177,16 @@ class DeviceTimes:
         self.untimed = 0
 
     def look(self) -> None:
-        """Note the present count of intervals. It is called at each look, before the settled time is read."""
+        """Note the current count of intervals. Called at each read, before the settled time is read."""
         count = self._mapped.interval_count()
         if not self._counts or self._counts[-1][1] != count:
             self._counts.append((time.monotonic_ns(), count))
 
     def join(self, trace: Columns, settled_ns: int) -> Columns:
-        """Return the rows with their device intervals. Rows that ended by `settled_ns` have all of them.
+        """Return the rows with their device intervals.
 
-        Call it for many rows at once: each call goes through all intervals since the first row began.
+        Rows that ended by `settled_ns` have all of them. Call it for many rows at once: it reads all intervals since
+        the first row began.
         """
         asking = np.flatnonzero(trace.of_sites([bool(site.device) for site in trace.sites]))
         if not len(asking):
@@ -195,7 +196,7 @@ class DeviceTimes:
         return replace(trace, device=device) if len(device) else trace
 
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
-        """Return the intervals of some of the spans with these ids, which began at these times, by row."""
+        """Return the device intervals of the `asking` spans, by row. The spans have these ids and begins."""
         first_ns = int(start_ns[asking].min())
         since = next((count for at_ns, count in reversed(self._counts) if at_ns <= first_ns), 0)
         cells = self._mapped.intervals(since)
@@ -203,12 +204,12 @@ class DeviceTimes:
 
 
 def row_of_open(span: OpenSpan) -> Row:
-    """Return the row that an open span would be, without its attributes."""
+    """Return an open span as a row, without its attributes."""
     return row_of(span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns, end_ns=0)
 
 
 def _rows_of(rows: Records, details: Details) -> list[Row]:
-    """Return rows as recorders have them."""
+    """Return rows of the recording as `Row` objects."""
     return [
         row if (detail := details.get(row[SPAN_ID])) is None else with_more(row, _details_of(*detail))
         for row in unpacked_rows(rows.tobytes())

@@ -19,8 +19,8 @@ _UNNAMED = "unknown_service"
 def detected_attributes() -> dict[str, object]:
     """Return the attributes that OpenTelemetry's SDK detects, with those of `OTEL_RESOURCE_ATTRIBUTES`.
 
-    Imports the SDK and runs detectors that somebody configured: about 0.1 s, once, when a session starts. The SDK
-    refuses while the interpreter exits; then only the variable counts.
+    Imports the SDK and runs the configured detectors: about 0.1 s, once, when a session starts. The SDK refuses while
+    the interpreter exits; then only the variable's attributes are returned.
     """
     try:
         from opentelemetry.sdk.resources import Resource
@@ -33,8 +33,8 @@ def detected_attributes() -> dict[str, object]:
         return {}
 
 
-def of_a_child(detected: Mapping[str, object]) -> dict[str, object]:
-    """Return the attributes that a forked parent had detected, without the instance that the SDK made up for it."""
+def child_attributes(detected: Mapping[str, object]) -> dict[str, object]:
+    """Return the attributes that the parent had detected, without the instance id that the SDK made for the parent."""
     variable = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     return {key: value for key, value in detected.items() if key != "service.instance.id" or key in variable}
 
@@ -57,7 +57,7 @@ def resource_of(origin: Origin, instance: str) -> dict[str, object]:
 
 
 CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.digest")
-"""The attributes of a resource that the process itself knows best."""
+"""The attributes of a resource that the process's own facts replace."""
 
 
 def resource_attributes(

@@ -1,6 +1,6 @@
 """Senders to a collector: HTTP/1.1 on a socket of our own, and gRPC by the official library.
 
-Both carry the same bytes. A sender delivers one request at a time within a time-out, and returns a `Response`. Only the
+Both send the same bytes. A sender sends one request at a time within a time-out, and returns a `Response`. Only the
 export thread uses it, except for `abort` and `forked`.
 """
 
@@ -42,10 +42,10 @@ _PARTIAL_SUCCESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The outcome of a request: True in `taken` if it was taken, the number of `rejected` spans, and the `reason`.
+    """The outcome of a request: `taken` if it was accepted, the count of `rejected` spans, and the `reason`.
 
-    `refused`: the collector has no place for such requests at all. `wait_s`: seconds for which it takes none.
-    `is_late`: it gave no answer of either kind in time.
+    `refused` is True if the collector accepts no such requests. It accepts none for `wait_s` seconds. `is_late`: no
+    answer in time.
     """
 
     taken: bool
@@ -58,7 +58,7 @@ class Response:
 
 
 class _UnavailableError(Exception):
-    """The collector takes nothing now. `asked_s` is how many seconds it asks to wait, 0 if it does not say."""
+    """The collector accepts no request now. `asked_s` is the pause in seconds that it asks for, 0 if unknown."""
 
     def __init__(self, reason: str, asked_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -66,19 +66,19 @@ class _UnavailableError(Exception):
 
 
 class Sender(ABC):
-    """Sends requests to a collector. Each is tried again while time is left and the collector may take it."""
+    """Sends requests to a collector. A request is retried while time is left and the collector may accept it."""
 
     modules: ClassVar[tuple[str, ...]]
     """The modules for sending, imported before the export thread starts."""
 
     obstacle = ""
-    """The reason why the last try of the request under way failed."""
+    """The reason why the last attempt to send the current request failed."""
 
     _places: tuple[Any, Any]
     """The addresses for spans and metrics."""
 
     def send(self, request: bytes, spans: int, left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
-        """Send one request. Try again while time is left and the collector may still take it."""
+        """Send one request. Retry while time is left and the collector may still accept it."""
         return self._send(self._places[0], request, spans, left_s, pause)
 
     def send_metrics(
@@ -119,7 +119,7 @@ class Sender(ABC):
 
     @abstractmethod
     def _try(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
-        """Send a request with `count` spans or points once. Raise `_UnavailableError` if another try may succeed."""
+        """Send a request with `count` spans or points once. Raises `_UnavailableError` if a retry may succeed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -130,14 +130,14 @@ class Sender(ABC):
         """Wake the thread that waits for an answer, from another thread."""
 
     def forked(self) -> None:
-        """In a child: give up the parent's connection."""
+        """Drop the parent's connection, in a forked child."""
         self.close()
 
 
 class HttpSender(Sender):
     """OTLP over HTTP/1.1 on one connection that is kept alive.
 
-    It speaks over its own socket, and only parses with `http.client`. Other instrumentations replace the methods of
+    It writes to its own socket, and uses only the parser of `http.client`. Other instrumentations patch
     `http.client.HTTPConnection`, and would make spans of the calls to the collector.
     """
 
@@ -268,7 +268,7 @@ def _judge(response: HTTPResponse, content: bytes, spans: int) -> Response:
 
 
 def partial_success(answer: bytes) -> tuple[int, str]:
-    """Return the number of spans that the collector rejected in a successful answer, and why; 0 if malformed."""
+    """Return the number of rejected spans in a successful answer, and the reason; 0 if malformed."""
     match = _PARTIAL_SUCCESS.match(answer)
     if match is None:
         return 0, ""
@@ -281,7 +281,7 @@ def _number(varint: bytes) -> int:
 
 
 def _retry_after_s(text: str | None) -> float:
-    """Return the seconds that a Retry-After header asks for, as a number or a date; 0 for any other text."""
+    """Return the seconds of a Retry-After header, which has a number or a date; 0 for any other text."""
     from email.utils import parsedate_to_datetime
 
     if text is None:
@@ -293,7 +293,7 @@ def _retry_after_s(text: str | None) -> float:
 
 
 def require_grpc() -> None:
-    """Raise ExportError when gRPC is not installed. Imports nothing."""
+    """Raise `ExportError` if gRPC is not installed. Imports nothing."""
     from importlib.util import find_spec
 
     if find_spec("grpc") is None:
@@ -307,7 +307,7 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""The statuses after which an OTLP client tries again. RESOURCE_EXHAUSTED counts only with a RetryInfo."""
+"""The statuses after which an OTLP client retries; after RESOURCE_EXHAUSTED only with a RetryInfo."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
 """The texts by which gRPC in C, Go, Rust and Java refuses too large requests (RESOURCE_EXHAUSTED, OUT_OF_RANGE)."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
@@ -387,13 +387,13 @@ class GrpcSender(Sender):
     abort = close
 
     def forked(self) -> None:
-        """Leave the channel alone: closing or collecting the parent's in a child can hang it."""
+        """Keep the parent's channel open: a child that closes or collects it can hang."""
         self._of_parents.append(self._channel)
         self._channel = None
 
 
 def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float | None:
-    """Return the seconds until a retry that a status asks for, None without them."""
+    """Return the seconds until a retry in the details of a status, None for none."""
     for name, value in metadata or ():
         if name in _RETRY_INFO and isinstance(value, bytes):
             match = re.search(_RETRY_INFO[name] + _RETRY_DELAY, value, re.DOTALL)
@@ -412,5 +412,5 @@ def sender_for(settings: Otlp) -> Sender:
 
 
 def modules_of(settings: Otlp) -> tuple[str, ...]:
-    """Return the names of the modules for sending by these settings."""
+    """Return the names of the modules for sending with these settings."""
     return GrpcSender.modules if settings.protocol == "grpc" else HttpSender.modules

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.export_facts import Ids, mixed
+from instrument.otlp.export_facts import Ids, span_ids_of
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE
 from instrument.recording.remote_parents import OF_OURS, LinkedSpan, RemoteParent
 from instrument.trace.by_process import outer_spans
@@ -21,11 +21,10 @@ UInt64s = NDArray[np.uint64]
 
 
 class SpanIds:
-    """The ids of a trace's rows as a collector gets them.
+    """The ids of a trace's rows at a collector.
 
-    `ids` are those of the process. Where rows are of several processes, `process` has the number of each row's, and
-    `ids` has one entry per process. A process knows its spans by `own_id`. `absent` has the own numbers of parents and
-    roots that have no row.
+    `ids` has one entry per process, and `process` the index of each row's process if there are several. `trace.own_id`
+    has the numbers by which the process knows its spans, `absent` those of parents and roots without a row.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class SpanIds:
         ]
         self._of_remotes: UInt64s = np.array(remote_ids, dtype=np.uint64).reshape(-1, 4)
         self.have_states = np.array([*(bool(remote.state) for remote in self._remotes), False], dtype=np.bool_)
-        """Marks of the remote parents that have a `tracestate`, by number. The last mark is for no parent."""
+        """True for each remote parent with a `tracestate`, by number. The last entry is for no parent."""
         self._serving = np.array([remote.in_server_span for remote in self._remotes], dtype=np.bool_)
         self._local = np.array([remote.is_local for remote in self._remotes], dtype=np.bool_)
 
@@ -80,7 +79,7 @@ class SpanIds:
         return "" if remote == NONE else self._remotes[remote].state
 
     def links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
-        """Return spans as links by the numbers of each and of its root, which the trace or the row's process gave."""
+        """Return links to spans, each by its number and its root's number in the trace or in the row's process."""
         span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         rows = np.full(len(spans), row)
         requests = ((span_ids, 0), (root_ids, 1), (root_ids, 2))
@@ -108,33 +107,33 @@ class SpanIds:
         return {row: list(islice(links, len(request_pairs))) for row, request_pairs in pairs.items()}
 
     def device_ids(self, count: int, row: int) -> UInt64s:
-        """Return fresh ids for device intervals of a row's process."""
+        """Return new ids for device intervals of a row's process."""
         number = 0 if self._process is None else int(self._process[row])
         first = self._ids[number].take_device_numbers(count)
-        return mixed(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
+        return span_ids_of(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
 
     def _mixed(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
-        """Return the span ids, or one half of the trace ids, for the recorder's numbers of rows."""
+        """Return the span ids, or one half of the trace ids, for the recorder's numbers."""
         process, trace = self._process, self._trace
         if process is None or self._order is None:
-            return mixed(self._seeds[0, part], numbers.astype(np.uint64))
+            return span_ids_of(self._seeds[0, part], numbers.astype(np.uint64))
         at = self._order[np.searchsorted(trace.span_id, numbers, sorter=self._order).clip(max=len(trace) - 1)]
         is_known = trace.span_id[at] == numbers
         own_numbers = np.where(is_known, trace.own_id[at], numbers)
         for place in np.flatnonzero(~is_known).tolist():
             own_numbers[place] = self._absent.get(int(numbers[place]), int(numbers[place]))
         of_process = np.where(is_known, process[at], process[rows])
-        return mixed(self._seeds[of_process, part], own_numbers.astype(np.uint64))
+        return span_ids_of(self._seeds[of_process, part], own_numbers.astype(np.uint64))
 
 
 _MASK = (1 << 64) - 1
 
 
 class RowIds(NamedTuple):
-    """The ids of rows as columns. A trace id has 128 bits: `high` and `low`. `parent` 0 is for none.
+    """The ids of rows as columns.
 
-    `is_server` marks the server span of a request, as far as its kind says so. `remote` is the number of the remote
-    parent of the row's tree, `NONE` for none.
+    A trace id has 128 bits: `high` and `low`. `parent` is 0 for none. `is_server` marks spans that are server spans if
+    they are requests. `remote` is the number of the remote parent of the row's tree, `NONE` for none.
     """
 
     high: UInt64s

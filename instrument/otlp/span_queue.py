@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 QUEUE_BYTES = 16 << 20
-"""Bytes of requests that may wait for delivery; beyond it the oldest requests go."""
+"""The most bytes of requests that wait for delivery. Above that the oldest requests are dropped."""
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""The least ns between two corrections for drift of the wall clock, and the least drift in ns. Corrections are rare,
-because spans before and after one nest less exactly."""
+"""The least drift of the wall clock in ns that is corrected, and the least ns between two corrections. They are rare,
+because spans before and after a correction nest less exactly."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The least change of the wall clock, in ns, that is a step and not drift, as after the machine was suspended."""
+"""The least change of the wall clock in ns that is a step and not drift, such as after a suspension of the machine."""
 
 PATIENCE_S = 0.1
-"""The most seconds to wait for the lock, whose holder may be interrupted by the signal handler that waits."""
+"""The most seconds to wait for the lock: a waiting signal handler may have interrupted the lock's owner."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 _SENDING = "sending"
@@ -41,11 +41,11 @@ _SENDING = "sending"
 
 @dataclass(eq=False)
 class Source:
-    """A process whose spans are sent: its resource, the names of its threads, and the fates of its spans.
+    """A process whose spans are sent: its resource, the names of its threads, and the counts of its spans.
 
     `resource` returns the attributes of its resource, `threads` the names of its threads by native id. `counts` has its
-    spans by fate, `metrics` its metrics on their way. `origin` converts times to the wall clock; `before` is the time
-    of that clock's last step and the origin for spans that began earlier.
+    spans by fate, `metrics` its metrics for the collector. `origin` converts times to the wall clock. `before` has the
+    time of that clock's last step, and the origin for earlier spans.
     """
 
     ids: Ids
@@ -59,7 +59,7 @@ class Source:
     renewed_ns: int = field(default_factory=time.monotonic_ns)
 
     def look_at_clock(self) -> None:
-        """Correct the wall time of spans if the wall clock has stepped, or has drifted for a while."""
+        """Update `origin` if the wall clock has stepped or drifted."""
         monotonic_ns, realtime_ns = clock.pair()
         since_ns, self.looked_ns = self.looked_ns, monotonic_ns
         moved_ns = abs(realtime_ns - self.origin.realtime_of(monotonic_ns))
@@ -73,9 +73,9 @@ class Source:
     def requests(
         self, trace: Columns, rows: Int64s, most_bytes: int, ids: SpanIds | None = None, **facts: Any
     ) -> Iterator[Body]:
-        """Pack rows of a trace as requests. `facts` are those of `SpanPacker`.
+        """Pack rows of a trace as requests.
 
-        Trees that began before a step of the wall clock get their times by the clock before that step.
+        `facts` are the arguments of `SpanPacker`. Trees from before a step of the wall clock have its earlier time.
         """
         from instrument.otlp.packed_spans import PROTOBUF, SpanPacker, request_bodies
         from instrument.otlp.span_ids import SpanIds
@@ -95,7 +95,7 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A packed request on its way, or a part of one. `number` counts the requests in the order of being offered."""
+    """A packed request in the queue, or a part of one. `number` counts the requests in the order of the offers."""
 
     data: bytes
     spans: int
@@ -104,15 +104,15 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """A bounded queue of requests to send, with the request under way. It counts the fate of each span.
+    """A bounded queue of requests to send, with the current request.
 
-    Methods that say "with the lock" need the caller to have `lock`. `reason` is the cause of the latest loss.
+    It counts spans by fate. `reason` is the cause of the latest loss.
     """
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.is_closed = False
-        """True once nothing more is sent. Offered spans are then dropped."""
+        """True once sending has ended. Offered spans are then dropped."""
         self.reason = ""
         self._inbox: deque[QueuedRequest] = deque()
         self._queue: deque[QueuedRequest] = deque()
@@ -123,7 +123,7 @@ class RequestQueue:
         self._counts = dict.fromkeys((*FATES, "requests"), 0)
 
     def offer(self, body: Body, source: Source) -> bool:
-        """Hand over one request, without waiting. True if it will be sent unless newer ones push it out."""
+        """Queue one request, without waiting. Return False once the queue is closed."""
         self._put(QueuedRequest(body.data, body.spans, source))
         return not self.is_closed
 
@@ -151,13 +151,13 @@ class RequestQueue:
             return dict(self._counts)
 
     def is_pending(self, newest: int) -> bool:
-        """True if the fate of any of the requests up to this number is unknown, as far as that is known."""
+        """Return True if a request up to this number is neither sent nor lost, or if that is unknown."""
         with self._try_lock() as has_lock:
             return not has_lock or any(request.number <= newest for request in (*self._in_flight, *self._queue))
 
     @contextmanager
     def _try_lock(self) -> Iterator[bool]:
-        """Hold the lock, if it comes in time: a signal handler may have interrupted its holder."""
+        """Acquire the lock if that is possible within `PATIENCE_S`: a signal handler may have interrupted its owner."""
         has_lock = self.lock.acquire(timeout=PATIENCE_S)
         try:
             yield has_lock
@@ -166,7 +166,7 @@ class RequestQueue:
                 self.lock.release()
 
     def take(self) -> QueuedRequest | None:
-        """Return the next request, which is under way from now on. The caller has the lock."""
+        """Return the next request, which becomes the current one. The caller has the lock."""
         self._queue_offered()
         if not self._queue:
             return None
@@ -175,7 +175,7 @@ class RequestQueue:
         return request
 
     def split(self, request: QueuedRequest, halves: Sequence[Body]) -> list[QueuedRequest]:
-        """Replace a request under way by two. The caller has the lock."""
+        """Replace the current request by two. The caller has the lock."""
         parts = [QueuedRequest(*half, request.source, request.number) for half in halves]
         if request in self._in_flight:
             self._in_flight.remove(request)
@@ -188,7 +188,7 @@ class RequestQueue:
             request.source.counts[_SENDING] = request.spans
 
     def settle(self, request: QueuedRequest, verdict: Response) -> None:
-        """Count the fates of a request's spans. The caller has the lock."""
+        """Count a request's spans by fate. The caller has the lock."""
         request.source.counts[_SENDING] = 0
         if request in self._in_flight:  # a stop that could not wait for the lock may have given it up already
             self._in_flight.remove(request)
@@ -205,7 +205,7 @@ class RequestQueue:
             self._count(source, "failed", spans)
 
     def give_up(self, reason: str) -> None:
-        """Count requests under way as failed and, once closed, waiting ones as dropped. The caller has the lock."""
+        """Count the current request as failed and, once closed, waiting ones as dropped. The caller has the lock."""
         if self._in_flight or (self.is_closed and self._queue):
             self.reason = reason
         while self._in_flight:
@@ -217,7 +217,7 @@ class RequestQueue:
             self._drop_oldest()
 
     def _queue_offered(self) -> None:
-        """Move offered requests to the queue, within its bound. The caller has the lock."""
+        """Move offered requests to the queue, within its limit. The caller has the lock."""
         while self._inbox:
             request = self._inbox.popleft()
             self._count_pending(request.spans, request.source)
@@ -244,7 +244,7 @@ class RequestQueue:
         return request
 
     def _count(self, source: Source, fate: str, spans: int) -> None:
-        """Count the fate of some spans of a source. The caller has the lock."""
+        """Count some spans of a source by fate. The caller has the lock."""
         if spans:
             for counts in (self._counts, source.counts):
                 counts[fate] += spans

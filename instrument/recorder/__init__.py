@@ -1,1 +1,1 @@
-"""The recorder: an interface to the hot path in C, probes on functions, their cost, and a bound for it."""
+"""The recorder: the interface to the hot path in C, probes on functions, their cost, and a limit for it."""

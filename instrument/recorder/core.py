@@ -1,6 +1,6 @@
-"""The core of the recorder: the one in C, or a substitute that records nothing where that is missing.
+"""The core of the recorder: the one in C, or a substitute that records nothing if that is missing.
 
-In Python it has what calls do not need: names and muting of sites, and rows and totals read back.
+The part in Python is not used by calls: names and muting of sites, and reading of rows and totals.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ else:
 
 
 KNOWN_SITES = 65_536
-"""The most sites that are known singly. A service that decorates a function at each request makes one each time."""
+"""The most sites with a known shape. A service that decorates a function at each request makes a site each time."""
 
 
 class SiteCore(Core):
@@ -107,14 +107,14 @@ class SiteCore(Core):
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
 
     def note_shape(self, site: Site, shape: str) -> bool:
-        """Note the shape of a site's probe. Returns False if there are too many sites to know each."""
+        """Note the shape of a site's probe. Return False beyond `KNOWN_SITES` sites."""
         if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
             return False
         self.shapes[site] = shape
         return True
 
-    def may_mute(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Let a site be muted: by a function that `wrap` made, or by a probe that reads `passes` itself."""
+    def allow_muting(self, site: Site, function: Any = None, shape: str = "") -> None:
+        """Allow a site to be muted, by a function that `wrap` made, or by a probe that reads `passes` itself."""
         if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return
         functions = self._mutable.setdefault(site, None)
@@ -132,9 +132,10 @@ class SiteCore(Core):
         return set(self.passes)
 
     def mute(self, site: Site) -> bool:
-        """Let new calls of a site pass without a span, counted. Returns False for a site that cannot be muted.
+        """Count new calls of a site without recording spans.
 
-        Open calls end as they began; the span of a generator ends when its body next goes on.
+        Return False for a site that cannot be muted. Open calls end as they began, a generator's span when its body
+        next resumes.
         """
         if site not in self._mutable or site in self.passes:
             return False
@@ -142,16 +143,16 @@ class SiteCore(Core):
             self._counters[site] = native.MODULE.Pass(self)
         self.passes[site] = self._counters[site]
         self.forget_names()  # also for scopes that were made and have not begun
-        self._turn(site, self._counters[site])
+        self._set_passing(site, self._counters[site])
         return True
 
     def unmute(self, site: Site) -> None:
         """Record the site's calls again."""
         self.passes.pop(site, None)
-        self._turn(site, None)
+        self._set_passing(site, None)
 
-    def _turn(self, site: Site, passing: Any) -> None:
-        """Have the calls of a site's functions pass, or be recorded again."""
+    def _set_passing(self, site: Site, passing: Any) -> None:
+        """Have a site's functions pass their calls without a span (`passing`), or record them (None)."""
         for function in list(self._mutable.get(site) or ()):
             wrapping.turn(function, passing or self)
 
@@ -160,7 +161,7 @@ class SiteCore(Core):
         return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
 
     def cut_spans(self) -> dict[Site, int]:
-        """Return the number of generators' spans per site that ended early, muted while they were suspended."""
+        """Return per site the number of generators' spans that ended early, because the site was muted meanwhile."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
     def bind_innermost(self, key: object) -> None:
@@ -171,19 +172,19 @@ class SiteCore(Core):
         return span_attributes.checked(attributes, more, self.complain)
 
     def complain(self, event: str, words: str, kind: str = "") -> None:
-        """Count an attribute, a name or a state that is not kept, and log the first of its kind."""
+        """Count an attribute, a name or a status that is refused, and log the first of its kind."""
         self.count(event)
         FAULTS.note_of_rule("annotate", words, kind)
 
 
 class Readback(SiteCore):
-    """A core whose recording can be read in its own process."""
+    """A core whose recording its own process can read."""
 
     _paths: CallTree
     _reading: Any
 
     def paths(self) -> CallTree:
-        """Return the call paths as columns, brought up to the core's."""
+        """Return the current call paths as columns."""
         with self._reading:
             paths = self._paths
             first = len(paths)
@@ -202,7 +203,7 @@ class Readback(SiteCore):
         return OwnRecording(self, self.memory)
 
     def tally(self) -> Tally:
-        """Return a copy of all totals up to now, by call path and thread, at 1 us for each pair of both."""
+        """Return a copy of all totals up to now, by call path and thread, at 1 us per pair."""
         return self.mapped().tally()
 
     def site_of(self, row: Row) -> Site:
@@ -211,17 +212,17 @@ class Readback(SiteCore):
         return paths.site(row[NODE])
 
     def cursor(self) -> Cursor:
-        """Return a reader of all rows from now on. It reads each once, unless the ring wraps before."""
+        """Return a reader of all rows from now on. It reads each row once, unless the ring wraps before."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.mapped)
 
     def threads(self) -> dict[int, str]:
-        """Return ids and names of the threads whose rows are still there."""
+        """Return ids and names of the threads with rows in rings."""
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
-        """Return the number of spans that are only in the tally, not in the rings, by reason."""
+        """Return the counts of spans that are in the tally but not in the rings, by reason."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
         losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": self._too_short}
         return {reason: count for reason, count in losses.items() if count}
@@ -243,7 +244,7 @@ class Readback(SiteCore):
 
     @property
     def calls(self) -> int:
-        """The number of spans finished since the start. It is cheap."""
+        """The number of spans finished since the start. The read is cheap."""
         total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
         return total + self._too_short
 
@@ -254,7 +255,7 @@ class Readback(SiteCore):
 
 
 def calls_by_site(recorder: Readback) -> dict[Site, int]:
-    """Return the calls of each site, on all threads together. It does without numpy."""
+    """Return the calls of each site, on all threads together. Does not need numpy."""
     tree = recorder.paths()
     calls_of = recorder.calls_by(tree.site_of, len(tree.sites))
     return {site: calls for site, calls in zip(tree.sites, calls_of, strict=False) if calls}

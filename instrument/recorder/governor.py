@@ -1,18 +1,14 @@
-"""The overhead governor: keeps what the probes cost each thread within a share of its time.
+"""The overhead governor: keeps the cost of the probes on each thread within a share of its time.
 
-Once a second it estimates the cost of every site on every thread, from the calls since the last time and the measured
-cost of a call. On a thread over the budget, the sites with the highest cost and the least value are muted: those with
-many calls that are short relative to their own cost. They are counted while muted, named in every output, and come back
-when there is room for them again, later each time that they had to be muted soon after.
-
-A count costs some tens of ns, which is half of the time of a function that is as short and called in a loop. If the
-counts of muted sites are over the budget, the probe is detached: the function itself is called, without a count. Such a
-site is named with the time and the count until then. Its probe is attached again for a moment now and then, later each
-time, to measure the load. A scope is in the service's own code and cannot be detached: it is named with the cost of its
-count.
-
-Requests are never muted, nor the steps of a schedule: captures, the view of requests and the windows of a schedule
-depend on them. Those that are over the budget are named, too.
+Once a second it estimates the cost of every site on every thread, from its new calls and the measured cost of a call.
+On a thread over the budget it mutes the sites with many calls that are short relative to the probe's cost. They are
+counted while muted, and named in every output. They are recorded again once the budget has room, with a longer wait
+each time that they soon had to be muted again. A count costs some tens of ns, half of the time of a very short
+function. If the counts of muted sites are over the budget, the probe is detached: the function itself is called,
+without a count. Such a site is named with the time and the count until then. Its probe is attached for a moment at
+growing intervals, to measure the load. A scope is in the service's own code and cannot be detached: it is named with
+the cost of its count. Requests and the steps of a schedule are never muted: captures, the view of requests and the
+windows of a schedule need them. If they are over the budget, they are named, too.
 """
 
 from __future__ import annotations
@@ -26,16 +22,16 @@ from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import dataclass
 
 STEP_NS = 10**9
-"""The interval between two comparisons of the probes' cost with the budget."""
+"""Nanoseconds between two comparisons of the probes' cost with the budget."""
 
 ROOM = 0.8
-"""The share of the budget up to which muted sites may return. Without a margin they would be muted again at once."""
+"""The share of the budget that returning sites may fill. Without a margin they would be muted again at once."""
 
 SOON_NS = 5 * 10**7
-"""The ns until the next comparison while the budget is exceeded, or rows come faster than the rings can keep."""
+"""Nanoseconds until the next comparison while the budget is exceeded, or rows come too fast for the rings."""
 
 WORTH = 0.05
-"""The least share of the budget that counting a muted site's calls costs before the site's probe is detached."""
+"""The share of the budget for counting a muted site's calls above which the site's probe is detached."""
 
 SAMPLE_S = 0.02
 """Seconds for which a detached probe is attached to count the calls."""
@@ -44,25 +40,25 @@ KEPT_KINDS = {
     "request": "requests are recorded all the same: captures and the view of requests are made of them",
     "step": "steps are recorded all the same: the schedule counts them",
 }
-"""Kinds of sites that are not muted, with the reason."""
+"""The kinds of sites that are never muted, with the reason."""
 
 LEFT = 0.5
 """The share of the budget that recorded sites keep if unavoidable costs exceed it."""
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
-"""The first and the longest ns for which a probe stays detached until a try. Each failed try doubles the time."""
+"""The first and the longest ns for which a probe stays detached until a trial. Each failed trial doubles the time."""
 
 SETTLED = 10
-"""A returned site that is muted or detached again within this multiple of its last wait then waits twice as long."""
+"""The multiple of its last wait within which a site that is muted or detached again waits twice as long."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
-"""A call that detaches a site's probe. It returns the call that attaches it again, or None."""
+"""A function that detaches a site's probe. It returns the function that attaches it again, or None."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """The use of a site on a thread since the last look: calls, their total time, and steps of generators."""
+    """The use of a site on a thread since the last comparison: calls, their total time, and steps of generators."""
 
     calls: int = 0
     total_ns: int = 0
@@ -71,7 +67,8 @@ class _Use:
 
 @dataclass(slots=True)
 class _Muted:
-    """A muted site: its begin and least wait, the cost of a recorded and of a counted call, and each thread's share."""
+    """A muted site: its begin, least wait, cost of a recorded and of a counted call, and each thread's share of
+    calls."""
 
     since_ns: int
     wait_ns: int
@@ -82,7 +79,7 @@ class _Muted:
 
 @dataclass(slots=True)
 class _Off:
-    """A site whose probe is detached: the call that attaches it, the time it was detached, and that of the next try."""
+    """A site with a detached probe: the function that attaches it, the time of its detachment and of the next trial."""
 
     attach: Callable[[], None]
     off_ns: int
@@ -95,9 +92,9 @@ class _Off:
 class Governor:
     """The governor of a recorder: its probes cost each thread at most the share `budget` of its time (0.01 is 1 %).
 
-    One thread calls `step` now and then. `costs_ns` has the cost of a span by the shape of its probe, `passed_ns` that
-    of a muted call. Both include the cost of each later step of a generator. `detach` detaches probes. `is_busy` is
-    True if the next step should come soon.
+    One thread calls `step` regularly. `costs_ns()` returns the cost of a span by the shape of its probe, `passed_ns()`
+    that of a muted call. Both include the cost of a generator's later steps. `detach` detaches probes. `is_busy` is
+    True if the next step should follow soon.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class Governor:
         """The muted sites, in the order of muting."""
 
     def step(self, now_ns: int) -> None:
-        """Look at the use since the last time: mute sites that cost too much, and bring back those with room."""
+        """Read the use since the last step. Mute sites that cost too much, and record sites again that fit."""
         elapsed_ns = now_ns - self._at_ns
         if elapsed_ns <= 0:
             return
@@ -154,14 +151,14 @@ class Governor:
             left_ns = max(allowed_ns - counting_ns.get(thread, 0.0), LEFT * allowed_ns)
             self._mute(threads, thread, spent_ns, left_ns, now_ns)
             if spent_ns[thread] > left_ns:
-                self._note_kept(threads[thread])
+                self._note_unmutable(threads[thread])
         self._passed = passed
         if now_ns - self._looked_ns >= STEP_NS:
-            self._look(passed, spent_ns, elapsed_ns, now_ns)
-        self._try_again(now_ns)
+            self._review(passed, spent_ns, elapsed_ns, now_ns)
+        self._retry_detached(now_ns)
 
     def may_be_over(self, now_ns: int) -> bool:
-        """Return True if more was recorded since the last look than there can be room for. It is cheap."""
+        """Return True if the calls since the last step may exceed the budget. The check is cheap."""
         return (self._recorder.calls - self._calls) * self._least_ns > self._budget * (now_ns - self._at_ns)
 
     # ---------------------------------------------------------------- what costs too much
@@ -174,7 +171,7 @@ class Governor:
         allowed_ns: float,
         now_ns: int,
     ) -> None:
-        """Mute sites until the recorded ones of a thread cost no more than allowed."""
+        """Mute sites until the recorded sites of a thread cost no more than `allowed_ns`."""
         uses = threads[thread]
         for site in self._by_burden(uses) if spent_ns[thread] > allowed_ns else ():
             if spent_ns[thread] <= allowed_ns:
@@ -215,10 +212,10 @@ class Governor:
             if not is_over or site in self._off:
                 continue
             wait_ns = _next_wait_ns(self._stayed.pop(site, None), FIRST_WAIT_NS, now_ns)
-            if self._take_one_off(site, now_ns, wait_ns):
+            if self._detach_one(site, now_ns, wait_ns):
                 calls[site] = 0
 
-    def _take_one_off(self, site: Site, now_ns: int, wait_ns: int) -> bool:
+    def _detach_one(self, site: Site, now_ns: int, wait_ns: int) -> bool:
         attach = None if self._detach is None or site in self._fixed else self._detach(site)
         if attach is None:
             self._fixed.add(site)
@@ -232,7 +229,7 @@ class Governor:
         return True
 
     def _counting_ns(self, calls: Mapping[Site, int]) -> dict[int, float]:
-        """Return the cost by thread of counting calls of muted sites."""
+        """Return the cost of counting calls of muted sites, by thread."""
         costs_ns: dict[int, float] = {}
         for site, count in calls.items():
             muted = self.muted[site]
@@ -240,16 +237,16 @@ class Governor:
                 costs_ns[thread] = costs_ns.get(thread, 0.0) + count * muted.counted_ns * share
         return costs_ns
 
-    def _note_kept(self, uses: Mapping[Site, _Use]) -> None:
-        """Note the sites that keep a thread over the budget and cannot be muted."""
+    def _note_unmutable(self, uses: Mapping[Site, _Use]) -> None:
+        """Note the recorded sites of a thread over the budget, which cannot be muted."""
         for site, use in uses.items():
             if site not in self.muted:
                 self._kept_ns[site] = self._kept_ns.get(site, 0.0) + self._cost_ns(site, use)
 
     # ---------------------------------------------------------------- what there is room for
 
-    def _look(self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int) -> None:
-        """Note the cost of counts, and bring muted sites back, once a second."""
+    def _review(self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int) -> None:
+        """Note the cost of counts, and record muted sites again if they fit the budget, once a second."""
         window_ns = now_ns - self._looked_ns
         calls = {site: passed.get(site, 0) - self._looked.get(site, 0) for site in self.muted}
         self._looked, self._looked_ns = passed, now_ns
@@ -283,8 +280,8 @@ class Governor:
                 self._returned[site] = now_ns, muted.wait_ns
                 del self.muted[site]
 
-    def _try_again(self, now_ns: int) -> None:
-        """Attach a due probe for a moment, muted. It stays where the load has fallen."""
+    def _retry_detached(self, now_ns: int) -> None:
+        """Attach a due probe for a moment, muted. It stays attached if the load has fallen."""
         for site, off in self._off.items():
             if now_ns < off.try_ns:
                 continue
@@ -296,7 +293,7 @@ class Governor:
             lasted_ns = time.perf_counter_ns() - began_ns
             wait_ns = min(2 * off.wait_ns, LAST_WAIT_NS)
             is_over = calls * self.muted[site].counted_ns > ROOM * self._budget * lasted_ns
-            if not is_over or not self._take_one_off(site, now_ns, wait_ns):
+            if not is_over or not self._detach_one(site, now_ns, wait_ns):
                 self._stayed[site] = now_ns, off.wait_ns
                 del self._off[site]
             self._passed = self._looked = self._recorder.muted_calls()
@@ -306,7 +303,7 @@ class Governor:
     # ---------------------------------------------------------------- what was recorded
 
     def _use_by_thread(self) -> dict[int, dict[Site, _Use]]:
-        """Return the use by thread and site since the last time."""
+        """Return the use by thread and site since the last call."""
         threads: dict[int, dict[Site, _Use]] = {}
         uses: dict[tuple[int, Site], _Use] = {}
         for ring in self._recorder.rings():
@@ -333,7 +330,7 @@ class Governor:
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
     def _by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
-        """Sort sites, the heaviest first: by their cost, weighted with its share in what they timed."""
+        """Return the sites by their cost times its share of the timed calls, the largest first."""
 
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])
@@ -346,37 +343,37 @@ class Governor:
     def notes(self) -> list[str]:
         """Return a sentence per site that was ever muted, with the number of its calls without a span."""
         return [
-            f"{_named(site)}: {calls} calls were not recorded, to stay within {self._words}"
+            f"{_site_text(site)}: {calls} calls were not recorded, to stay within {self._limit}"
             + ("" if site in self.muted else "; it is recorded again")
             for site, calls in self._recorder.muted_calls().items()
             if calls and site not in self._off
         ] + self.notes_off()
 
     @property
-    def _words(self) -> str:
+    def _limit(self) -> str:
         return f"the budget of {100 * self._budget:.3g} % of each thread's time"
 
     def notes_off(self) -> list[str]:
-        """Return sentences on detached probes, on spans that ended early, and on sites that stay over the budget."""
+        """Return sentences on detached probes, on spans that ended early, and on sites that remain over the budget."""
         return [
             *(
-                f"{_named(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone was "
-                f"over {self._words}; {off.counted} calls were counted and not recorded until then, later ones are "
+                f"{_site_text(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone was "
+                f"over {self._limit}; {off.counted} calls were counted and not recorded until then, later ones are "
                 "not known"
                 for site, off in list(self._off.items())
             ),
             *(
-                f"{_named(site)}: {count} generators went on without their span, to stay within {self._words}"
+                f"{_site_text(site)}: {count} generators went on without their span, to stay within {self._limit}"
                 for site, count in self._recorder.cut_spans().items()
             ),
             *(
-                f"{_named(site)}: to count its calls alone cost {100 * share:.2g} % of a thread's time, of "
-                f"{self._words}; {self._why_fixed(site)}"
+                f"{_site_text(site)}: to count its calls alone cost {100 * share:.2g} % of a thread's time, of "
+                f"{self._limit}; {self._why_fixed(site)}"
                 for site, share in list(self._counting_shares.items())
                 if share > LEFT * self._budget
             ),
             *(
-                f"{_named(site)}: its spans cost {100 * share:.2g} % of a thread's time, of {self._words}; "
+                f"{_site_text(site)}: its spans cost {100 * share:.2g} % of a thread's time, of {self._limit}; "
                 + KEPT_KINDS.get(site.kind, "it cannot be muted")
                 for site, share in list(self._kept_shares.items())
             ),
@@ -390,7 +387,7 @@ class Governor:
         return "its probe cannot be removed: record it by a rule instead, or not at all"
 
     def release(self) -> None:
-        """Bring every site back, at the end; `notes` still has those muted until then."""
+        """Record every site again, at the end. `notes` still has the sites muted until then."""
         for off in self._off.values():
             off.attach()
         for site in self.muted:
@@ -398,19 +395,20 @@ class Governor:
 
 
 def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
-    """Return the wait of a site, twice the last one where it came back recently."""
+    """Return the wait of a site in ns, twice the last one if the site has returned recently."""
     at_ns, wait_ns = returned or (0, 0)
     return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < SETTLED * wait_ns else first_ns
 
 
-def _named(site: Site) -> str:
+def _site_text(site: Site) -> str:
     return f"{site.name} ({site.function or site.kind})"
 
 
 class Budget:
-    """The `budget` of a profile, which a reload may change. A governor applies it; without a bound there is none.
+    """The `budget` of a profile, which a reload may change.
 
-    A new governor calls `costs_ns` and `passed_ns`: see `Governor`. Used by one thread at a time.
+    A governor applies it, if there is a limit. A new governor calls `costs_ns` and `passed_ns`: see `Governor`. Used by
+    one thread at a time.
     """
 
     def __init__(
@@ -428,7 +426,7 @@ class Budget:
         self._stepped_ns = 0
 
     def change(self, share: float | None) -> None:
-        """Keep the probes within another share of each thread's time from now on; None is without bound."""
+        """Keep the probes within another share of each thread's time from now on; None is without a limit."""
         self.release()
         self._governor = None
         if share is not None:
@@ -437,7 +435,7 @@ class Budget:
 
     @property
     def is_busy(self) -> bool:
-        """True if `step` is needed soon."""
+        """True if the next step should follow soon."""
         return self._governor is not None and self._governor.is_busy
 
     def step(self) -> None:
@@ -451,12 +449,12 @@ class Budget:
             governor.step(now_ns)
 
     def release(self) -> None:
-        """Bring every muted site back; `notes` still has them."""
+        """Record every muted site again. `notes` still has them."""
         if self._governor is not None:
             self._governor.release()
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
-        """Return a sentence per site that was ever muted, or only per site whose probe is off."""
+        """Return a sentence per site that was ever muted; without `with_muted`, only per site with a detached probe."""
         if self._governor is None:
             return []
         return self._governor.notes() if with_muted else self._governor.notes_off()

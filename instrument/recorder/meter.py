@@ -1,10 +1,9 @@
 """The meter: the metrics of a process, counted while it runs, for OTLP and for a scrape of Prometheus.
 
-Requests are counted by endpoint, status and error as the reader of the rings reads their rows, so the service's threads
-do nothing for them. The tally counts the same requests exactly, even those that the rings have lost: they are added
-without a status. So the counts of all series add up to the requests that have ended.
-
-The reader of recordings meters each by the same code, and goes on from the `state` that another reader has left.
+The reader of the rings counts requests by endpoint, status and error from their rows, so the service's threads do
+nothing for them. The tally counts all requests, also those whose rows the rings have lost: these are added without a
+status. So the counts of all series add up to the ended requests. The reader of another process's recording uses the
+same code, and continues from the `state` of an earlier reader.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ from instrument.recording.gen_ai_metrics import (
     REQUEST_DURATION,
     SERVING_BATCH_SIZE,
     GenerationTimes,
+    generation_facts,
     generation_labels,
     is_among,
-    said_of_generation,
     token_times,
 )
 from instrument.recording.histogram import bucket, bucket_start
@@ -82,15 +81,15 @@ class MeteredRows(Protocol):
         """Return the site of a row."""
 
     def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the current totals of the sites that `is_counted` marks in a call tree."""
+        """Return the current totals of the sites that `is_counted` selects in a call tree."""
 
 
 class Meter:
-    """A count of metrics from `start_ns` on. `count` and `snapshot` are for the one thread that reads the rings.
+    """A count of metrics from `start_ns` on.
 
-    `generations` are the routes whose answers a model generates, as the profile has them. With `watches` there are
-    metrics of functions that do so, and of batches. Requests are grouped `by` an attribute, up to `at_most` values of
-    it: the `groups`, which several meters with common sums share.
+    Only the thread that reads the rings calls `count` and `snapshot`. `generations` are the profile's routes whose
+    answers a model generates. With `watches` there are metrics of generating functions, and of batches. Requests are
+    grouped `by` an attribute, up to `at_most` values of it: the `groups`, which several meters with common sums share.
     """
 
     def __init__(self, recorder: MeteredRows, start_ns: int) -> None:
@@ -102,7 +101,7 @@ class Meter:
         self._requests: dict[Labels, Distribution] = {}
         self._generated = GenerationTimes()
         self._met: dict[Labels, Counter[int]] = {}
-        """The buckets of all requests in `_requests` by endpoint."""
+        """The counts of the requests in `_requests` per bucket, by endpoint."""
         self._active: dict[Labels, int] = {}
         self._calls: dict[Labels, Distribution] = {}
         self._asked_for: set[str] = set()
@@ -131,7 +130,7 @@ class Meter:
             self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
-        """Add a kept request, by its ids at the collector, as an exemplar to the series that counts it, if any."""
+        """Add a kept request, with its ids at the collector, as an exemplar to its series, if there is one."""
         endpoint = endpoint_of(request.site)
         group = self._group(request.attributes)
         labels = (*_labels(endpoint, request.attributes, request.error), *group)
@@ -146,7 +145,7 @@ class Meter:
                     self._generated.note(name, of_generation, replace(exemplar, value_ns=value_ns))
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
-        """Return the label of a request's group: one of the first `at_most` values of `by`, or that of all others."""
+        """Return the label of a request's group: one of the first `at_most` values of `by`, or `OTHER`."""
         value = group_of(attributes.get(self.by)) if self.by else None
         if value is None:
             return ()
@@ -160,15 +159,15 @@ class Meter:
     def count_served(
         self, request: Span, queue_ns: int, batch_size: float, sampled_ids: tuple[int, int] | None
     ) -> None:
-        """Count a request's time in the queue, and the mean size of its batches, 0 without any.
+        """Count a request's time in the queue, and the mean size of its batches, 0 for none.
 
-        It is an exemplar under `sampled_ids`, its trace id and span id.
+        With `sampled_ids`, its trace id and span id, it is an exemplar, too.
         """
         site, attributes, error = request.site, request.attributes, request.error
         endpoint = endpoint_of(site)
         labels = _of_route(site) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
-        labels = generation_labels(labels, attributes) if is_generation else (*labels, *said_of_generation(attributes))
+        labels = generation_labels(labels, attributes) if is_generation else (*labels, *generation_facts(attributes))
         labels = (*labels, *_outcome_labels(attributes, error), *self._group(attributes))
         values = {QUEUE_TIME: queue_ns, **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
         for name, value in values.items():
@@ -180,7 +179,7 @@ class Meter:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def count_parts(self, rows: Sequence[Row], marks: Collection[str]) -> None:
-        """Count the items of the generators that `marks` names, and the sizes of batches, from rows."""
+        """Count the items of the generators with one of the `marks`, and the sizes of batches, from rows."""
         streams = [row for row in rows if FIRST_ITEM in (row[ATTRIBUTES] or ())]
         counts = {site: mark_of(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
@@ -200,13 +199,13 @@ class Meter:
             self._generated.add(name, labels, value_ns)
 
     def ended(self) -> Ended:
-        """Return the tally's counts of all ended requests, perhaps with some whose rows come later."""
+        """Return the tally's counts of all ended requests, perhaps some without a row in the rings yet."""
         totals = self._totals(())
         by_endpoint = totals.lines_by(totals.tree.by_site(endpoint_of))
         return {endpoint: Counter(totals.histogram(totals.nodes(lines))) for endpoint, lines in by_endpoint.items()}
 
     def _totals(self, marks: Collection[str]) -> Tally:
-        """Return the totals of requests and of functions by their marks. A tally may have thousands of paths."""
+        """Return the totals of requests, and of the functions with one of the marks, out of the tally's many paths."""
 
         def are_metered(tree: CallTree) -> Sequence[bool]:
             endpoints = tree.by_site(endpoint_of)
@@ -216,7 +215,7 @@ class Meter:
         return self._recorder.totals(merged=True, is_counted=are_metered)
 
     def settle(self, ended: Ended) -> None:
-        """Count ended requests that the tally has but that were not among the rows read."""
+        """Count ended requests that are in the tally but were not among the rows."""
         for endpoint, buckets in ended.items():
             counter = self._met.setdefault(endpoint, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
@@ -279,7 +278,7 @@ class Meter:
     # ---------------------------------------------------------------- who goes on
 
     def state(self) -> dict[str, Any]:
-        """Return all counts as JSON, without exemplars, for a meter that goes on with them."""
+        """Return all counts as JSON, without exemplars, for a meter that continues from them."""
         return {
             "start_ns": self._start_ns,
             "requests": series_as_json(self._requests),
@@ -291,7 +290,7 @@ class Meter:
         }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with the counts of another meter. Raise one of `export_checkpoint.DAMAGED` for a damaged state."""
+        """Begin with the counts of another meter. Raises one of `export_checkpoint.DAMAGED` for a damaged state."""
         requests, calls = series_from_json(state["requests"]), series_from_json(state["calls"])
         start_ns = int(state["start_ns"])
         met = {
@@ -317,8 +316,8 @@ class Meter:
         costs_ns: Mapping[str, float],
         queued: Mapping[str, int],
     ) -> Snapshot:
-        """Return all current metrics: of `requests` if they are recorded, and of calls by marks of sites. `losses` are
-        by reason, `costs_ns` by part, and `queued` has the waiting tasks by executor."""
+        """Return all current metrics. `requests` is True if requests are recorded, `marks` are of functions with
+        metrics. `losses` are by reason, `costs_ns` by part, and `queued` has the waiting tasks by executor."""
         metrics = []
         if requests or self._requests:
             exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
@@ -346,7 +345,7 @@ class Meter:
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
 
     def _counted(self, name: str, unit: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Return a counter, which never falls, even where a cost is measured anew."""
+        """Return a counter that never falls, even if a cost is measured again as lower."""
         series: dict[Labels, float] = {((label, key),): value for key, value in self.rising(name, values).items()}
         return Metric(name, unit, COUNTER, about, series)
 
@@ -358,7 +357,7 @@ class Meter:
 
 
 def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
-    """Return the distribution of calls of some lines of the tally."""
+    """Return the distribution of the calls in some lines of the tally."""
     buckets, total = totals.histogram(totals.nodes(lines)), totals.total(lines)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
@@ -367,7 +366,7 @@ def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
 
 
 def _distribution_of(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
-    """Return the distribution of a series, or that of all beyond the limit."""
+    """Return the distribution of a series, or that of `OVERFLOW` beyond the limit."""
     if labels not in series and len(series) >= SERIES_LIMIT:
         labels = OVERFLOW
     return series.setdefault(labels, Distribution())
@@ -376,8 +375,8 @@ def _distribution_of(series: dict[Labels, Distribution], labels: Labels) -> Dist
 def queued_tasks() -> Mapping[str, int]:
     """Return the number of tasks in the queues of thread pools, by the pools' names.
 
-    They are the pools of `concurrent.futures`, which knows every thread and its queue: asyncio's default executor, and
-    those of servers of gRPC and of gunicorn's threads. Pools without a name of their own are one.
+    These are the pools of `concurrent.futures`: asyncio's default executor, and those of gRPC's servers and of
+    gunicorn's threads. Pools without a name of their own are counted together.
     """
     queues = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", None)
     try:
@@ -391,11 +390,11 @@ def queued_tasks() -> Mapping[str, int]:
 
 
 _OF_POOL = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""The part of a pool thread's name after the name of the pool."""
+"""The end of a pool thread's name, after the name of the pool."""
 
 
 def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:
-    """Return the labels of requests of an endpoint that ended the same way."""
+    """Return the labels of an endpoint's requests with the same outcome."""
     if isinstance(scheme := attributes.get(SCHEME), str):
         endpoint += ((SCHEME, scheme),)
     if isinstance(status := attributes.get(STATUS), int) and 100 <= status < 1000:
@@ -406,7 +405,7 @@ def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) 
 
 
 def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
-    """Return the label of requests that failed or were broken off."""
+    """Return the label of failed or cancelled requests, () for others."""
     if error is not None:
         return (("error.type", error),)
     return ((OUTCOME, outcome),) if isinstance(outcome := attributes.get(OUTCOME), str) else ()
@@ -425,7 +424,7 @@ def _durations(
 def _generation(
     call_labels: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
-    """Yield the metrics of a generation that has ended; each item of its stream counts as a token."""
+    """Yield the metrics of an ended generation. Each item of its stream counts as a token."""
     labels = generation_labels(call_labels, attributes)
     yield REQUEST_DURATION, (*labels, *_outcome_labels(attributes, error)), duration_ns
     if error is not None:
@@ -438,14 +437,14 @@ def _generation(
 
 
 def _of_route(site: Site) -> Labels:
-    """Return the route or the method of a site's requests, and the facts of its generations."""
+    """Return the labels of a site's generations: the route or the method, and the facts of the generation."""
     facts = dict(site.attributes)
     names = ("http.route", RPC_METHOD, *GENERATION)
     return tuple((name, value) for name in names if isinstance(value := facts.get(name), str))
 
 
 def endpoint_of(site: Site) -> Labels:
-    """Return the labels of a site's requests, () where it has none over HTTP or RPC."""
+    """Return the labels of a site's requests over HTTP or RPC, () for other sites."""
     if site.kind != "request":
         return ()
     facts = dict(site.attributes)

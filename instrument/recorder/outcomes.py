@@ -1,12 +1,10 @@
 """The exceptions that end spans and are no failures.
 
-Web frameworks answer requests by some: a handler that raises `HTTPException(404)` has served its request, by a status
-of HTTP that is no error below 500. The classes are known by their modules, so that no framework is imported; derived
-classes count as well.
-
-A client that goes away, a stream that is closed early and a process that is stopped end running code with an exception
-that is no `Exception`. For OpenTelemetry's API these are no errors either, nor is gRPC's status CANCELLED one of the
-server in its conventions. So such a span has no error, and an attribute with how it ended.
+Web frameworks answer requests by raising: a handler that raises `HTTPException(404)` has served its request, because
+HTTP statuses below 500 are no errors of the server. The classes are found by their module's name, so that no framework
+is imported; derived classes count as well. A client that goes away, a stream that is closed early and a process that is
+stopped end running code with an exception that is no `Exception`. OpenTelemetry does not treat these as errors either,
+nor gRPC's status CANCELLED of a server. So such a span has no error, but an attribute with its outcome.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ STATUS, RPC_STATUS = "http.response.status_code", "rpc.status_code"
 """The attributes of a request's span with its status, by OpenTelemetry's conventions for HTTP and for RPC."""
 
 FIRST_OF_SERVER = 500
-"""The first status that is an error of the server."""
+"""The lowest HTTP status that is an error of the server."""
 
 ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "aiohttp.web_exceptions": {"HTTPException": "status_code"},
@@ -37,8 +35,8 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "tornado.web": {"HTTPError": "status_code"},
     "werkzeug.exceptions": {"HTTPException": "code"},
 }
-"""The HTTP status of an exception by module and class, or the attribute that has the status. Its value is a number, or
-a text that begins with three digits. Reading these attributes runs no code of the service."""
+"""The HTTP status of an exception by module and class, or the name of the attribute with the status. The attribute is a
+number, or a text that begins with three digits. Reading it runs no code of the service."""
 
 
 CANCELLED = "cancelled"
@@ -46,6 +44,6 @@ CANCELLED = "cancelled"
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """Return the outcome of a span that an exception broke off, None for a failure. It runs no code of the class."""
+    """Return the outcome of a span that an exception ended, None for a failure. Runs no code of the exception."""
     outcome: str | None = native.MODULE.outcome_of(error)
     return outcome

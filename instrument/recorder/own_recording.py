@@ -1,4 +1,4 @@
-"""The recording of this process, through the reader that other processes use, with its call paths and open spans."""
+"""The recording of this process, by the reader that other processes use, with its call paths and open spans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instrument.recording.paths import CallTree
 
 
 class OwnRecording(Mapped):
-    """A reader of the recorder's own memory. No row of it is in doubt, because its threads wait for the reader."""
+    """A reader of the recorder's own memory. No row is in doubt, because the process's threads wait for the reader."""
 
     in_doubt = 0
 
@@ -23,12 +23,12 @@ class OwnRecording(Mapped):
         super().__init__(memoryview(private_head(0)) if memory is None else memory)
 
     def tree(self) -> CallTree:
-        """Return the call paths: their sites are the very ones of the recorder."""
+        """Return the call paths, with the recorder's own site objects."""
         tree: CallTree = self._recorder.paths()
         return tree
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return a view of a part's slots in memory. Nothing is copied."""
+        """Return a view of a part's slots in memory, without a copy."""
         self._read_head()
         part, memory = self._parts[name], self._memory
         if memory is None or not part.used:
@@ -36,7 +36,7 @@ class OwnRecording(Mapped):
         return np.frombuffer(memory, kind, min(part.used, part.slots), part.offset)
 
     def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return the slots of several parts as they are at one moment: `join` holds the interpreter's lock."""
+        """Return the slots of several parts at one moment: `join` keeps the GIL."""
         memory = memoryview(b"") if self._memory is None else self._memory
 
         def slot_counts() -> list[int]:
@@ -62,7 +62,7 @@ class OwnRecording(Mapped):
         return slots
 
     def open_spans(self) -> list[OpenSpan]:
-        """Return the spans that have begun and not ended, with the time in which each ran."""
+        """Return the open spans, with the active time of each."""
         spans = []
         for thread_id, row in self._recorder.open_rows():
             node, span_id, parent_id, root_id, task, start_ns, _, children_ns, active_ns, _, attributes = row
@@ -75,7 +75,7 @@ class OwnRecording(Mapped):
 
 
 class Cursor:
-    """The place of a reader in every ring: it reads each row once, and counts those that came too late to be read."""
+    """A reader that reads each row of every ring once, and counts the rows that were lost before."""
 
     def __init__(self, recording: Callable[[], OwnRecording]) -> None:
         self._recording = recording

@@ -1,4 +1,4 @@
-"""The recorder of a process: wraps functions, opens scopes by name, and reads rows back as spans and tally.
+"""The recorder of a process: it wraps functions, opens scopes by name, and reads rows as spans and tally.
 
 The hot path is in C (`native/_recorder.c`). If that is missing (`native.WHY_MISSING`) nothing is recorded, and
 `instrument.recorder.core` has a core that does nothing.
@@ -38,16 +38,16 @@ _awaited: Callable[[], object] | None = None
 
 
 def await_first_span(action: Callable[[], object] | None) -> None:
-    """Have an action called once, by the next thread that records its first span; None for none.
+    """Have an action called once, by the next thread that records its first span; None cancels it.
 
-    It runs within the service's own call, perhaps under a lock: it must be short and wait for nothing.
+    It runs within a call of the service, perhaps under a lock: it must be short and wait for nothing.
     """
     global _awaited
     _awaited = action
 
 
 def thread_name() -> str:
-    """Return the name of this thread, once, when it records its first span."""
+    """Return the name of this thread. The core calls this once, at the thread's first span."""
     global _awaited
     action, _awaited = _awaited, None
     if action is not None:
@@ -74,7 +74,7 @@ _current_task: Callable[[Any], Any] | None = None
 
 
 def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return a function for the running loop, and one for a loop's task. Return None until asyncio is imported."""
+    """Return a function for the running loop, and one for a loop's current task; None until asyncio is imported."""
     global _running_loop, _current_task
     if _running_loop is None:
         asyncio = sys.modules.get("asyncio")  # never imported by us
@@ -88,7 +88,7 @@ def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
-    """Return the values of headers by their names; of several with one name the last counts."""
+    """Return the values of the named headers. Of several headers with one name, the last counts."""
     values: tuple[bytes | None, ...] = _native.header_values(headers, names)
     return values
 
@@ -99,22 +99,23 @@ SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
-"""The least size of the memory for rings. Untouched memory costs nothing, and a later session may need more."""
+"""The least bytes of memory for rings. Untouched memory costs nothing, and a later session may need more."""
 
 MANUAL = 2
-"""The state, in the core, of a span that only `end_manual` closes."""
+"""The core's state of a span that only `end_manual` closes."""
 
 STEP = "step"
-"""The name under which the cost of a generator's later steps is measured. The probe's cost includes the first step."""
+"""The name of the cost of a generator's later steps. The probe's cost includes the first step."""
 
 REQUEST = "request"
 """The shape of a request over ASGI."""
 
 
 class Recorder(Readback):
-    """The recorder of one process. `ring_bytes` bounds the memory of all rings together.
+    """The recorder of one process.
 
-    `on` may be switched at any time: spans that are open are finished, no new one begins. Threads need no set-up.
+    `ring_bytes` limits the memory of all rings together. `on` may be switched at any time: open spans are finished, no
+    new one begins.
     """
 
     def __init__(self, ring_bytes: int = RING_BYTES) -> None:
@@ -125,8 +126,7 @@ class Recorder(Readback):
         self.open_scope_limit = OPEN_SCOPE_LIMIT
         self._scope_sites: dict[tuple[str, str, bool, str | None], Site] = {}
         self.trace_of: Callable[[int, int, Any], tuple[int, int, int, str]] | None = None
-        """A call that returns a span's trace id, span id and flags for propagation, from `current_trace`. None while
-        off."""
+        """A function that returns a span's trace id, span id, flags and state for propagation. None while off."""
         self.renamed: dict[Site, dict[str, Site]] = {}
         self.place_of: dict[Site, Site] = {}
         self._manual_open = 0
@@ -150,7 +150,7 @@ class Recorder(Readback):
         self._is_off = False
 
     def __reduce__(self) -> str:
-        """Pickle the recorder by its name: a wrapper that is copied into another process records there."""
+        """Pickle the recorder by its name. So a wrapper that is copied into another process records there."""
         return "RECORDER"
 
     # ---------------------------------------------------------------- functions and scopes
@@ -168,14 +168,14 @@ class Recorder(Readback):
         return wrapping.wrap(self, function, site, attributes, passes, works, results)
 
     def retire(self, function: Any) -> None:
-        """Have a function that `wrap` has made behave as the bare one from now on, for all references to it."""
+        """Have a function that `wrap` made call the bare function without a span from now on, for all its callers."""
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)
         wrapping.retire(function)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
-        """Return the site of a scope's name, made at its first use with the place of the code that opened it."""
+        """Return the site of a scope's name, made at the first use with the code location that opened the scope."""
         site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
@@ -187,7 +187,7 @@ class Recorder(Readback):
             site = self._scope_sites.setdefault(
                 (name, kind, device, phase), Site(name, kind, module, qualname, file, line, "", device, declared)
             )
-            self.may_mute(site, shape="scope")
+            self.allow_muting(site, shape="scope")
         return site
 
     def make_scope(
@@ -215,7 +215,7 @@ class Recorder(Readback):
         elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: there is no kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        values: dict[Any, Any] | None = span_attributes.of_scope(attributes, self.complain) if attributes else None
+        values: dict[Any, Any] | None = span_attributes.scope_values(attributes, self.complain) if attributes else None
         if stream is not None:
             values = {**(values or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
@@ -227,9 +227,9 @@ class Recorder(Readback):
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), values)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
-        """Open a span that `end_manual` will close. Returns None when too many are open.
+        """Open a span that `end_manual` will close.
 
-        Its site is never muted: `scope_end` would close another scope in place of one that did not begin.
+        Return None if too many are open. Its site is never muted: `scope_end` would close another scope instead.
         """
         if self._mutable.pop(site, self) is not self:
             self.unmute(site)
@@ -242,7 +242,7 @@ class Recorder(Readback):
         return frame
 
     def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
-        """Close a span that `start_manual` opened. None is no open span: that is counted, and raises nothing."""
+        """Close a span that `start_manual` opened. A frame of None is counted, and raises nothing."""
         if frame is None:
             self.count("scope_end without an open scope")
             return
@@ -261,9 +261,9 @@ class Recorder(Readback):
             self.user_sites[site.name] = Scope(self, site) if site in self.passes else site
         return Scope(self, site, attributes)
 
-    def _turn(self, site: Site, passing: Any) -> None:
+    def _set_passing(self, site: Site, passing: Any) -> None:
         """Mute or unmute a site. A muted scope keeps one object, because making one costs more than passing a call."""
-        super()._turn(site, passing)
+        super()._set_passing(site, passing)
         current = self.user_sites.get(site.name)
         if passing is not None and current is site:
             self.user_sites[site.name] = Scope(self, site)
@@ -273,7 +273,7 @@ class Recorder(Readback):
     # ---------------------------------------------------------------- life
 
     def reset(self, ring_bytes: int | None = None) -> None:
-        """Forget every row, total, call path and name of a scope, so that a session has room for its own.
+        """Drop all rows, totals, call paths and names of scopes, to make room for a new session.
 
         A span that is open now will be counted at its path when it ends.
         """
@@ -291,9 +291,9 @@ class Recorder(Readback):
     def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "", disk_bytes: int = 1 << 30) -> None:
         """Reset, and record into memory that other processes can read: see `instrument.recording.memory`.
 
-        With a directory it is a file there, which outlives the process; it and the files left there by others take
-        `disk_bytes` at most. `facts` describe the process and its session to readers. If there can be no such memory
-        `no_memory` is the reason; the recording is in private memory then, and ends with the process.
+        With a directory it is a file there, which outlives the process. It takes at most `disk_bytes` with the files of
+        ended processes. `facts` describe the process and its session to readers. If there can be no such memory,
+        `no_memory` is the reason. The recording is then in private memory, and ends with the process.
         """
         from instrument.recording import memory
 
@@ -319,7 +319,7 @@ class Recorder(Readback):
         self.write_facts(facts)
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write into the memory that this process records, and the facts of its session."""
+        """Write the process and the facts of its session into the memory."""
         if self.memory is not None:
             from instrument.recording import memory
 
@@ -328,7 +328,7 @@ class Recorder(Readback):
         self.facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
-        """Record from now on, or not, and write that into the memory."""
+        """Switch the recording on or off, and write the state into the memory."""
         self.on, self._is_off = on, not on
         if self.memory is not None:
             from instrument.recording import memory
@@ -336,7 +336,7 @@ class Recorder(Readback):
             memory.write_switched(self.memory, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
-        """Return the room of a part of the recording that Python writes; None without a memory for other processes."""
+        """Return the memory of a part that Python writes; None without a memory for other processes."""
         return None if self.memory is None else SlotRoom.of(self.memory, name)
 
     def write_goodbye(self) -> None:
@@ -351,7 +351,7 @@ class Recorder(Readback):
             self.memory_path, self._memory_of = "", None
 
     def after_fork_in_child(self) -> None:
-        """Begin anew in a forked child: with its own rings, and no parents from before the fork."""
+        """Begin anew in a forked child, with its own rings, and without parent spans from before the fork."""
         self._reading = RLock()
         if self._memory_of is not None and self._memory_of[0]:
             folder, self._memory_of = self._memory_of[0], None
@@ -395,14 +395,14 @@ class Scope(core.Scope):
             span_attributes.set_status(self._recorder, self._frame, code, description, error_type)
 
     def start(self) -> Scope:
-        """Begin; `end` closes."""
+        """Begin the span; `end` closes it."""
         # A scope without a site is one without memory.
         if self._frame is None and self._site is not None and self._recorder.on:
             self._frame = self._recorder.start_manual(self._site, self._attributes)
         return self
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the span from any place. A scope that never began (switched off) does nothing."""
+        """Close the span from any code. A scope that never began (recording was off) does nothing."""
         frame, self._frame = self._frame, None
         if frame is not None:
             self._recorder.end_manual(frame, error)
@@ -445,18 +445,18 @@ RECORDER = Recorder()
 
 CHECK_NS = 10**9
 LIMIT_NS = 50_000
-"""The most that the time stamp counter may stray from the monotonic clock in a second."""
+"""The most ns that the time stamp counter may deviate from the monotonic clock in a second."""
 
 
 class Ticks:
-    """The time stamp counter of a recorder: its use, and the checks of it."""
+    """The use of the time stamp counter by a recorder, and its checks."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._checked_ns: int | None = None
 
     def start(self, now_ns: int) -> str:
-        """Time spans by the counter. Returns why it cannot, "" where it does. `Recorder.stop_ticks` undoes it."""
+        """Time spans by the counter. Return the reason of a failure, "" on success. `Recorder.stop_ticks` undoes it."""
         unsound = _unsound_ticks() or ("" if self._recorder.start_ticks() else "the processor has none")
         self._checked_ns = None if unsound else now_ns
         return unsound
@@ -472,14 +472,14 @@ class Ticks:
         return "time stamp counter" if self.are_used else "CLOCK_MONOTONIC"
 
     def check(self, now_ns: int) -> None:
-        """Compare the counter with the monotonic clock, once in `CHECK_NS`. The recorder counts where it strays."""
+        """Compare the counter with the monotonic clock, once in `CHECK_NS`. If it deviates, use the clock again."""
         if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
             return
         self._checked_ns = None if self._recorder.check_ticks(LIMIT_NS) is None else now_ns
 
 
 def _unsound_ticks() -> str:
-    """Return why the time stamp counter is not sound here, "" where processor and kernel report that it is."""
+    """Return the reason why the time stamp counter is unreliable here, "" if processor and kernel call it reliable."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")

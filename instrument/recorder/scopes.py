@@ -94,10 +94,10 @@ def scope_end(opened: Scope | str | None = None, *, error: BaseException | None 
 def annotate(attributes: Mapping[str, object] | None = None, /, **more: object) -> None:
     """Add facts to the innermost open span: ``annotate(tokens=3)`` or ``annotate({"usage.tokens": 3})``.
 
-    The span may be of a function, a layer, a scope or a request, opened here or in what this task or thread continues.
-    Values are text (cut after 256 characters), bools, numbers of 64 bits, or lists of one of these; a span keeps 128.
-    Any other value is left out and counted; a name set again has the new value. Does nothing where no span is
-    open or nothing is recorded. Never raises.
+    The span may be of a function, a layer, a scope or a request, opened here or where this task or thread was started.
+    Values are text (cut after 256 characters), bools, 64-bit numbers, or lists of one of these; a span has at most 128.
+    Any other value is left out and counted. A name that is set again has the new value. Does nothing without an open
+    span or a recording. Never raises.
     """
     RECORDER.annotate_innermost(attributes, **more)
 
@@ -111,20 +111,21 @@ def annotate_request(attributes: Mapping[str, object] | None = None, /, **more: 
 
 
 def bind(key: str | int) -> None:
-    """Say which request the innermost open span serves, by the id by which other processes know it, too.
+    """Set the key of the request that the innermost open span serves: an id that other processes use, too.
 
         bind(request_id)  # in the handler, and again where an engine works for it
 
-    Reports put together what bears one id: text of at most 128 characters, or a whole number. Never raises.
+    Reports join the spans with one key: text of at most 128 characters, or a whole number. Never raises.
     """
     RECORDER.bind_innermost(key)
 
 
 def rename_span(name: str) -> None:
-    """Rename the innermost open span. `name` is one of a small set. Open and later spans below it move with it.
+    """Rename the innermost open span.
 
-    Ended spans below it stay where they were counted. A place may have 256 names; further ones are counted under its
-    own name. Without an open span nothing happens. Never raises.
+    `name` is one of a small set. Open and later spans below it move with it. Ended spans below it remain at the old
+    name. A site may have 256 names; further ones are counted under its own. Without an open span nothing happens. Never
+    raises.
     """
     span_attributes.rename(RECORDER, None, name)
 

@@ -1,9 +1,9 @@
-"""The attributes, names and states that a service gives to an open span, and the messages for those not kept.
+"""The attributes, names and statuses that a service gives to an open span, and the messages for refused ones.
 
-The values are those of OpenTelemetry. Any other value is left out, counted, and named in the log once: nothing here
+The allowed values are OpenTelemetry's. Any other value is left out, counted, and named in the log once: nothing here
 raises into the service. No code of a value's class is run, except of numbers and of an array on the host with a single
-number. So the class is read by `type`: `isinstance` reads an object's `__class__`, for which a lazy object, such as
-Django's `request.user`, loads the real one.
+number. So the class is read by `type`. `isinstance` reads an object's `__class__`, and a lazy object, such as Django's
+`request.user`, then loads the real one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from instrument.recording.spans import (
 from instrument.runtime.cheap_start import replace
 
 NAMES_OF_PLACE = 256
-"""The most names that the spans of one place get while they are open."""
+"""The most names that spans of one site get while they are open."""
 
 
 def rename(recorder: Any, frame: Any, name: object) -> None:
-    """Rename the span of a frame, or with None the innermost open one of this context."""
+    """Rename the span of a frame, or the innermost open span of this context (None)."""
     site = recorder.site_of_open(frame)
     text = name_of(name)
     if site is None:
@@ -56,10 +56,10 @@ def rename(recorder: Any, frame: Any, name: object) -> None:
 
 
 def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
-    """Return the site of a place with another name. The same name gives the same site.
+    """Return a copy of a site with another name.
 
-    A place has at most `NAMES_OF_PLACE` names, and there are at most as many as scopes in all. Beyond these limits the
-    place's own site is returned, and that is counted.
+    The same name gives the same copy. A site has at most `NAMES_OF_PLACE` names, and all sites together at most as many
+    as scopes. Beyond these limits the site itself is returned, and that is counted.
     """
     place: Site = recorder.place_of.get(site, site)
     if name == place.name:
@@ -77,7 +77,7 @@ def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
 
 
 def set_status(recorder: Any, frame: Any, code: object, description: object, error_type: object) -> None:
-    """Set the status of a frame's span, or with None of the innermost open one of this context."""
+    """Set the status of a frame's span, or of the innermost open span of this context (None)."""
     status = status_attributes(code, description, error_type)
     if status is None:
         recorder.complain("states that no span has", f"there is no status {code!r:.60}; allowed: ok, error")
@@ -88,23 +88,23 @@ def set_status(recorder: Any, frame: Any, code: object, description: object, err
 
 
 REFUSED = "attributes of a kind that no span has"
-"""The count of values that cannot be kept."""
+"""The name of the count of refused values."""
 
 ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
 
 KEY_PART = 4096
-"""The characters at each end of a long key that its checksum covers. More would take too much of the service's time."""
+"""The characters at each end of a long key that its checksum covers, to save the service's time."""
 
 
 class Complain(Protocol):
-    """A call that counts a value left out under a text, with a sentence, and the kind of the value."""
+    """A function that counts a refused value, by the count's name, a sentence, and the kind of the value."""
 
     def __call__(self, event: str, words: str, kind: str = ..., /) -> None: ...
 
 
 def checked(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """Return the attributes that a span keeps of a mapping and of names: long texts cut, numbers as Python's own."""
+    """Return the allowed attributes of a mapping and of keyword arguments. Long texts are cut."""
     result: dict[str, AttributeValue] = {}
     if attributes is not None and not issubclass(type(attributes), Mapping):
         complain(REFUSED, f"attributes must be a mapping, or name=value, not {_kind(attributes)}")
@@ -128,8 +128,8 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
     return result
 
 
-def of_scope(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """Return the attributes of a scope that its span keeps. Plain values, as most are, are copied at once."""
+def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
+    """Return the allowed attributes of a scope. Plain values, the usual case, are copied at once."""
     if type(attributes) is dict and len(attributes) <= ATTRIBUTE_LIMIT:
         for name, value in attributes.items():
             kind = type(value)
@@ -158,7 +158,7 @@ def key_text(value: object) -> str:
 
     Whole numbers of any kind, UUIDs and bytes are keys by their value, and so is a single whole number in an array on
     the host. An object of another class, such as the service's own, is a key within its process by its class and
-    identity. Values, which may be another copy the next time, and other arrays are none.
+    identity. Values such as dates, which may be copied, and other arrays are no keys.
     """
     kind: Any = type(value)
     if kind is int:
@@ -186,20 +186,20 @@ def key_text(value: object) -> str:
 
 
 def _text_of_bytes(value: bytes) -> str:
-    """Return bytes as text if they are printable ASCII, as most keys are, else as hexadecimal digits."""
+    """Return bytes as text if they are printable ASCII, else as hexadecimal digits."""
     text = value.decode("ascii", "replace")
     return text if text.isprintable() and text.isascii() else value.hex()
 
 
 def _shortened(key: str) -> str:
-    """Shorten a long key to its begin and a checksum, which differs for another key of the same begin."""
+    """Shorten a long key to its begin and a checksum, which distinguishes keys with the same begin."""
     parts = f"{len(key)} {key[:KEY_PART]}{key[-KEY_PART:]}"
     return f"{key[: KEY_LIMIT - 9]}~{crc32(parts.encode('utf-8', 'surrogatepass')):08x}"
 
 
 @lru_cache(maxsize=256)
 def _is_uuid(kind: Any) -> bool:
-    """Return True for `uuid.UUID` and its subclasses, as database drivers have them. Does not import `uuid`."""
+    """Return True for `uuid.UUID` and its subclasses, such as those of database drivers. Does not import `uuid`."""
     return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
 
 
@@ -215,7 +215,7 @@ def _is_array(kind: Any, *, on_device: bool = False) -> bool:
 def _is_on_host(array: Any) -> bool:
     """Return True for an array of numpy, or a tensor of torch that can be read without a wait.
 
-    An array on a device is not read: the service would wait for all that is queued there.
+    An array on a device is not read: the service would wait for all work queued there.
     """
     kind = type(array).__module__, type(array).__name__
     return kind == ("numpy", "ndarray") or (kind == ("torch", "Tensor") and array.device.type == "cpu")
@@ -238,7 +238,7 @@ def items_of(values: Any, most: int) -> list[Any]:
 
 
 class UnreadError(TypeError):
-    """The value in place of keys cannot be read, in words of our own."""
+    """The value given as keys cannot be read; the message says why."""
 
 
 _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozenset, numbers.Number)
@@ -251,7 +251,7 @@ def _is_value(kind: Any) -> bool:
 
 
 def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
-    """Return the class of the first refused key, "" without any. None and "" are empty places of a batch."""
+    """Return the class of the first refused key, "" for none. None and "" are empty entries of a batch."""
     if "" not in texts:
         return ""
     empty = (key for key, text in zip(keys, texts, strict=False) if not text)
@@ -260,14 +260,14 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
 
 
 def are_amounts(values: Sequence[object]) -> bool:
-    """Return True if any of a mapping's values is a number. The values are then weights."""
+    """Return True if a mapping's values contain a number. They are then weights."""
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 
 def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
-    """Return weights as Python's own numbers; None unless all are finite numbers from 0 on, of 64 bits.
+    """Return weights as Python's own numbers; None unless all are finite 64-bit numbers from 0 on.
 
-    An item of an array on a device is none, for it would have to be waited for.
+    An item of an array on a device is refused, because reading it would wait for the device.
     """
     kinds = set(map(type, values))
     if bool in kinds or not all(issubclass(kind, numbers.Number) for kind in kinds):
@@ -314,7 +314,7 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
 
 
 def name_of(name: object) -> str | None:
-    """Return a text as a span's name, None for any other value."""
+    """Return a text as a span's name, None for another value."""
     text = _text(name)
     return _cut(text) if text else None
 
@@ -384,7 +384,7 @@ def _scalar(value: object) -> str | bool | int | float | None:
 
 _BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
 _ITEMS = (bool, int, float, str)
-"""The classes that the only item of an array may have, to be an attribute."""
+"""The classes that a single item of an array must have to be an attribute."""
 
 
 def _text(value: object) -> str | None:
@@ -401,7 +401,7 @@ def _kind(value: object) -> str:
 
 
 def _kinds(value: object) -> str:
-    """Name the class of a value, and those of a list's items."""
+    """Return the name of a value's class, and of the classes of a list's items."""
     items = _items(value, ATTRIBUTE_LIMIT)
     if items is None:
         return "int of more than 64 bits" if type(value) is int else _kind(value)

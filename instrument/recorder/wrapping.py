@@ -1,7 +1,8 @@
 """Wrappers with a span around functions, coroutines and generators. A wrapper of a coroutine function is one, too.
 
-A coroutine's span stays current while it is suspended, for its task has a context of its own: its wrapper steps it and
-times its suspensions. A generator runs in the context of its caller, so its span is current only while its body runs.
+A coroutine's span stays current while it is suspended, because its task has its own context. The wrapper steps the
+coroutine and times its suspensions. A generator runs in the context of its caller, so its span is current only while
+its body runs.
 
 The recorder has no frame of its own: its wrapper, and the wrapper's result, replace the function and its coroutine or
 generator.
@@ -22,11 +23,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"]
-"""A call for the attributes of a call's span from its arguments, None for none; never raises."""
+"""A function that returns a span's attributes from the call's arguments, None for none; never raises."""
 
 
 Results = Callable[[Any], "dict[Any, Any] | None"]
-"""A call for the attributes of a call's span from its result, None for none; never raises."""
+"""A function that returns a span's attributes from the call's result, None for none; never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
 """The forms of functions in the order of the recorder's numbers. `submit` and `start` hand work to other threads."""
@@ -46,10 +47,10 @@ def wrap(
 ) -> Function:
     """Return the function with a span of the recorder around each call.
 
-    The result looks as the function from outside: it has its kind, signature, names, code and attributes, and its
-    `__wrapped__` where there is one. It has its site as `__instrument__`. The span gets `attributes` before the call,
-    and `results` after it, except a generator's. `passes` comes first, and takes a plain function off the fast path.
-    `works` returns, as an attribute that no reader sees, the objects that a call with device time works on.
+    The result has the function's kind, signature, names, code and attributes, and its `__wrapped__` if there is one.
+    Its site is `__instrument__`. The span gets `attributes` before the call, and `results` after it, except a
+    generator's. `passes` comes first, and takes a plain function off the fast path. `works` returns, as an attribute
+    that no reader sees, the objects that a call with device time works on.
     """
     evaluate = attributes or works
     if attributes is not None and works is not None:
@@ -73,11 +74,11 @@ def wrap(
     if site.kind == "step":  # a schedule that counts them would stop
         recorder.note_shape(site, shape)
     else:
-        recorder.may_mute(site, wrapper, shape)
+        recorder.allow_muting(site, wrapper, shape)
     return wrapper  # type: ignore[no-any-return]
 
 
-def bare_of(wrapper: Any) -> Any:
+def bare_function(wrapper: Any) -> Any:
     """Return the bare function of a wrapper."""
     return wrapper.__instrument_function__
 
@@ -89,9 +90,9 @@ def _attributes_and_work(
 
 
 def _is_marked(function: Any) -> bool:
-    """Return True for a plain function that is marked as one of coroutines (`inspect.markcoroutinefunction`).
+    """Return True for a plain function marked as a coroutine function (`inspect.markcoroutinefunction`).
 
-    It runs when it is called and returns an awaitable of its own to its callers: the call is its span.
+    It runs when it is called, and returns an awaitable of its own: its span is the call.
     """
     code = getattr(_innermost(function), "__code__", None)
     return isinstance(code, CodeType) and not code.co_flags & inspect.CO_COROUTINE
@@ -104,16 +105,15 @@ def _innermost(function: Any) -> Any:
 
 
 def _is_awaitable(function: Any) -> bool:
-    """Return True if `types.coroutine` has made the generators of a function awaitable."""
+    """Return True if `types.coroutine` has made a generator function awaitable."""
     code = getattr(_innermost(function), "__code__", None)
     return isinstance(code, CodeType) and bool(code.co_flags & inspect.CO_ITERABLE_COROUTINE)
 
 
 def turn(wrapper: Any, switch: Any) -> None:
-    """Have a wrapper ask `switch` in place of its recorder, or the recorder again.
+    """Set the switch of a wrapper: the `Pass` of a muted site, or the recorder again.
 
-    A muted site's `Pass` lets each call pass and counts it, at the cost of one branch and the count. Calls under way
-    end as they began.
+    A `Pass` counts each call without a span, at the cost of one branch and the count. Running calls end as they began.
     """
     wrapper.__instrument_pass__ = None if hasattr(switch, "passes") else switch
 
@@ -121,7 +121,7 @@ def turn(wrapper: Any, switch: Any) -> None:
 def retire(wrapper: Any) -> None:
     """Have a wrapper pass every call to the bare function from now on, at the cost of one branch.
 
-    It is for a wrapper that was detached and is still referred to. Calls under way end as they began.
+    For a detached wrapper that the service still refers to. Running calls end as they began.
     """
     turn(wrapper, False)
 
@@ -149,12 +149,12 @@ def wrap_method(
     decide: Callable[[Any], Site | None],
     evaluate: Callable[[Any], Any] | None = None,
 ) -> Function:
-    """Return a method with a span around the calls of instances that have a site. Other calls take at most 60 ns more.
+    """Return a method with a span around the calls of instances that have a site.
 
-    `sites` maps an instance's identity to its site, or to None for no span. For a new instance `decide(instance)`
-    returns the site, and raises nothing. It enters the site in `sites` if that is final, and removes it with the
-    instance. `evaluate` sets the evaluator of Python's frames (None: Python) and returns the earlier one. So `decide`
-    is run, not compiled.
+    Other calls take at most 60 ns more. `sites` maps an instance's identity to its site, or to None for no span. For a
+    new instance `decide(instance)` returns the site, and raises nothing. It adds a final site to `sites`, and removes
+    it with the instance. `evaluate` sets the evaluator of Python's frames (None: Python) and returns the earlier one,
+    so that `decide` is run and not compiled.
     """
     # A compiler of models takes the code of the wrapped function, and never meets the probe.
     method: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)

@@ -1,1 +1,1 @@
-"""The recording: rows, totals, sites and spans, in the form that recorders and readers share."""
+"""The recording: rows, totals, sites and spans, in the layout that recorders and readers share."""

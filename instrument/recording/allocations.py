@@ -1,4 +1,4 @@
-"""The allocations and releases of torch's allocator, as torch.profiler saw them."""
+"""The allocations and releases of torch's allocator, from torch.profiler."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from instrument.runtime.cheap_start import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """An allocation of torch's allocator, or a release (`size_bytes` below 0), as torch.profiler recorded it.
+    """An allocation of torch's allocator, or a release (`size_bytes` below 0), from torch.profiler.
 
-    `device` is `HOST` for the host. `allocated_bytes` and `reserved_bytes` are the allocator's totals after it: the
-    memory in use and the memory from the driver.
+    `device` is `HOST` for the host. `allocated_bytes` and `reserved_bytes` are the allocator's totals afterwards: the
+    memory in use, and the memory from the driver.
     """
 
     device: int
@@ -29,10 +29,10 @@ class Allocation:
 
 
 class Allocations(Sequence[Allocation]):
-    """Allocations packed in one block of memory, which makes their objects on access.
+    """A sequence of allocations packed in one block of memory.
 
-    `rows` has the fields of each as seven numbers of 64 bits, with times counted from `base_ns`: 56 bytes, where an
-    object takes 320. The rows must not change.
+    Objects are made on access. `rows` has seven 64-bit numbers per allocation: 56 bytes, while an object takes 320.
+    Times count from `base_ns`. The rows must not change.
     """
 
     ROW = Struct("=7q")
@@ -57,7 +57,7 @@ class Allocations(Sequence[Allocation]):
         return Allocations(self.rows, self.base_ns + by_ns)
 
     def in_order(self) -> Allocations:
-        """Return the allocations sorted by time; those of one time keep their order."""
+        """Return the allocations sorted by time. Allocations at the same time keep their order."""
         times = memoryview(self.rows).cast("q")[1::7].tolist()
         if all(map(le, times, islice(times, 1, None))):
             return self

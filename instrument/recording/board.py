@@ -1,9 +1,9 @@
 """The board of a run: a few marks in shared memory that every process of the run can read and add.
 
-The processes of a service share a profile, and each runs a part of it. A rule without a target here may be attached in
-the engine's process. A parent that only starts others has nothing to report if they have. The first process of the run
-owns the memory, which ends with it. Other processes find it by a path in the environment. Without it each process knows
-its own marks alone.
+The processes of a service share a profile, and each runs some of its targets. A rule without a target here may be
+attached in another process, such as the engine's. A process that only starts others reports nothing if they have
+recorded. The first process of the run owns the memory, which ends with that process. Other processes find it by a path
+in the environment. Without it each process knows only its own marks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ VARIABLE = "INSTRUMENT_RUN_BOARD"
 _NAME = "instrument-run"
 
 _BYTES = 1 << 20
-"""The most bytes of a board that are read. A mark is a line of 20 bytes, and each is written about once."""
+"""The most bytes of a board that are read. A mark is a line of 20 bytes, and is written about once."""
 
 _IN_VAIN = "%020d\n"
-"""The first line: the monotonic time in ns at which a process last ended while it waited in vain for a collector."""
+"""The first line of a board: the monotonic time in ns at which a process last waited in vain for a collector."""
 
 RECORDED = "recorded"
 """The mark of a process that has recorded calls and will report them itself."""
 
 
 def make() -> Callable[[], None]:
-    """Make a board in this process, the first that shares it, and return the function that removes it.
+    """Make a board owned by this process, and return the function that removes it.
 
     Do nothing if there is a board already, or if the system has no memory files.
     """
@@ -55,13 +55,13 @@ def make() -> Callable[[], None]:
     return remove
 
 
-def attached(rule: str) -> str:
-    """Return the mark that says that a rule is attached in some process."""
+def attached_mark(rule: str) -> str:
+    """Return the mark of a rule that is attached in a process."""
     return f"a {_digest(rule)}"
 
 
-def called(rule: str) -> str:
-    """Return the mark of a rule with a target that some process has called."""
+def called_mark(rule: str) -> str:
+    """Return the mark of a rule with a called target."""
     return f"c {_digest(rule)}"
 
 
@@ -72,12 +72,12 @@ def _digest(rule: str) -> str:
 
 
 def marks() -> set[str]:
-    """Return the content of the board, nothing where it cannot be reached."""
+    """Return the marks on the board, none if there is no board."""
     return set(_read(_BYTES).decode("ascii", "replace").splitlines()[1:])
 
 
 def waited_in_vain_ns() -> int:
-    """Return the last time in ns at which a process's end waited in vain for a collector; 0 if none is known."""
+    """Return the last time in ns at which a process's end waited in vain for a collector; 0 for none."""
     line = _read(len(_IN_VAIN % 0)).strip()
     return int(line) if line.isdigit() else 0
 
@@ -90,7 +90,7 @@ def note_wait_in_vain(at_ns: int) -> None:
 
 
 def put(rule_marks: Iterable[str]) -> None:
-    """Add the marks that are missing on the board."""
+    """Add the given marks that are missing on the board."""
     if missing := sorted(set(rule_marks) - marks()):
         with _opened(os.O_WRONLY | os.O_APPEND) as descriptor:
             if descriptor is not None and os.fstat(descriptor).st_size < _BYTES:
@@ -105,9 +105,9 @@ def _read(most_bytes: int) -> bytes:
 
 @contextmanager
 def _opened(flags: int) -> Iterator[int | None]:
-    """Yield a descriptor of the board, or None if its process has ended or the path names another file by now.
+    """Yield a descriptor of the board, or None if its owner has ended or the path is another file now.
 
-    An error in its use ends the use, and no more.
+    An `OSError` in the block ends the block without being raised.
     """
     descriptor = -1
     with suppress(OSError):

@@ -1,7 +1,7 @@
 """Metrics of a process for every exporter: totals since the session's start.
 
-A duration becomes a distribution: exact count and sum, and the tally's buckets. The middle of a bucket is at most 1/128
-(0.78 %) away from any value in it. Exporters convert buckets by their middles.
+Durations are distributions: exact count and sum, and the tally's buckets. The middle of a bucket is at most 1/128 (0.78
+%) away from any value in it. Exporters count each value as its bucket's middle.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Labels = tuple[tuple[str, Value], ...]
 """The attributes of a series, by OpenTelemetry's names."""
 
 SERIES_LIMIT = 2_000
-"""The most series of a metric, as in OpenTelemetry's SDKs; all later label sets are one series together."""
+"""The most series of a metric, as in OpenTelemetry's SDKs. All later label sets share one series."""
 
 OVERFLOW: Labels = (("otel.metric.overflow", True),)
-"""The labels of the series beyond that limit, by OpenTelemetry's name."""
+"""The labels of the series for label sets beyond `SERIES_LIMIT`, by OpenTelemetry's name."""
 
 OTHER = "other"
-"""The group of requests whose attribute has a value without a group of its own."""
+"""The group of requests whose value of the attribute has no group of its own."""
 
 MOST = (1 << 63) - 1
-"""The largest count, the most that OTLP has room for."""
+"""The largest count that fits into OTLP."""
 MOST_SUM = 10**200
 """The largest sum. A histogram of bytes soon has more than 64 bits in units of 1e-9."""
 
@@ -35,7 +35,7 @@ COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
 @dataclass(slots=True)
 class Distribution:
-    """Durations in ns, by the tally's bucket. `least_ns` and `most_ns` mean nothing where `count` is 0."""
+    """Durations in ns, by the tally's bucket. `least_ns` and `most_ns` are valid if `count` is above 0."""
 
     count: int = 0
     sum_ns: int = 0
@@ -63,9 +63,9 @@ class Distribution:
             self.buckets[index] = self.buckets.get(index, 0) + count
 
     def grow(self, now: Distribution) -> None:
-        """Add the calls of a later state of the distribution, without removing any call that was counted before.
+        """Add the calls of a later state `now` of the same distribution.
 
-        A call whose device time has arrived since has another bucket in `now`; it remains in its first bucket.
+        A counted call stays in its bucket, even if its device time has moved it to another bucket in `now`.
         """
         calls_left = now.count - self.count
         for index, count in now.buckets.items():
@@ -98,7 +98,7 @@ class Distribution:
 
     @classmethod
     def of(cls, stored: Sequence[Any]) -> Distribution:
-        """Return the distribution that `as_json` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
+        """Return a distribution from the JSON of `as_json`. Raises `TypeError` or `ValueError` for anything else."""
         count, sum_ns, least_ns, most_ns, *pairs = map(int, stored)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
         is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST for index, times in buckets.items())
@@ -108,7 +108,7 @@ class Distribution:
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 
     def since(self, before: Distribution) -> Distribution:
-        """Return the counts since the state `before`. Their least and largest durations are not known."""
+        """Return the counts since the state `before`. Their least and largest durations are unknown."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
         return Distribution(
             self.count - before.count,
@@ -118,7 +118,7 @@ class Distribution:
 
 
 def group_of(value: object) -> str | None:
-    """Return a request's group by the value of an attribute, None without one; a header has a list of values."""
+    """Return a request's group for an attribute's value, None for none. The value of a header is a list."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
@@ -155,7 +155,7 @@ EXEMPLARS = 8
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """A counted call whose trace is kept: its duration, its end, and the time at which it was kept."""
+    """A counted call with a kept trace: its duration, its end, and the time at which it was kept."""
 
     value_ns: int
     at_ns: int
@@ -165,7 +165,7 @@ class Exemplar:
 
 
 class Exemplars:
-    """The exemplars of one series: the newest call per power of two of ns; only the longest remain."""
+    """The exemplars of one series: the newest call per power of two of ns. The longest `EXEMPLARS` remain."""
 
     __slots__ = ("_newest",)
 
@@ -185,9 +185,10 @@ class Exemplars:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric and the value of each of its series. `kind` is `counter`, `updown`, `gauge` or `histogram`.
+    """A metric with a value per series.
 
-    Values of a histogram are distributions, whose unit is s, and may have exemplars.
+    `kind` is `counter`, `updown`, `gauge` or `histogram`. The values of a histogram are distributions in s, and may
+    have exemplars.
     """
 
     name: str
@@ -207,7 +208,7 @@ class Metric:
 
     @classmethod
     def of(cls, stored: Sequence[Any]) -> Metric:
-        """Return the metric that `as_json` gave as JSON. Raises `TypeError` or `ValueError` for anything else."""
+        """Return a metric from the JSON of `as_json`. Raises `TypeError` or `ValueError` for anything else."""
         name, unit, kind, description, series = stored
         values = {
             labels_from_json(labels): Distribution.of(value) if isinstance(value, list) else float(value)
@@ -217,7 +218,7 @@ class Metric:
 
 
 def summed(metrics: Iterable[Metric]) -> list[Metric]:
-    """Add up the metrics that have one name, for instance those of several processes."""
+    """Add up the metrics of the same name, for instance those of several processes."""
     sums_by_name: dict[str, tuple[Metric, dict[Labels, float | Distribution], dict[Labels, Exemplars]]] = {}
     for metric in metrics:
         _, series, exemplars = sums_by_name.setdefault(metric.name, (metric, {}, {}))
@@ -241,7 +242,7 @@ def summed(metrics: Iterable[Metric]) -> list[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Metrics at a moment, `at_ns`, counted from `start_ns`, both on the monotonic clock."""
+    """The metrics at `at_ns`, counted from `start_ns`, both on the monotonic clock."""
 
     start_ns: int
     at_ns: int

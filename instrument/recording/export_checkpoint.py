@@ -1,8 +1,8 @@
-"""The progress of a recording's export and metrics, written into the recording so that another exporter can go on.
+"""The progress of a recording's export and metrics, written into the recording so that another exporter can continue.
 
 One process at a time exports: it has a lock on the recording, which the system releases as that process ends. Each
-state is JSON in two copies. That of the metrics has totals of requests by status, which the tally does not have, the
-points sent, and the next row of each ring.
+state is JSON in two copies. The metrics' state has totals of requests by status, which the tally lacks, the points
+sent, and the next row of each ring.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ EXPORT_COUNTERS = (
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
     "derived lost", "deriving", "unqueued", "queueing", "unwritten", "unstored",
 )  # fmt: skip
-"""The counters of a recording's spans by their fate. `seen` spans were read, `missed` ones were overwritten before. The
-tail sampler dropped `passed` ones, its limits dropped the ones `beyond`, and the others are `kept`. `intervals` are
-those of kept spans on devices, which a collector gets as spans. A kept span is `exported`, `rejected`, `failed`,
-`dropped`, waiting, or in the request that is `sending`. Without a collector a span is `exported` as a whole file has
-it, and `unwritten` if none has. `unstored` counts lost rows of a dataset. `untimed` ones were exported without their
-device times. If the exporter is killed, its `sending` spans become `unanswered`: the collector may have them.
-`abandoned` ones had not been sent by then, or their request had not ended as its process did. `derived lost` counts
-lost spans of stages. `unqueued` counts requests without a queue time in the metrics. `deriving` and `queueing` count
-those without a decision yet."""
+"""The counters of a recording's spans by fate. `seen` spans were read, `missed` ones were overwritten before. The tail
+sampler dropped `passed` ones, its limits dropped the ones `beyond`, and the others are `kept`. `intervals` counts the
+device intervals of kept spans, which a collector gets as spans. A kept span is `exported`, `rejected`, `failed`,
+`dropped`, waiting, or `sending` in the current request. Without a collector a span in a complete file is `exported`,
+any other `unwritten`. `unstored` counts lost rows of a dataset. `untimed` ones were exported without their device
+times. If the exporter is killed, its `sending` spans become `unanswered`: the collector may have them. `abandoned` ones
+had not been sent by then, or their request had not ended as its process did. `derived lost` counts lost spans of
+stages, `unqueued` requests without a queue time in the metrics. `deriving` and `queueing` are the same before a
+decision."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
-"""The fates of kept spans at a collector."""
+"""The final fates of kept spans at a collector."""
 
 ENDS = (*SENT, "unwritten")
-"""The fates of kept spans."""
+"""The final fates of kept spans."""
 
 UNTIMED = "spans exported before their device times were known"
 """The note on `untimed` spans."""
@@ -48,13 +48,13 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests, and the counter that gets each if the exporter is killed."""
+"""The counters of undecided spans and requests, and the counter to which each is added if the exporter is killed."""
 
 METRICS_LOST = "metrics lost"
-"""The counter of metric points that the collector did not take, in addition to the fates of spans."""
+"""The counter of metric points that the collector did not accept."""
 
 DAMAGED = (TypeError, ValueError, KeyError, AttributeError, OverflowError)
-"""The errors of reading a damaged state."""
+"""The errors that reading a damaged state raises."""
 
 LARGEST_BYTES = 16 << 20
 """The largest size of the metrics' state before compression."""
@@ -62,10 +62,11 @@ LARGEST_BYTES = 16 << 20
 
 @dataclass(slots=True)
 class Progress:
-    """The export state of one generation of a recording. `places` is the next row of each ring, by its number.
+    """The export state of one session (`generation`) in a recording.
 
-    Requests that had ended by `settled_ns`, on the monotonic clock, are settled. `before` counts unreported spans of
-    earlier generations by fate. `is_reported` is True if this generation's have been reported.
+    `places` has the next row of each ring, by the ring's number. Requests that had ended by `settled_ns`, on the
+    monotonic clock, are settled. `before` counts unreported spans of earlier sessions by fate; this session's are
+    reported if `is_reported`.
     """
 
     generation: int = 0
@@ -77,17 +78,17 @@ class Progress:
 
     @property
     def unsettled(self) -> int:
-        """Return the number of spans that were read and whose fate is not known."""
+        """Return the number of spans that were read and have no fate yet."""
         decided = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *ENDS))
         return max(self.fates["seen"] + self.fates["intervals"] - decided, 0)
 
     @property
     def unanswered(self) -> int:
-        """Return the number of spans in the batch that was being sent."""
+        """Return the number of spans in the request that was being sent."""
         return min(self.fates["sending"], self.unsettled)
 
     def unreported(self) -> dict[str, int]:
-        """Return the unreported counts of all generations by fate. The exporter must have ended."""
+        """Return the unreported counts of all sessions by fate. The exporter must have ended."""
         if self.is_reported:
             return dict(self.before)
         fates = {fate: count + self.before[fate] for fate, count in self.fates.items()}
@@ -100,7 +101,7 @@ class Progress:
 
 
 def give_up(fates: MutableMapping[str, int]) -> None:
-    """Count spans and requests without a decision as lost, since nobody will decide any more."""
+    """Count spans and requests without a decision as lost, after the end of their exporter."""
     for fate, lost in OPEN_FATES.items():
         fates[lost] += fates[fate]
         fates[fate] = 0
@@ -108,10 +109,10 @@ def give_up(fates: MutableMapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeterState:
-    """The state of the metrics of one generation of a recording.
+    """The state of the metrics of one session (`generation`) in a recording.
 
-    `meter` has the counts of the rows before `places`, and `delivered` those that a collector has. All that was counted
-    before `settled_ns`, on the monotonic clock, has been sent or given up.
+    `meter` has the counts of the rows before `places`, and `delivered` those that a collector has. Counts before
+    `settled_ns`, on the monotonic clock, have been sent or dropped.
     """
 
     generation: int
@@ -122,7 +123,7 @@ class MeterState:
 
 
 class _TwoCopies:
-    """A text in two places of a file, written in turns: a writer killed while it writes leaves the earlier copy."""
+    """A text in two places of a file, written in turns. If a writer is killed, the earlier copy remains."""
 
     _HEAD = Struct("<QII")
 
@@ -131,7 +132,7 @@ class _TwoCopies:
         self._turn = -1
 
     def read(self) -> bytes:
-        """Return the newest sound copy, b"" without any."""
+        """Return the newest valid copy, b"" for none."""
         newest, self._turn = b"", 0
         for copy in (0, 1):
             data = os.pread(self._claim.fileno(), self._room, self._at + copy * self._room)
@@ -167,7 +168,7 @@ class ExportCheckpoint(Claim):
         self._meter = _TwoCopies(self, at - layout.METER_BYTES, layout.METER_BYTES)
 
     def read(self) -> Progress:
-        """Return the last written state, an empty one if nobody has exported the recording."""
+        """Return the last written state, an empty one if the recording was never exported."""
         try:
             facts = json.loads(self._progress.read())
             return Progress(**{**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}})
@@ -195,11 +196,11 @@ class ExportCheckpoint(Claim):
         return self._meter.write(zlib.compress(_json(facts), 1))
 
     def head(self) -> RecordingHead:
-        """Return the header of the recording as it is now."""
+        """Return the current header of the recording."""
         return RecordingHead(self.fileno())
 
     def unread(self) -> int:
-        """Return the number of rows that no exporter has read; 0 if the exporter has reported the losses itself."""
+        """Return the number of rows that no exporter has read; 0 if an exporter has reported the losses itself."""
         progress, head = self.read(), self.head()
         is_of_now = progress.generation == head.generation
         if is_of_now and progress.is_reported:
@@ -214,7 +215,7 @@ def _json(facts: Mapping[str, Any]) -> bytes:
 
 
 def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the losses of an export by the names that reports give them; `fates` may have `unread` and `perhaps`."""
+    """Return the losses of an export by their names in reports. `fates` may also have `unread` and `perhaps`."""
     return {name: fates[fate] for name, fate in _FATE_BY_LOSS.items() if fates.get(fate)}
 
 

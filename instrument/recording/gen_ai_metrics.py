@@ -1,7 +1,7 @@
 """The metrics of generative models by OpenTelemetry's names: request duration, time to first token, time per token.
 
-Servers with batches have three more, for which OpenTelemetry has no names: time in the queue, batch size, and mean
-batch size of a request.
+Servers with batches have three metrics without an OpenTelemetry name: time in the queue, batch size, and mean batch
+size of a request.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
 
 PROVIDER = "gen_ai.provider.name"
 GENERATION = (OPERATION, PROVIDER, "gen_ai.request.model")
-"""The facts of a generation that a service may pass to `annotate_request`."""
+"""The attributes of a generation that a service may pass to `annotate_request`."""
 
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
@@ -39,7 +39,7 @@ JOINED = (QUEUE_TIME, SERVING_BATCH_SIZE)
 """The metrics that need the requests of all processes joined with their batches."""
 
 ONE = 10**9
-"""The number 1 in a distribution of counts, which counts in units of 1e-9."""
+"""The number 1 in a distribution of counts, whose unit is 1e-9."""
 
 DESCRIPTIONS = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
@@ -77,13 +77,13 @@ class GenerationTimes:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> GenerationTimes:
-        """Return the counts that `state` gave. Raises `TypeError` or `ValueError` for anything else."""
+        """Return the counts from the JSON of `state`. Raises `TypeError` or `ValueError` for anything else."""
         times = cls()
         times._series = {str(name): series_from_json(series) for name, series in state.items()}
         return times
 
     def metrics(self, *names: str) -> list[Metric]:
-        """Return the named metrics, also those without a count."""
+        """Return the metrics with some names, also those without a count."""
         return [
             Metric(
                 name,
@@ -98,33 +98,33 @@ class GenerationTimes:
 
 
 def generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
-    """Return the labels of a generation: those known beforehand, and those among its span's attributes."""
+    """Return the labels of a generation: the given ones, and those among its span's attributes."""
     usual = operation_of(str(dict(labels).get("http.route", "")))
-    return tuple({OPERATION: usual, **dict(labels), **dict(said_of_generation(attributes))}.items())
+    return tuple({OPERATION: usual, **dict(labels), **dict(generation_facts(attributes))}.items())
 
 
 def operation_of(route: str) -> str:
-    """Return the operation of a route that generates, by OpenTelemetry's names."""
+    """Return the operation of a generating route, such as `chat`, by OpenTelemetry's names."""
     return "chat" if route.endswith("/chat/completions") else "text_completion"
 
 
 def is_among(route: str, patterns: Sequence[str]) -> bool:
-    """Return True if a route matches one of the patterns, each exact or with a `*` at its end."""
+    """Return True if a route matches a pattern. Patterns are exact or end with `*`."""
     return any(route.startswith(pattern[:-1]) if pattern.endswith("*") else route == pattern for pattern in patterns)
 
 
-def says_generation(names: Iterable[object]) -> bool:
-    """Return True if names of attributes say that a model generates something."""
+def has_generation_names(names: Iterable[object]) -> bool:
+    """Return True if a span's attribute names mark it as a generation of a model."""
     return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 
-def said_of_generation(attributes: Mapping[Any, Any]) -> Labels:
-    """Return those attributes that are facts of a generation."""
+def generation_facts(attributes: Mapping[Any, Any]) -> Labels:
+    """Return the attributes that describe a generation, as labels."""
     return tuple((name, value) for name in GENERATION if isinstance(value := attributes.get(name), str))
 
 
 def token_times(attributes: Mapping[Any, Any]) -> tuple[int, int | None] | None:
-    """Return the time to a stream's first item, and the mean time per later item; None for a span without items."""
+    """Return a stream's time to the first item and mean time per later item, in ns; None for a span without items."""
     first_ns, last_ns, items = (attributes.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
     if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
         return None  # missing, or the service's own attributes of the same names

@@ -1,7 +1,6 @@
-"""Histograms of times: the one definition of their buckets and percentiles.
+"""Histograms of times: the definition of their buckets and percentiles.
 
-A histogram maps the index of a bucket to the number of calls in it, without empty buckets. Each table chooses its own
-percentiles.
+A histogram maps the index of a bucket to the number of calls in it, without empty buckets.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from collections.abc import Mapping, Sequence
 def bucket(value_ns: int) -> int:
     """Return the index of the histogram bucket of a value.
 
-    Below 128 every integer has a bucket of its own. Above, each power of two has 64 buckets of equal width. A bucket's
-    middle is at most 1/128 (0.78 %) away from any value in it.
+    Each integer below 128 has a bucket of its own. From 128 on, each power of two has 64 buckets of equal width. A
+    bucket's middle is at most 1/128 (0.78 %) away from any value in it.
     """
     exponent = value_ns.bit_length() - 7
     return value_ns if exponent <= 0 else (exponent << 6) + (value_ns >> exponent)
 
 
 LONGEST_NS = (1 << 63) - 1
-"""The largest time that a histogram counts, in ns: the largest number of 64 bits."""
+"""The largest time that a histogram counts, in ns: the largest signed 64-bit number."""
 
 LAST_BUCKET = bucket(LONGEST_NS)
 
@@ -46,8 +45,8 @@ def percentiles(
 ) -> list[int | None]:
     """Return the percentiles of a histogram in ns, for instance p50, p90 and p99; None without calls.
 
-    A percentile is the middle of the bucket of the call with the nearest rank, clipped to the exact extremes.
-    So it is within 0.78 % of the exact one by nearest rank.
+    A percentile is the middle of the bucket with the nearest rank, clipped to the exact extremes. So it is within 0.78
+    % of the exact percentile by nearest rank.
     """
     buckets = sorted(histogram)
     ranks = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
@@ -60,7 +59,7 @@ def percentiles(
 
 
 def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
-    """Return the `percentiles` of sorted times, at least one, without a histogram."""
+    """Return the percentiles of sorted times, at least one, without a histogram."""
     middles_ns = (bucket_middle(bucket(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
     return [min(max(middle_ns, values[0]), values[-1]) for middle_ns in middles_ns]
 

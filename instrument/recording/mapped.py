@@ -1,8 +1,8 @@
 """The reader of a recording in memory, for other processes, while the recorded process writes or after its end.
 
-The bytes are another process's, and may be torn, stale or false. The reader copies each before it checks it, follows an
-address only to a slot of its part, and leaves out invalid values. The writer does not know its readers and never waits.
-Files are read and not mapped: a truncated file would end a process that has it mapped.
+Another process writes the bytes, so they may be half-written, stale or invalid. The reader copies bytes before it
+checks them, follows an address only to a slot of the right part, and leaves out invalid values. The writer does not
+know its readers and never waits. Files are read and not mapped: a truncated mapped file would end the reader.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, buc
 from instrument.runtime.cheap_start import NamedTuple
 
 LARGEST_BYTES = 1 << 40
-"""The largest recording."""
+"""The largest size of a recording in bytes."""
 MOST_SLOTS = {
     **{name: part.slots for name, part in layout.planned(0, is_sparse=True)[0].items()},
     "details": 1 << 32,
     "intervals": 1 << 26,
     "rows": 1 << 31,
 }
-"""The most slots of each part. A recording that claims more is damaged."""
+"""The most slots of each part. A recording with more is damaged."""
 TRIES = 3
-"""The most reads of the open spans. A span is taken once two copies of it are equal."""
+"""The most reads of the open spans. A span is accepted once two copies of it are equal."""
 READINGS = 10
 """The most reads of totals while they move between rings, for instance as a thread ends."""
 
@@ -62,7 +62,7 @@ STATES = ("new", "running", "goodbye", "forked", "off")
 
 
 def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
-    """Return a record as a numpy type."""
+    """Return the numpy type of a record."""
 
     def form(code: str) -> Any:
         count, kind = code[:-1], code[-1]
@@ -84,7 +84,7 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
 
 _HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
 ROWS = _type(layout.ROW)
-"""A row, as `instrument.recording.rows.PACKED_ROW`."""
+"""The numpy type of a row, with the layout of `instrument.recording.rows.PACKED_ROW`."""
 _NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
 _INTERVAL, _SAMPLE, _NUMBER = _type(layout.INTERVAL), _type(layout.SAMPLE), _type(layout.NUMBER)
 _CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
@@ -93,7 +93,7 @@ _FACT, _DETAIL = layout.FACT.packer(), layout.DETAIL.packer()
 
 @cache
 def _ring_type(object_bytes: int) -> np.dtype[np.void]:
-    """Return the type of a ring, which follows the `object_bytes` of its recorder's object."""
+    """Return the numpy type of a ring. Its fields follow the `object_bytes` of the recorder's object."""
     return _type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
@@ -116,13 +116,13 @@ class _Ring(NamedTuple):
 
 
 class Mapped:
-    """A recording in a file, or in this process's own memory, in its state at each call.
+    """A reader of a recording in a file, or in this process's own memory.
 
-    Raises `TraceError` for a file that is no recording.
+    Each call reads the current state. Raises `TraceError` for a file that is no recording.
     """
 
     in_doubt = 1
-    """The number of rows of a ring that a killed process may have left half written: the next one."""
+    """The number of rows per ring that a killed process may have left half-written: the next one."""
 
     def __init__(self, source: int | memoryview) -> None:
         self._memory = source if isinstance(source, memoryview) else None
@@ -184,7 +184,7 @@ class Mapped:
         self.generation = int(head["generation"])
         """The generation at the last read: a new one begins with each session."""
         self.ended_rows = int(head["ended_rows"])
-        """Rows of rings that were given up."""
+        """The number of rows lost with the rings of ended threads."""
         self._object_bytes = int(head["object_bytes"])
         if self._object_bytes > layout.STRIDES["rings"] - layout.RING.size:
             raise TraceError("the rings of the recording are out of place; it is damaged")
@@ -192,19 +192,19 @@ class Mapped:
         return head
 
     def generation_now(self) -> int:
-        """Return the generation now."""
+        """Return the current generation."""
         self._read_head()
         return self.generation
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return the slots of a part that were ever in use, as far as the file goes."""
+        """Return the slots of a part that were ever in use, up to the end of the file."""
         self._read_head()
         part = self._parts[name]
         data = self._bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slot_of(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-        """Return the slot of each address in a part, -1 for an address of none."""
+        """Return the index of the slot in a part at each address, -1 for other addresses."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
@@ -217,7 +217,7 @@ class Mapped:
 
     @property
     def header(self) -> Header:
-        """Return the process of the recording and its state now."""
+        """Return the process of the recording and its current state."""
         head = self._read_head()
         return Header(
             pid=int(head["pid"]),
@@ -237,7 +237,7 @@ class Mapped:
         return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
 
     def _facts_of_sites(self) -> dict[int, Site]:
-        """Return the sites by their addresses in nodes, after reading those that were added since the last call."""
+        """Return the sites by their addresses in nodes. Read the sites that were added since the last call."""
         part = self._parts["facts"]
         generation, until = self._sites_until
         if generation != self.generation or part.used < until:
@@ -251,11 +251,11 @@ class Mapped:
 
     @property
     def known_tree(self) -> CallTree:
-        """Return the call paths as of the last read, without a new read."""
+        """Return the call paths at the last read, without a new read."""
         return self._tree
 
     def tree(self) -> CallTree:
-        """Return the call paths that are known by now: the same object until one is added."""
+        """Return the current call paths: the same object until a path is added."""
         nodes = self._slots("nodes", _NODE)
         self._read_head()  # a site is written before its first node is known, but maybe after the head was read
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
@@ -291,7 +291,7 @@ class Mapped:
     def _rings(self) -> list[_Ring]:
         """Return the rings of the current generation, by their numbers.
 
-        Their rows take no more than the room of the part. In a damaged recording the last rings lose their rows.
+        Their rows must fit into the part, so in a damaged recording the last rings lose their rows.
         """
         ring_by_number: dict[int, _Ring] = {}
         rings = self._slots("rings", self._ring_type)
@@ -320,11 +320,11 @@ class Mapped:
     # ---------------------------------------------------------------- spans
 
     def heads(self) -> dict[int, int]:
-        """Return the number of rows that each ring has ever had, by the number of the ring."""
+        """Return the count of rows ever written to each ring, by the ring's number."""
         return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
 
     def first_after(self, after_ns: int) -> dict[int, int]:
-        """Return the number of the first row that ended after a time, by the number of the ring."""
+        """Return the number of the first row that ended after a time, by the ring's number."""
         return {ring.number: self._first_after(ring, after_ns) for ring in self._rings() if ring.thread_id}
 
     def _first_after(self, ring: _Ring, after_ns: int) -> int:
@@ -339,10 +339,10 @@ class Mapped:
         return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
 
     def overwritten_since(self, since_ns: int) -> tuple[set[int], set[int]]:
-        """Return the threads that lack rows which ended after a time: those of wrapped rings, and ended threads.
+        """Return the threads that may lack rows after a time: threads with wrapped rings, and ended threads.
 
-        The rings of the threads that ended first were reused. So their rows are older than those in rings of ended
-        threads.
+        The rings of the threads that ended first are reused first. So lost rows are older than the rows in the rings of
+        ended threads.
         """
         rings = [ring for ring in self._rings() if ring.thread_id]
 
@@ -355,9 +355,10 @@ class Mapped:
         return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
 
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
-        """Return at most `most` rows of all rings, the newest. `since` has the first row wanted by the ring's number.
+        """Return at most `most` of the newest rows of all rings.
 
-        Rows `in_doubt` are left out. Each result's `head` is the row to begin with next time.
+        `since` has the number of the first wanted row by the ring's number. Rows `in_doubt` are left out. Each result's
+        `head` is the first row for the next call.
         """
         copied, requests = [], []
         for place, ring in enumerate(ring for ring in self._rings() if ring.thread_id):
@@ -389,7 +390,7 @@ class Mapped:
         return np.frombuffer(data.ljust((end - first) * part.stride, b"\0"), ROWS)
 
     def _wrapped(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
-        """Return slots of a ring that begins at a slot of a part, by their numbers in the order of writing."""
+        """Return the slots `first` to `end` of a ring in a part, by their numbers in the order of writing."""
         at, count = first % capacity, end - first
         before = min(count, capacity - at)
         pieces = ((at, before), (0, count - before))
@@ -398,7 +399,7 @@ class Mapped:
         )
 
     def _ring_now(self, ring: _Ring) -> int:
-        """Return the head of a ring now, -1 if the ring has gone."""
+        """Return the current head of a ring, -1 if the ring has gone."""
         part = self._parts["rings"]
         data = self._bytes(part.offset + ring.slot * part.stride, part.stride)
         if len(data) < part.stride:
@@ -442,7 +443,7 @@ class Mapped:
         return sorted(span_by_id.values(), key=lambda span: (span.start_ns, span.span_id))
 
     def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
-        """Return the attributes of a frame's span now, none while they are being written."""
+        """Return the current attributes of an open span, none while they are being written."""
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
@@ -452,19 +453,19 @@ class Mapped:
 
     @property
     def details_bytes(self) -> int:
-        """Return the room for the further facts of the newest rows."""
+        """Return the size of the area for row details, in bytes."""
         return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """Return the details of rows from a place on, by span id, and the place after them.
+        """Return the details of rows from the offset `begin` on, by span id, and the offset after them.
 
-        A detail is the active time, and the text that `facts_in` and `detail_of` read.
+        A detail is the active time in ns, and the text for `facts_in` and `detail_of`.
         """
         pieces, used = self.copied_details(begin)
         return details_in(pieces), used
 
     def copied_details(self, begin: int = 0) -> tuple[list[bytes], int]:
-        """Return the details from `begin` on as copied bytes for `details_in`, and the place after them."""
+        """Return the details from the offset `begin` on as bytes for `details_in`, and the offset after them."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
@@ -481,9 +482,9 @@ class Mapped:
         return [data for at, data in pieces if at >= oldest], used
 
     def intervals(self, since: int = 0) -> Records:
-        """Return the newest device intervals after the first `since`, the oldest first.
+        """Return the remaining device intervals after the first `since` ones, oldest first.
 
-        Intervals with invalid numbers are left out.
+        Invalid ones are left out.
         """
         table = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
@@ -503,7 +504,7 @@ class Mapped:
         return int(self._read_head()["settled_ns"])
 
     def samples(self, since_ns: int = 0) -> list[Sample]:
-        """Return the newest readings of gauges and numbers, from a time on, the oldest first."""
+        """Return the newest readings of gauges and of the service's numbers from a time on, oldest first."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.SAMPLES), self._parts["samples"].used
         table = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
@@ -520,7 +521,7 @@ class Mapped:
         return sorted([*samples, *values], key=attrgetter("at_ns")) if values else samples
 
     def _newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
-        """Return the slots of a ring in order, without the slot that is written next: it may be half written."""
+        """Return the slots of a ring in order, without the next slot, which may be half-written."""
         self._read_head()
         part = self._parts[name]
         slots, used = min(slots, part.slots), part.used
@@ -537,13 +538,13 @@ class Mapped:
     def tally(self, choose_sites: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the totals of all calls up to now, by call path and thread.
 
-        `choose_sites` limits them: it gets the call tree, and returns True or False for each site by its number.
+        `choose_sites(tree)` returns True for each site to include, by the site's number.
         """
         tree, threads, totals, *histograms = self._totals(choose_sites)
         return Tally.of_nodes(tree, *_lines(threads, totals, self._histograms(totals, *histograms)))
 
     def totals(self) -> Tally:
-        """Return the totals of all calls, as `tally` does, but add up histograms only when they are asked for."""
+        """Return the totals of all calls, as `tally` does. Histograms are added up only on access."""
         tree, threads, totals, *histograms = self._totals(None)
 
         def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:
@@ -558,7 +559,7 @@ class Mapped:
         return Tally.of_nodes(tree, *_lines(threads, totals, buckets_of(*[np.zeros(0, np.int64)] * 3)), histogram)
 
     def firsts(self) -> dict[int, tuple[int, int]]:
-        """Return the begin and length of the first ended call of each call path."""
+        """Return the begin and length in ns of the first completed call of each call path."""
         firsts: dict[int, tuple[int, int]] = {}
         _, _, totals, *_ = self._totals(None)
         for node, begin_ns, length_ns in totals[["node", "first_ns", "first_total_ns"]].tolist():
@@ -583,7 +584,7 @@ class Mapped:
         return tree, threads, totals[is_counted], chunks, highs
 
     def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return the slots of several parts, which a writer of another process may change in between."""
+        """Return the slots of several parts. Another process may write between the reads."""
         return [self._slots(name, kind) for name, kind in parts]
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
@@ -605,7 +606,7 @@ class Mapped:
         return np.asarray(every[every["bucket"] <= LAST_BUCKET])
 
     def losses(self) -> dict[str, int]:
-        """Return the losses, by reason."""
+        """Return the counts of losses, by reason."""
         head = self._read_head()
         rings = self._rings()
         count_by_reason = {
@@ -629,7 +630,7 @@ def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
 
 
 def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
-    """Return True for rows that a recorder writes."""
+    """Return a mask of the rows with valid values."""
     sound = (rows["span_id"] != 0) & (rows["node"] < nodes) & (rows["start_ns"] >= -FARTHEST_NS)
     for name in ("span_id", "parent_id", "root_id"):
         sound &= rows[name] >> np.uint64(63) == 0
@@ -638,7 +639,7 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
 
 
 def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> tuple[Records, Records, dict[int, str]]:
-    """Return totals as the lines of a tally, their buckets, and the names of their threads."""
+    """Convert totals to the lines of a tally. Return them with their buckets, and the names of their threads."""
     lines = np.zeros(len(totals), TOTALS)
     for name in set(Totals._fields).intersection(totals.dtype.names or ()):
         lines[name] = np.minimum(totals[name], LARGEST) if name in SUMS else totals[name]
@@ -652,7 +653,7 @@ def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> t
 
 
 def numbers_in(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
-    """Return former values of the service's own numbers, and the newest value of each."""
+    """Return the former values of the service's own numbers, and the newest value of each."""
     mapped._read_head()
     part, first = mapped._parts["numbers"], layout.NUMBERS
     if not part.used or part.slots < first + layout.NEWEST_NUMBERS:

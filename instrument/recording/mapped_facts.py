@@ -1,7 +1,6 @@
 """Facts read from a recording in memory and checked: its process, sites, open spans, and details of rows.
 
-Another process wrote them, as numbers followed by JSON. They may be anything: a value of the wrong type counts as
-missing.
+Another process wrote them, as numbers followed by JSON. A value of the wrong type counts as missing.
 """
 
 from __future__ import annotations
@@ -27,9 +26,10 @@ UNKNOWN = "(unknown)"
 
 
 class Header(NamedTuple):
-    """The process of a recording and its state. `facts` describes the process and its session.
+    """The process of a recording and its state.
 
-    `monotonic_ns` and `realtime_ns` are the moment of the last update on both clocks.
+    `facts` describes the process and its session. `monotonic_ns` and `realtime_ns` are the time of the last update on
+    both clocks.
     """
 
     pid: int
@@ -44,24 +44,24 @@ class Header(NamedTuple):
 
     @property
     def begun_ns(self) -> int:
-        """Return the begin of the recording on the monotonic clock, else the time of the last update."""
+        """Return the begin of the recording on the monotonic clock; the time of the last update if unknown."""
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
     @property
     def service(self) -> str:
-        """Return the name of the service, "" if it is not known."""
+        """Return the name of the service, "" if unknown."""
         return str(self.origin.get("service", ""))
 
     @property
     def resource(self) -> Mapping[str, Any]:
-        """Return the attributes of the process's resource, none if there are none."""
+        """Return the attributes of the process's resource."""
         resource = self.facts.get("resource")
         return resource if isinstance(resource, dict) else {}
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs whose gauges are read, as far as the facts are valid."""
+        """Return the GPUs whose gauges are read, without invalid entries."""
         gpus = self.facts.get("gpus")
         entries = [entry for entry in gpus if isinstance(entry, dict)] if isinstance(gpus, list) else []
         return tuple(
@@ -78,7 +78,7 @@ class Header(NamedTuple):
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """Return the fields of `spans.Origin` that are there."""
+        """Return the known fields of `spans.Origin`."""
         origin = self.facts.get("origin")
         return origin if isinstance(origin, dict) else {}
 
@@ -100,7 +100,7 @@ class OpenSpan(NamedTuple):
 
 
 class RingRows(NamedTuple):
-    """Newest rows of one thread, from number `first` on. `missed` were overwritten before they were read."""
+    """The newest rows of one thread, from number `first` on. `missed` rows were overwritten before they were read."""
 
     ring: int
     thread_id: int
@@ -111,7 +111,7 @@ class RingRows(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """The further facts of a row: the time in which the span was active (-1: all of it), its error, its attributes."""
+    """The details of a row: the active time in ns (-1: the total time), the error, and the attributes."""
 
     active_ns: int
     error: str | None
@@ -119,9 +119,9 @@ class Detail(NamedTuple):
 
 
 def records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
-    """Yield records one after another, each with the text behind it, up to the first invalid one.
+    """Yield consecutive records, each with its text, up to the first invalid one.
 
-    The last fields of a record are its size and that of its text.
+    The last fields of a record are its size and its text's size.
     """
     at, least = 0, packer.size
     while at + least <= len(data):
@@ -143,12 +143,12 @@ def facts_in(text: bytes) -> dict[str, Any]:
 
 
 def attributes_in(text: bytes) -> dict[str, Any]:
-    """Return the attributes of a JSON object whose values have valid types."""
+    """Return the attributes in a JSON object, without values of invalid types."""
     return _sound_attributes(facts_in(text))
 
 
 def site_of(facts: Mapping[str, Any]) -> Site:
-    """Return the site of some facts, with the fields that are valid."""
+    """Return the site with the valid fields of some facts."""
     sound = {name: facts[name] for name, kind in _SITE.items() if _is_sound(facts.get(name), kind)}
     return Site(**{"name": UNKNOWN, **sound, "attributes": tuple(_sound_attributes(facts.get("attributes")).items())})
 
@@ -162,7 +162,7 @@ def _is_sound(value: Any, kind: type) -> bool:
 
 
 def _sound_attributes(attributes: Any) -> dict[str, Any]:
-    """Return the attributes whose values have valid types."""
+    """Return the attributes without values of invalid types."""
     if not isinstance(attributes, dict):
         return {}
     return {
@@ -183,7 +183,7 @@ def detail_of(active_ns: int, facts: Mapping[str, Any]) -> Detail:
 
 
 def label_of(label: bytes) -> str:
-    """Return a thread's name from JSON; a long name is cut and lacks its closing quote."""
+    """Return a thread's name from JSON. A long name is cut and has no closing quote."""
     for text in (label, label + b'"'):
         try:
             name = json.loads(text)

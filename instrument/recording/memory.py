@@ -1,7 +1,7 @@
-"""The memory that a process records into and others read: its files, its header, and its process's facts.
+"""The memory that a process records into and other processes read: its file, its header, and its process's facts.
 
 It is a file without a name (`memfd_create`), which exists while any process has it open. Or it is a file in a directory
-that the profile names, which outlives the machine's processes. `memory_layout` defines its layout.
+of the profile, which outlives the process. `memory_layout` defines its layout.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from instrument.runtime import atomic
 from instrument.runtime.cheap_start import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
-"""The flag for a file in memory that is not executable. Some systems refuse or log files without it
-(vm.memfd_noexec)."""
+"""The flag for a memory file that is not executable. Some systems refuse or log files without it (vm.memfd_noexec)."""
 
 _HEAD = struct.Struct("<8sIIQQIIQ40sqqQQQ")
 
 
 class Memory(NamedTuple):
-    """A file for a recording: its descriptor, its length, and its path, "" for one without a name."""
+    """A file for a recording: its descriptor, its size, and its path, "" for a file without a name."""
 
     fd: int
     size_bytes: int
@@ -45,12 +44,11 @@ _NAME = re.compile(r"([0-9]+)-([0-9]+)\.recording")
 
 
 def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
-    """Make a memory for rings of `ring_bytes`, with its header. The caller closes it.
+    """Make a memory for rings of `ring_bytes`, with its header.
 
-    A file on a disk gets all its blocks at once: a write to a mapped file on a full disk would end the process.
-    The oldest recordings of ended processes are removed if the directory would have more than `disk_bytes`. A lock on
-    the file shows that its process lives.
-    Raises `OSError` if the memory cannot be made.
+    The caller closes it. A file on a disk gets all its blocks at once: a write to a mapped file on a full disk would
+    end the process. The oldest recordings of ended processes are removed to keep the directory within `disk_bytes`. A
+    lock on the file shows that its process lives. Raises `OSError` after a failure.
     """
     parts, size_bytes = layout.planned(ring_bytes, is_sparse=not directory)
     _refuse_beyond_limits(size_bytes, is_sparse=not directory)
@@ -95,9 +93,9 @@ def left(directory: Path) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Return True if the process of a recording in a file lives: it has a lock, in any container.
+    """Return True if the process of a recording in a file lives, by its lock on the file.
 
-    A process that has closed all its descriptors is found by its number and its start.
+    A process that has closed all its descriptors is found by its id and start time.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -142,7 +140,7 @@ def _seal(fd: int) -> None:
 
 
 def private_head(ring_bytes: int) -> bytes:
-    """Return the header of a recording in private memory. Its unused pages take nothing, if the system allows that."""
+    """Return the header of a recording in private memory, whose unused pages take no memory if the system allows."""
     is_sparse = _read("/proc/sys/vm/overcommit_memory") != "2"
     return _head(*layout.planned(ring_bytes, is_sparse=is_sparse))
 
@@ -159,9 +157,9 @@ def _head(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
 
 
 def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
-    """Write this process and its state into a memory's first pages, with facts of it and its session.
+    """Write this process, its state, and facts on it and its session into a memory's first pages.
 
-    Facts are JSON; they are left out if they are too long for their place.
+    Facts are JSON, and left out if they are too long.
     """
     at = {name: offset for name, (offset, _) in layout.HEADER.fields.items()}
     struct.pack_into("<I", view, at["pid"], os.getpid())
@@ -184,7 +182,7 @@ def write_state(view: memoryview, state: int) -> None:
 
 
 def write_switched(view: memoryview, *, on: bool) -> None:
-    """Write whether the session of a recording records. Do nothing before its begin and after its end."""
+    """Write if the session of a recording records or is switched off. Do nothing before its begin and after its end."""
     (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
     if state in (layout.RUNNING, layout.OFF):
         write_state(view, layout.RUNNING if on else layout.OFF)

@@ -1,9 +1,9 @@
-"""The layout of a recording in memory that others can read: the one description of it for Python.
+"""The layout of a recording in shared memory, for Python.
 
-`native/_recording_layout.h` is the same for the native recorder, whose own structures are in the memory. A recording
-has a header of one page and parts of equal slots. A released slot is zeroed. Pointers are addresses of the process: the
-address less the header's `address` is the offset in the recording. Numbers are little-endian, as on every machine that
-the native recorder is built for.
+`native/_recording_layout.h` is the same layout for the native recorder, whose own structures are in the memory. A
+recording has a header of one page and parts of equal slots. A released slot is zeroed. Pointers are addresses in the
+process: an address less the header's `address` is the offset in the recording. Numbers are little-endian, as on all
+machines of the native recorder.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ CHUNKS = 60
 """The blocks of a histogram, of 64 buckets each."""
 
 NEW, RUNNING, GOODBYE, FORKED, OFF = range(5)
-"""The states of a recording: no session has begun; a session records; it has ended in order; a forked child has not
-begun its own recording; a session runs with its recording switched off."""
+"""The states of a recording: no session has begun, a session records, or the session has ended in order. A forked child
+has not begun its own recording, or a session runs with its recording switched off."""
 
 PARTS = (
     "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",
     "samples", "numbers", "rows",
 )  # fmt: skip
-"""The parts in order. Each slot of `frames` has one of `attributes`. Slots of `text`, `facts` and `details` are bytes.
-`details`, `intervals`, `samples` and `numbers` are rings, whose `used` counts the slots that were ever written."""
+"""The parts in order. Each slot of `frames` has a slot of `attributes`. Slots of `text`, `facts` and `details` are
+bytes. `details`, `intervals`, `samples` and `numbers` are rings, whose `used` counts all slots ever written."""
 
 OVERWRITTEN = "spans overwritten by newer ones"
 
@@ -52,22 +52,22 @@ REASONS = (
     "span annotated that is not open",
     "attributes beyond the limit of a span",
 )
-"""The losses that the header's `reasons` count, in their order."""
+"""The losses that the header's `reasons` count, in the same order."""
 
 
 class Record(NamedTuple):
-    """A structure: its length, and the offset and type of each field, in the codes of `struct`."""
+    """A structure: its size, and the offset and type of each field, in the codes of `struct`."""
 
     size: int
     fields: Mapping[str, tuple[int, str]]
 
     def packer(self) -> struct.Struct:
-        """Return the packer of a record, of fields one after another."""
+        """Return the packer of a record without gaps between its fields."""
         return struct.Struct("<" + "".join(code for _, code in self.fields.values()))
 
 
 def _in_order(**types: str) -> Record:
-    """Return a record with fields one after another."""
+    """Return a record without gaps between its fields."""
     fields, at = {}, 0
     for name, code in types.items():
         fields[name] = at, code
@@ -90,7 +90,7 @@ RING = Record(
         "label": (136, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
-"""The fields of a ring after the `object_bytes` of its object."""
+"""The fields of a ring, after the `object_bytes` of the recorder's object."""
 NODE = Record(64, {"site": (0, "Q"), "parent": (8, "Q"), "index": (16, "I"), "is_known": (31, "B")})
 TOTALS = Record(
     640,
@@ -119,12 +119,11 @@ DETAIL = _in_order(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
 ATTRIBUTES = _in_order(span_id="Q", text_bytes="Q")
 """An open span's attributes, followed by their JSON. While they are written, `span_id` is another span's or 0."""
 INTERVAL = _in_order(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
-"""Device time of a span. A stream is an address, or a small number."""
+"""A device interval of a span. A stream is an address, or a small number."""
 SAMPLE = _in_order(at_ns="q", device="i", is_reported="I", value="d", name="40s")
-"""A reading of a gauge; `is_reported` is 0 if the device does not report it."""
+"""A reading of a gauge. `is_reported` is 0 if the device does not report the gauge."""
 NUMBER = _in_order(at_ns="q", value="d", name="112s")
-"""A number of the service's own: its newest value within an interval. `name` is a name, a unit and a kind, each on a
-line."""
+"""A value of one of the service's own numbers. `name` has a name, a unit and a kind, each on a line."""
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
@@ -134,7 +133,7 @@ STRIDES: Mapping[str, int] = {
 
 
 class Part(NamedTuple):
-    """The place of a part, the number of its slots and their length."""
+    """The offset of a part, the number of its slots and their size in bytes."""
 
     offset: int
     stride: int
@@ -144,28 +143,28 @@ class Part(NamedTuple):
 
 
 def part_at(name: str) -> int:
-    """Return the place of a part's own record in the header."""
+    """Return the offset of a part's record in the header."""
     return HEADER.fields["parts"][0] + PARTS.index(name) * PART.size
 
 
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
-"""The memory of rings as a multiple of the memory of device intervals."""
+"""The size of the rings as a multiple of the size of the device intervals."""
 SAMPLES = 131_072
 """The most readings of gauges: an hour with one GPU. They take 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
-"""The slots of a ring with former values of the service's numbers, and the slots after it with their newest values."""
+"""The slots of the ring with former values of the service's numbers, and those after it with the newest values."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
-"""The bytes of the export state, at the end of a recording; only its exporter writes them. See
+"""The bytes of the export state, at the end of a recording. Only its exporter writes them, see
 `instrument.recording.export_checkpoint`."""
 METER_BYTES = 16 * ALIGNED_BYTES
 """The bytes of the metrics' state, before the export state."""
 SMALL_RINGS = 4096
-"""The most threads with a ring of the smallest size, once larger rings have used up the memory."""
+"""The most threads with a ring of the smallest size, after larger rings have used up the memory."""
 
 
 def interval_slots(ring_bytes: int) -> int:
-    """Return the number of device intervals that fit in addition to rings of some bytes."""
+    """Return the number of device intervals in a recording with rings of `ring_bytes`."""
     return max(ring_bytes // INTERVAL_SHARE // INTERVAL.size, 64)
 
 
@@ -175,7 +174,7 @@ def detail_bytes(ring_bytes: int) -> int:
 
 
 def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
-    """Return a recording's parts by their names, and its length. A sparse one takes only the pages in use."""
+    """Return a recording's parts by name, and its size in bytes. A sparse file takes only the pages in use."""
     share = 1 if is_sparse else 4
     slots = {
         "text": TEXT_BYTES,

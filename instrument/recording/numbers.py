@@ -1,7 +1,7 @@
 """The service's own numbers in a recording: gauges, counters and histograms.
 
-A cell has a name, a unit and a kind, each on a line. A histogram has a cell of its sum, and one for each bucket in use,
-whose value is the count. A reader adds the names of gauges to `GAUGES`, with which all readings are shown.
+A number has a cell with its value. A histogram has a cell with its sum, and a cell with the count of each bucket in
+use. A reader adds the names of numbers to `GAUGES`, from which reports take units and descriptions.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from instrument.runtime.cheap_start import NamedTuple
 NAME_BYTES = 112
 SUM = "sum"
 OWN_GAUGES = 2_000
-"""The most names of numbers that a process knows."""
+"""The most names in `GAUGES`, with those of the service's numbers."""
 
 LARGEST = 9e9
-"""The largest value of a bucket's middle, so that it fits 64 bits in units of 1e-9."""
+"""The largest value of a bucket's middle: in units of 1e-9 it fits 64 bits."""
 
 NANO = 10**9
-"""Distributions count values in units of 1e-9."""
+"""The number 1 in a distribution, whose unit is 1e-9."""
 
 
 class Cell(NamedTuple):
-    """A cell: what it is of, when it was written, and its value. `kind` is `gauge`, `counter`, `sum` or a bucket."""
+    """A value of a number, and the time at which it was written. `kind` is `gauge`, `counter`, `sum` or a bucket."""
 
     name: str
     unit: str
@@ -37,12 +37,12 @@ class Cell(NamedTuple):
 
 
 def cell_name(name: str, unit: str, kind: str) -> bytes:
-    """Return the bytes by which a cell is known."""
+    """Return the key of a cell: name, unit and kind, each on a line."""
     return f"{name}\n{unit}\n{kind}".encode()
 
 
 def fits(name: str, unit: str) -> bool:
-    """Return True for a name and a unit for which a cell has room."""
+    """Return True if a name and a unit fit into a cell."""
     is_text = bool(name) and name.isprintable() and unit.isprintable()
     return is_text and len(cell_name(name, unit, str(ZERO))) < NAME_BYTES
 
@@ -56,7 +56,7 @@ ZERO = -(1 << 20)
 
 
 def cell_of(name: bytes, at_ns: int, value: float) -> Cell | None:
-    """Return a cell, None for one that no number of ours has written."""
+    """Return a cell from its key, None for an invalid key."""
     parts = name.decode("utf-8", "replace").rstrip("\0").split("\n")
     if len(parts) != 3 or not parts[0] or at_ns <= 0 or value != value:
         return None
@@ -66,7 +66,7 @@ def cell_of(name: bytes, at_ns: int, value: float) -> Cell | None:
 def samples_of(
     former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0, until_ns: int = 1 << 62
 ) -> list[Sample]:
-    """Return the readings of gauges, counters and sums between two times, with their names made known."""
+    """Return the readings of gauges, counters and sums between two times, and add their names to `GAUGES`."""
     samples = []
     for cell in (*former, *newest):
         if cell.kind not in (GAUGE, COUNTER, SUM) or not since_ns <= cell.at_ns < until_ns:
@@ -78,7 +78,7 @@ def samples_of(
 
 
 def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
-    """Make a number's name known. Return False if another gauge has the name, or if too many names are known."""
+    """Add a number to `GAUGES`. Return False if another gauge has the name, or if there are too many names."""
     if name not in GAUGES and len(GAUGES) < OWN_GAUGES:
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, grows)
     return is_own(name)
@@ -87,8 +87,8 @@ def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
 ABOUT, GROWS = "a number of the service's own", "a number of the service's own, which grows"
 
 
-def note_written(gauges: Mapping[object, object]) -> None:
-    """Make the names of numbers known that a file has, with their units and descriptions as one text."""
+def learn_gauges(gauges: Mapping[object, object]) -> None:
+    """Add the numbers of a file to `GAUGES`. Each has its unit and description in one text."""
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):
@@ -96,7 +96,7 @@ def note_written(gauges: Mapping[object, object]) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Return True for the name of a number that a reader has met."""
+    """Return True for the name of one of the service's numbers in `GAUGES`."""
     return name in GAUGES and GAUGES[name].about in (ABOUT, GROWS)
 
 

@@ -1,6 +1,6 @@
 """Call paths as columns: the site and the parent of each, and facts of the sites.
 
-The known paths of a process grow and never shrink, so that a report computes only the facts of new ones.
+The paths of a process only grow, so a report computes only the facts of new paths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_BELOW = -1
 """The parent of a topmost node."""
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
-"""Counts the calls whose call path came after the tally was full."""
+"""The site for calls of new call paths after the tally is full."""
 
 
 NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
@@ -30,11 +30,11 @@ NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
 
 
 class CallTree:
-    """Call paths as columns, by the number of their node; a node's parent comes before it.
+    """Call paths as columns, by node number.
 
-    A fact of a site may not change, for it is computed once. A column that grows is replaced by a new one: a thread may
-    read the old one while another thread, or a signal's handler, extends it. Two threads that extend it get the same
-    result. Columns must not be changed elsewhere.
+    A node's parent has a smaller number. A fact of a site must not change, because it is computed once. A column that
+    grows is replaced by a new one: a thread may read the old one while another thread, or a signal's handler, extends
+    it. Two threads that extend it get the same result. Columns must not be changed elsewhere.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class CallTree:
         return len(self._nodes) // 2
 
     def extend(self, first: int, numbers: bytes, parents: bytes) -> None:
-        """Add nodes from a number on: for each the index of its site in `sites`, and its parent, a node or `NOT_BELOW`.
+        """Add nodes from the number `first` on: the index of each one's site in `sites`, and its parent.
 
-        Both in 32 bits. Not for two threads at a time.
+        A parent is a node or `NOT_BELOW`. Both are in 32 bits. For one thread at a time.
         """
         if numbers:
             added = array("i", 2 * numbers)
@@ -69,7 +69,7 @@ class CallTree:
         return self._nodes[2 * node + 1]
 
     def upwards(self, node: int) -> Iterator[Site]:
-        """Return the sites of a node's path, its own first."""
+        """Yield the sites of a node's path, from its own upwards."""
         while node != NOT_BELOW:
             yield self.site(node)
             node = self._nodes[2 * node + 1]
@@ -81,11 +81,11 @@ class CallTree:
 
     @property
     def site_of(self) -> array[int]:
-        """The number of each node's site, as it is now."""
+        """The current number of each node's site."""
         return self._nodes[::2]
 
     def located(self) -> Located:
-        """Return all nodes with their places."""
+        """Return the places of all nodes."""
         nodes, located = self._nodes, self._located
         if len(located.places) < len(nodes) // 2:
             located = self._located = Located.of(nodes[::2], nodes[1::2], self.keys())
@@ -106,18 +106,18 @@ class CallTree:
         return array("i", [node for place in places for node in nodes_of.get(place, (place,))])
 
     def keys(self) -> array[int]:
-        """Return for each site the number of the first site that is the same place."""
+        """Return for each site the number of the first site with the same key."""
         return self.numbered(KEY)
 
     def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
-        """Return `say(site)` for each site, by the site's number. Results are kept by function: pass no lambda."""
+        """Return `say(site)` for each site, by the site's number. Results are cached by function: pass no lambda."""
         results: list[Said] = self._said.get(say, [])
         if len(results) < len(self.sites):
             results = self._said[say] = [*results, *map(say, self.sites[len(results) :])]
         return results
 
     def numbered(self, say: Callable[[Site], Hashable]) -> array[int]:
-        """Return the number of the first site with the same result of a function, per site."""
+        """Return for each site the number of the first site with the same `say(site)`."""
         numbers, number_by_result = self._numbers.setdefault(say, (array("i"), {}))
         start = len(numbers)
         if start < len(self.sites):
@@ -127,8 +127,7 @@ class CallTree:
         return numbers
 
     def column(self, more: Callable[[CallTree, int], array[int]]) -> array[int]:
-        """Return a column, extended to all nodes. `more` gets the tree and the column's length, and returns the
-        rest."""
+        """Return a column for all nodes. `more(tree, length)` returns the values that a column of that length lacks."""
         column = self._columns.get(more, array("i"))
         added = more(self, len(column))
         if added:
@@ -137,9 +136,10 @@ class CallTree:
 
 
 class Located(NamedTuple):
-    """The site, the parent's place and the own place of each node. `shared` has the nodes that have another's place.
+    """The site, the parent's place and the own place of each node.
 
-    A node's place is the first node with the same parent's place and the same site's key.
+    `shared` has the nodes at another node's place. A node's place is the first node with the same parent's place and
+    site's key.
     """
 
     site_of: array[int]

@@ -1,4 +1,4 @@
-"""The header of a recording and its rings, as they are now, for readers that do without numpy."""
+"""The current header and rings of a recording, for readers without numpy."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_SLOTS = 1 << 15
 
 
 class RingHead(NamedTuple):
-    """A ring of the present generation: its number, its thread, and the place of its object in the process.
+    """A ring of the current generation: its number, its thread, and the address of its object in the process.
 
-    `head` counts all rows that it ever had, `rows` is the place of the oldest one in the process.
+    `head` counts all rows ever written, `rows` is the address of its rows in the process.
     """
 
     number: int
@@ -48,20 +48,20 @@ class RecordingHead:
         return self.number("generation")
 
     def part(self, name: str) -> layout.Part:
-        """Return a part. Raises `OSError` if it cannot be one."""
+        """Return a part. Raises `OSError` if it is invalid."""
         part = layout.Part(*struct.unpack_from("<5Q", self._data, layout.part_at(name)))
         if part.stride != layout.STRIDES[name] or part.offset + part.slots * part.stride > 1 << 62:
             raise OSError(errno.EINVAL, f"the part {name} is damaged")
         return part
 
     def slots(self, name: str) -> list[bytes]:
-        """Return the slots of a part that were ever taken."""
+        """Return the slots of a part that were ever in use."""
         part = self.part(name)
         data = os.pread(self._fd, min(part.used, part.slots, MOST_SLOTS) * part.stride, part.offset)
         return [data[at : at + part.stride] for at in range(0, len(data) - part.stride + 1, part.stride)]
 
     def rings(self) -> list[RingHead]:
-        """Return the rings of the present generation."""
+        """Return the rings of the current generation."""
         before, rings = self.number("object_bytes"), []
         first = self.number("address") + self.part("rings").offset
         for slot, data in enumerate(self.slots("rings")):
@@ -77,7 +77,7 @@ class RecordingHead:
         return rings
 
     def rows_kept(self) -> int:
-        """Return about the number of spans in the rings."""
+        """Return the approximate number of spans in the rings."""
         return sum(min(ring.head, ring.capacity) for ring in self.rings())
 
     def has_open_span(self) -> bool:
@@ -92,7 +92,7 @@ class RecordingHead:
         return any(0 < span_id < 1 << 63 for span_id in open_ids - ended_ids)
 
     def _newest_id(self, ring: RingHead) -> int:
-        """Return the span of the newest row of a ring, 0 for none."""
+        """Return the span id of the newest row of a ring, 0 for none."""
         at = ring.rows - self.number("address") + ((ring.head - 1) & ring.mask) * layout.STRIDES["rows"]
         return int.from_bytes(os.pread(self._fd, 8, at), "little") if ring.head and 0 < at < 1 << 62 else 0
 
@@ -103,7 +103,7 @@ def _number(data: bytes, record: layout.Record, name: str) -> int:
 
 
 def generation_of(fd: int) -> int:
-    """Return the generation of a recording now, 0 if it cannot be read."""
+    """Return the current generation of a recording, 0 if it cannot be read."""
     try:
         return RecordingHead(fd).generation
     except OSError:

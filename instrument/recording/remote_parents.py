@@ -1,4 +1,4 @@
-"""Spans of other tracers: the caller of a request, links of a root or a batch, and the texts that keep them in rows."""
+"""Spans of other tracers: the caller of a request, links of a root or a batch, and their texts in rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass, late_pattern
 
 @dataclass(frozen=True, slots=True)
 class RemoteParent:
-    """The span of another tracer that was current when a request began: the OpenTelemetry span context's parts.
+    """The span of another tracer that was current when a request began: the fields of an OpenTelemetry span context.
 
-    `span_id` is 0 if only the trace is known. `is_local`: it is a span of this process. `in_server_span`: it serves
-    the request already, or is below a span that does.
-    `state` is the W3C `tracestate` that came with it, which is handed on as it is.
+    `span_id` is 0 if only the trace is known. `is_local` is True for a span of this process, `in_server_span` for a
+    server span of the request or a span below it. `state` is its W3C `tracestate`, which is passed on unchanged.
     """
 
     trace_id: int
@@ -26,24 +25,24 @@ class RemoteParent:
 
 
 OF_OURS = 3
-"""The flags of a trace of ours: sampled, with a random id (W3C Trace Context, level 2)."""
+"""The flags of our own traces: sampled, with a random id (W3C Trace Context, level 2)."""
 
 REMOTE = "instrument.remote"
-"""The name of the attribute in which a request's row keeps the caller's trace, which `remote_of` reads. Readers of
-spans do not get it. It is a text: an object as a value would make the garbage collector follow each row."""
+"""The name of the attribute of a request's row with the caller's trace, which `remote_of` reads. Readers of spans do
+not get it. It is a text, because the garbage collector would follow each row with an object."""
 
 _TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 STATE_LIMIT = 512
-"""Characters of a `tracestate`; of a longer one whole entries are left out at the end (W3C Trace Context, 3.3.1.5)."""
+"""The most characters of a `tracestate`. The last entries of a longer one are left out (W3C Trace Context, 3.3.1.5)."""
 
 _ENTRY = r"[ \t]*(?:[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~][ \t]*)?"
 _TRACESTATE = late_pattern(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
 def state_of(header: bytes | str) -> str:
-    """Return the part of a `tracestate` that is passed on: whole entries up to the limit, "" for an invalid one."""
+    """Return the entries of a `tracestate` that are passed on, up to `STATE_LIMIT`; "" for an invalid one."""
     header = header[: STATE_LIMIT + 1]
     text = header if isinstance(header, str) else header.decode("latin-1")
     if len(text) > STATE_LIMIT:
@@ -52,10 +51,10 @@ def state_of(header: bytes | str) -> str:
 
 
 def remote_of(context: object) -> RemoteParent | None:
-    """Return another tracer's span that a recorder noted, from the span itself, or from its headers.
+    """Return another tracer's span from its context, its headers, or the result of `noted`.
 
-    Headers are the `traceparent`, or that and the `tracestate`, as bytes or text, or the result of `noted`. An invalid
-    `traceparent` (W3C Trace Context, 3.2) counts as none.
+    Headers are the `traceparent`, alone or with the `tracestate`, as bytes or text. An invalid `traceparent` (W3C Trace
+    Context, 3.2) counts as none.
     """
     parent, state, *marks = context if isinstance(context, tuple) and len(context) > 1 else (context, b"")
     if isinstance(parent, str):
@@ -89,11 +88,11 @@ def header_of(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark of a trace that began in this request, and was passed on to other services."""
+"""The mark of a trace that began in this request and was passed on to other services."""
 
 
 def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
-    """Return another tracer's span as text, which others can read in a recording; `remote_of` reads it."""
+    """Return another tracer's span as text for a recording, which `remote_of` reads."""
     if remote is None:
         return None
     parent = f"00-{remote.trace_id:032x}-{remote.span_id:016x}-{remote.flags & 255:02x}"
@@ -105,14 +104,14 @@ def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
 
 
 LINK = "instrument.link"
-"""The attribute of a root that was started by a span that had ended: the ids of that span and of its root."""
+"""The attribute of a root that an ended span had started: the ids of that span and of its root."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
-"""The attribute with the trace of that root in hexadecimal digits, if another tracer gave it."""
+"""The attribute with the trace id of the root in `LINK` in hexadecimal digits, if it is another tracer's."""
 
 
 LINK_REMOTE = "instrument.link.remote"
-"""The attribute of a request that is only linked to its caller's span: the span's trace and id in hexadecimal digits,
+"""The attribute of a request with only a link to its caller's span: the trace id and span id in hexadecimal digits,
 with a hyphen between them."""
 
 LINK_STATE = "instrument.link.tracestate"
@@ -120,14 +119,14 @@ LINK_STATE = "instrument.link.tracestate"
 
 
 def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
-    """Return the attributes of a root with a link."""
+    """Return the attributes of a root for its link to an ended span."""
     link: dict[Any, Any] = {LINK: (span_id, root_id)}
     remote = remote_of(remote)
     return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
 
 
 class LinkedSpan(NamedTuple):
-    """A span that another one is linked to, as a collector knows it, and the state of its trace."""
+    """The target of a link between spans: its ids at a collector, and the `tracestate` of its trace."""
 
     trace_id: int
     span_id: int

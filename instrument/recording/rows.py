@@ -10,7 +10,7 @@ from typing import Any, Final
 from instrument.recording import memory_layout
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
-"""A row as `row_of` makes it."""
+"""A row with the fields of `row_of`."""
 
 NODE: Final = 0
 """The index of the call path."""
@@ -21,7 +21,7 @@ TASK: Final = 4
 START_NS: Final = 5
 END_NS: Final = 6
 CHILDREN_NS: Final = 7
-"""The ns of the children less the ns that the span waited. The active time less this is its self time with waits."""
+"""The ns of the children less the ns that the span waited. The active time less this is the self time with waits."""
 ACTIVE_NS: Final = 8
 """The active time in ns, -1 if it is the total time."""
 ERROR: Final = 9
@@ -34,7 +34,7 @@ MORE: Final = ACTIVE_NS
 More = tuple[int, "str | None", "dict[Any, Any] | None"]
 
 REQUEST_BIT = 1
-"""The bit of a span id that is set for root requests alone: a root id shows whether it is a request's."""
+"""The bit of a span id that is set only for root requests. So a root id shows if the root is a request."""
 
 PACKED_ROW = memory_layout.ROW.packer()
 """A row in 64 bytes, as in recordings. `rare` is 0, or 1 plus twice the active time, or 8 if details have more."""
@@ -43,8 +43,7 @@ _unpack = PACKED_ROW.iter_unpack
 
 
 STREAM = object()
-"""The key for the stream or `Work` on which a span's device time is measured, among its attributes. Readers of spans do
-not get it."""
+"""The key of the stream or `Work` for a span's device time, among its attributes. Readers of spans do not get it."""
 
 
 def row_of(
@@ -65,7 +64,7 @@ def row_of(
 
 
 def with_more(row: Row, more: More) -> Row:
-    """Return the row with other details."""
+    """Return the row with the details `more`."""
     return *row[:MORE], *more
 
 
@@ -82,7 +81,7 @@ def is_request_root(row: Row) -> bool:
 
 
 RANDOM_BITS = 56
-"""The bits at the end of a trace id that are random, by which samplers decide (W3C Trace Context, level 2)."""
+"""The number of random bits at the end of a trace id, by which samplers decide (W3C Trace Context, level 2)."""
 
 
 @lru_cache(maxsize=64)
@@ -100,12 +99,12 @@ def threshold_of(sample: float) -> int:
 
 
 def is_sampled(trace_id: int, sample: float) -> bool:
-    """Return True if a share `sample` of traces includes this one. All spans of a trace get the same answer."""
+    """Return True if the trace is in the share `sample` of traces. The answer is the same for all its spans."""
     return trace_id & (1 << RANDOM_BITS) - 1 >= threshold_of(sample)
 
 
 def state_of_share(sample: float) -> str:
-    """Return the `tracestate` of a trace of a random share, "" where the share is all or none."""
+    """Return the `tracestate` of a trace in a random share, "" for a share of 0 or 1."""
     if not 0 < sample < 1:
         return ""
     return f"ot=th:{threshold_of(sample):014x}".rstrip("0")

@@ -21,7 +21,7 @@ _U64 = Struct("<Q")
 
 
 class SlotRoom(NamedTuple):
-    """The place of a part of a recording to be written: the recording's header, the part's name, and the part."""
+    """The memory of a part that Python writes: the recording's header, the part's name, and the part."""
 
     head: memoryview
     name: str
@@ -29,7 +29,7 @@ class SlotRoom(NamedTuple):
 
     @classmethod
     def of(cls, memory: memoryview, name: str) -> SlotRoom:
-        """Return the place of a part of a whole recording."""
+        """Return the memory of a part in a recording's memory."""
         part = layout.Part(*layout.PART.packer().unpack_from(memory, layout.part_at(name)))
         return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride])
 
@@ -38,7 +38,7 @@ class SlotRoom(NamedTuple):
         return int(_U64.unpack_from(self.head, self.used_at())[0])
 
     def used_at(self) -> int:
-        """Return the offset in the header of the number of slots in use."""
+        """Return the offset of the part's `used` in the header."""
         return layout.part_at(self.name) + layout.PART.fields["used"][0]
 
     def put(self, field: str, value: int) -> None:
@@ -47,14 +47,15 @@ class SlotRoom(NamedTuple):
 
 
 FindRoom = Callable[[], "SlotRoom | None"]
-"""A call that returns the memory for a ring's slots, None if no other process can read the recording."""
+"""A function that returns the memory for a ring's slots, None if no other process can read the recording."""
 
 
 class SlotRing:
-    """The newest slots; written by one thread at a time, read by any thread of the process.
+    """A ring of slots.
 
-    The first slot decides their place: in a forked child it is in the child's own recording. Another process reads them
-    up to `used`, which is set after a slot is complete.
+    One thread at a time writes, any thread of the process reads. Its memory is found at the first slot, so a forked
+    child writes into its own recording. Another process reads the slots up to `used`, which is set after a slot is
+    complete.
     """
 
     def __init__(self, cells: Struct, slots: int, find_room: FindRoom | None = None, capacity_name: str = "") -> None:
@@ -73,7 +74,7 @@ class SlotRing:
         self.add_all((values,))
 
     def add_all(self, slots: Iterable[Sequence[Any]]) -> None:
-        """Keep several slots, which takes less time than one by one."""
+        """Add several slots, in less time than one by one."""
         with self._lock:
             memory = self._memory
             if memory is None:
@@ -87,7 +88,7 @@ class SlotRing:
                     _U64.pack_into(head, used_at, self.count)
 
     def put(self, field: str, value: int) -> None:
-        """Set a number of the recording's header, if the slots are in a recording."""
+        """Set a field of the recording's header, if the slots are in a recording."""
         with self._lock:
             if self._memory is None:
                 self._found()
@@ -120,7 +121,7 @@ class SlotRing:
         return max(self.count - self.capacity, 0)
 
     def since(self, number: int) -> bytes:
-        """Return the slots that are still here and came after the first `number`, the oldest first."""
+        """Return the remaining slots after the first `number` ones, the oldest first."""
         with self._lock:
             size, memory = self._cells.size, self._memory
             first, last = max(number, self.count - self.capacity), self.count
@@ -138,11 +139,10 @@ class SlotRing:
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
 """The labels of an interval.
 
-`exclusive`: no other timed interval ran on the device meanwhile. `overlapped`: one did, on another stream, and each may
-have slowed the other. `launch-bound`: the stream had run dry when the span ended, or the interval is so short that the
-events themselves count: its length is the time of the launch. `stale`: its length is right, its place is not known
-well. `captured` and `dropped` were not timed and have no length: the stream was being captured into a graph, or no
-event was available.
+`exclusive`: no other timed interval ran on the device meanwhile. `overlapped`: another one ran on another stream, and
+each may have slowed the other. `launch-bound`: the stream was idle when the span ended, or the events took much of the
+interval, so its length is the time of the launch. `stale`: its length is exact, its position is not. `captured` and
+`dropped` were not timed and have no length: the stream was being captured into a graph, or no event was available.
 """
 
 _NUMBERS = {label: number for number, label in enumerate(LABELS)}
@@ -181,7 +181,7 @@ class IntervalRing:
         self._slots.add(span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
 
     def add_all(self, intervals: Sequence[tuple[int, int, int, int, int, str, int]]) -> None:
-        """Keep several intervals, each in the form of `add`."""
+        """Add several intervals, each with the arguments of `add`."""
         self._slots.add_all([(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals])
 
     def publish_settled(self, until_ns: int) -> None:
@@ -199,11 +199,11 @@ class IntervalRing:
 _SAMPLE = Struct("<qiId40s")
 
 FEW_SAMPLES = 4096
-"""The number of newest readings that a search for recent ones copies first: three minutes with one GPU."""
+"""The number of newest readings that a search copies first: three minutes with one GPU."""
 
 
 def value_of(name: str, value: float, is_reported: Any) -> float | None:
-    """Return a value in its gauge's type: bytes are whole, and a value that the device does not report is None."""
+    """Return a value in its gauge's type: an int for bytes, and None for a value that the device does not report."""
     if not is_reported:
         return None
     return int(value) if GAUGES[name].unit == "bytes" else float(value)
@@ -214,13 +214,13 @@ def _cells_of(sample: Sample) -> tuple[int, int, bool, float, bytes]:
 
 
 class Readings:
-    """A ring of readings in the process that they are of. Any thread may read; one thread at a time adds."""
+    """A ring of a process's readings, written by the process itself. Any thread may read; one thread at a time adds."""
 
     def __init__(self, find_room: FindRoom | None = None) -> None:
         self._slots = SlotRing(_SAMPLE, SAMPLES, find_room)
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Keep readings, in place of the oldest if need be."""
+        """Add readings. A full ring loses its oldest ones."""
         self._slots.follow()
         for sample in samples:
             self._slots.add(*_cells_of(sample))
@@ -256,9 +256,9 @@ class Readings:
 
 
 class GaugePlace(Claim):
-    """The ring of another process's readings, in the session that records there now. Raises `OSError`.
+    """The ring of another process's readings, in its current session.
 
-    Only the process that has the claim reads the gauges.
+    Raises `OSError`. Only the process with the claim reads the gauges.
     """
 
     def __init__(self, fd: int) -> None:
@@ -266,7 +266,7 @@ class GaugePlace(Claim):
         self._generation = generation_of(fd)
 
     def add(self, samples: Iterable[Sample]) -> bool:
-        """Keep readings, in place of the oldest if need be. Return False if another session records there by now."""
+        """Add readings. A full ring loses its oldest ones. Return False if another session has begun there."""
         fd = self.fileno()
         try:
             head = RecordingHead(fd)

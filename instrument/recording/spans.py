@@ -1,10 +1,8 @@
 """The span model: an instrumented place (site), one timed execution (span), and the facts of a process.
 
-Everything here is plain data with integer nanoseconds on the monotonic clock. It knows nothing of how spans are
-recorded or shown, so that a trace saved by one process reads in another.
-
-Many spans are a `instrument.trace.trace.Trace`. As many allocations are
-`instrument.recording.allocations.Allocations`.
+All classes are plain data with integer nanoseconds on the monotonic clock. They do not depend on recording or reports,
+so another process can read a saved trace. `instrument.trace.trace.Trace` has many spans,
+`instrument.recording.allocations.Allocations` many allocations.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ Interval = tuple[int, int]
 
 
 KEY_ATTRIBUTES = ("phase", "direction", "sync")
-"""Attributes of a site by which reports count its calls. Others, as a rank, differ from process to process."""
+"""Attributes of a site by which reports group its calls. Others, such as a rank, differ between processes."""
 
 
 class Work(NamedTuple):
-    """The work that a span will give a device: the framework that launches it, and on which devices by their index.
+    """The device work of a span: the framework that launches it, and the indices of the devices.
 
-    Without devices it is the one that is current for the framework.
+    Without indices it is the framework's current device.
     """
 
     framework: str
@@ -36,15 +34,15 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """One instrumented place: static facts, the same for each of its spans.
+    """One instrumented place: static facts that all its spans share.
 
     A site is compared by identity, because it is the key of the tally on the hot path; `key` compares by value.
 
     `name` groups rows (for a layer the class name), `instance` distinguishes sites that share a name (for a layer its
-    path in the module tree). `attributes` are the same for every span of the site. A span shorter than `min_ns`
-    without children and error is counted in the tally and not kept. A site that `suspends` is a coroutine or an async
-    generator, which may wait while it is open. `work` returns the framework and devices of a span that begins now.
-    `told` names the fields that recordings and files have: all of plain types.
+    path in the module tree). `attributes` are the same for every span of the site. A span shorter than `min_ns` without
+    children and error is only counted in the tally. A site that `suspends` is a coroutine or an async generator, which
+    may wait while it is open. `work()` returns the framework and devices of a span that begins. `told` names the fields
+    in recordings and files: all of plain types.
     """
 
     told: ClassVar[tuple[str, ...]]
@@ -64,30 +62,30 @@ class Site:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A value that is equal for sites of the same place in all processes, with their `KEY_ATTRIBUTES`."""
+        """A value that is equal for sites of the same place in all processes, including their `KEY_ATTRIBUTES`."""
         facts = [fact for fact in self.attributes if fact[0] in KEY_ATTRIBUTES and isinstance(fact[1], (str, bool))]
         return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance, *facts)
 
     @property
     def function(self) -> str:
-        """Fully qualified name of the code, `module.qualname`, or "" for a scope without one."""
+        """The fully qualified name of the code, `module.qualname`, "" for a scope without one."""
         return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
 
 
 def plain_fields(kind: type) -> list[Field[Any]]:
-    """Return the fields of a flat dataclass that other processes can read: all but functions."""
+    """Return the fields of a flat dataclass that can be written as data: all except functions."""
     return [member for member in fields(kind) if not str(member.type).startswith("Callable")]
 
 
 Site.told = tuple(name for name, kind in Site.__annotations__.items() if not kind.startswith(("Callable", "ClassVar")))
 
 NO_DEVICE_TIME = "no device time: "
-"""The begin of a note on why nothing could be timed on a device."""
+"""The begin of a note with the reason why no device time was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInterval:
-    """One stretch of a device stream on the host clock, with its label and the uncertainty of its place."""
+    """One interval of a device stream on the host clock, with its label and the uncertainty of its position."""
 
     device: int
     stream: int
@@ -98,54 +96,53 @@ class DeviceInterval:
 
 
 UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
-"""Labels of intervals that say when something was submitted and not how long it took."""
+"""The labels of intervals with the time of submission, but without a length."""
 
 
 VALUE_LIMIT = 256
-"""Characters of a text among a span's attributes, and of an attribute's name; of a longer text the rest is cut."""
+"""The most characters of a text among a span's attributes, and of an attribute's name. A longer text is cut."""
 
 ATTRIBUTE_LIMIT = 128
-"""Attributes of a span, as OpenTelemetry limits them, and values of a list among them."""
+"""The most attributes of a span, as in OpenTelemetry, and the most values of a list among them."""
 
 STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_description", "error.type"
-"""Attributes that say how a span ended, by OpenTelemetry's names: `OK` or `ERROR`, why, and the kind of error."""
+"""The attributes of a span's status, by OpenTelemetry's names: `OK` or `ERROR`, the reason, and the kind of error."""
 
 OUTCOME = "instrument.outcome"
-"""The attribute of a span that was interrupted: the cause, such as `cancelled`. Without an error it has not failed."""
+"""The attribute of an interrupted span with the cause, such as `cancelled`. Without an error it has not failed."""
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
-"""The attributes of a span with a streamed result: the times from its begin to the first and to the last part."""
+"""The attributes of a span with a streamed result: the ns from its begin to the first and to the last item."""
 
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
-"""Attributes of the same span: the number of parts, and the largest and the median time between two parts."""
+"""The attributes of a streamed result: the number of items, and the largest and the median time between two items."""
 
 KEY = intern("instrument.key")
-"""The attribute of a span that names the request which it serves: the same in every process that works for it."""
+"""The attribute of a span with the key of the request that it serves: the same in every process."""
 
 BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.batch.weights")
 """The attributes of a span that serves several requests: their keys, and the weight of each in the span."""
 
 FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
-"""The attribute of a span that lists its facts of requests, each as a word of `KEEPS`, a space and a name. A list as
-value has one item per request. The attribute with that name and `FACT_KEYS` has their keys."""
+"""The attribute of a span that lists its facts of requests, each as a word of `KEEPS`, a space and a name. A fact with
+a list has one item per request. The attribute with the fact's name and `FACT_KEYS` has the requests' keys."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
-"""The most characters of a key, and the most keys kept of a batch. A longer key is cut and ends in a checksum."""
+"""The most characters of a key, and the most keys of a batch. A longer key is cut and ends in a checksum."""
 
 BLOCKED_BY, BLOCKED_AT = "instrument.blocked_by", "instrument.blocked_at"
-"""The attributes of a stretch of a blocked event loop: the span or function that blocked it, and the line of code."""
+"""The attributes of a blocked event loop's span: the span or function that blocked the loop, and the line of code."""
 
 
 @dataclass(slots=True)
 class Span:
     """One timed execution.
 
-    `parent_id` 0 means a root. It is the nearest span above that was open when this one began, if not the one that its
-    task or thread came from. `root_id` is the span id of the tree's root. `task_id` 0 means that no task ran it.
-    `active_ns` is the time in which the body ran: less than the total for generators, and where the span waited,
-    suspended by what it awaited. `self_ns` is what the span spent outside the children of its own thread and task, also
-    in which it waited. `clipped` marks a span that was open at the window's edge. `links` are the requests that a batch
-    serves, as far as known where the object was made.
+    `parent_id` is the nearest span that was open above this one, or that started its task or thread; 0 for a root.
+    `root_id` is the span id of the tree's root. `task_id` is 0 if no task ran it. `active_ns` is the time in which the
+    body ran: less than the total for generators, and for spans that were suspended by an await. `self_ns` is the time
+    outside the children of its own thread and task, including waits. `clipped` marks a span that was open at the
+    window's edge. `links` are the known requests that a batch serves.
     """
 
     site: Site
@@ -167,17 +164,17 @@ class Span:
 
     @property
     def total_ns(self) -> int:
-        """The host interval's length."""
+        """The length of the host interval."""
         return self.end_ns - self.start_ns
 
     @property
     def device_ns(self) -> int:
-        """Length of the union of the span's device intervals."""
+        """The length of the union of the span's device intervals."""
         return covered_ns((d.start_ns, d.end_ns) for d in self.device) if self.device else 0
 
     @property
     def elapsed_ns(self) -> int:
-        """Length of the union of the host interval and the device intervals."""
+        """The length of the union of the host interval and the device intervals."""
         if not self.device:
             return self.end_ns - self.start_ns
         return covered_ns([(self.start_ns, self.end_ns), *((d.start_ns, d.end_ns) for d in self.device)])
@@ -185,15 +182,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The process of the spans, and the reading of its monotonic clock in wall time.
+    """The process of the spans, and a reading of its monotonic clock with the wall time.
 
-    `profile` is where the profile came from, `digest` identifies its content, and `generation` counts the profiles of
-    the process from 1 (0: not known). `boot` identifies the boot of the machine: processes of one boot share one
-    monotonic clock. `wall_error_ns` is how far `realtime_ns` is from true time at most, 0 if nobody knew. `run` is the
-    run in which keys name requests: that of `instrument run`, or a name for several hosts, "" for none. `start_ticks`
-    is when the system made the process, in ticks since boot (0: not known): two containers may use one process number.
-    `version` is the service's own, "" for none. `caller` is the `traceparent` of its environment, with a space and the
-    `tracestate` after it, "" for none.
+    `profile` is the source of the profile, `digest` identifies its content, and `generation` counts the profiles of the
+    process from 1 (0: unknown). `boot` identifies the boot of the machine: processes of one boot share one monotonic
+    clock. `wall_error_ns` is the largest error of `realtime_ns`, 0 if unknown. `run` is the run in which keys name
+    requests: that of `instrument run`, or a name for several hosts, "" for none. `start_ticks` is the start of the
+    process in ticks since boot (0: unknown): two containers may use one process id. `version` is the service's own, ""
+    for none. `caller` is the `traceparent` of its environment, with a space and the `tracestate` after it, "" for none.
     """
 
     pid: int
@@ -218,7 +214,7 @@ class Origin:
         return remote_of(tuple(self.caller.split(" ", 1)))
 
     def realtime_of(self, monotonic_ns: int) -> int:
-        """Wall-clock nanoseconds since 1970 of a monotonic reading."""
+        """Return the wall-clock nanoseconds since 1970 of a monotonic reading."""
         return self.realtime_ns + (monotonic_ns - self.monotonic_ns)
 
 
@@ -227,8 +223,8 @@ class Cost:
     """The cost of the instrumentation itself: `calls` spans at `per_call_ns` each, in `window_ns` of wall time.
 
     `thread_ns` is the processor time of its own threads, which read spans and send them. A call costs `per_call_ns` if
-    its memory is in the processor's caches, and up to `cold_call_ns` (0: not known) if a model's arithmetic has used
-    them meanwhile. A service's calls are between the two.
+    its memory is in the processor's caches, and up to `cold_call_ns` (0: unknown) if other code has used these
+    meanwhile. A service's calls are between the two.
     """
 
     calls: int
@@ -250,7 +246,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A measured value: its `unit`, and a description, for instance the whole that a share is of.
+    """A gauge: its `unit`, and a description, for instance the base of a share.
 
     A gauge that `grows` counts up from its first reading: only differences of its values have a meaning.
     """
@@ -293,10 +289,10 @@ GAUGES: dict[str, Gauge] = {
     "nvlink_sent": Gauge("bytes/s", "over all NVLinks from the device, mean since the reading before"),
     "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before"),
 }
-"""Every gauge by its name: those of the host, those of a GPU, and the service's own numbers that a reader has met."""
+"""Every gauge by name: those of the host and of GPUs, and the service's own numbers in read recordings."""
 
 HOST = -1
-"""The device of samples that are of the host."""
+"""The device index of samples of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,8 +300,8 @@ class Sample:
     """One reading of a gauge of a device or of the host.
 
     `name` is one of `GAUGES`, and `value` has its unit. `value` is None if the device does not report it ("n/a", never
-    0); a gauge that it never reports has one such sample. `device` is CUDA's number of the device in this process, as
-    far as it is known without CUDA (see `Gpu`), and `HOST` for the host.
+    0). A gauge that is never reported has one such sample. `device` is CUDA's index of the device in this process, as
+    derived without CUDA (see `Gpu`), and `HOST` for the host.
     """
 
     name: str
@@ -318,9 +314,9 @@ class Sample:
 class Gpu:
     """A GPU, or a MIG instance of one, whose gauges are read.
 
-    `device` counts what `CUDA_VISIBLE_DEVICES` shows, in the order of PCI buses, as CUDA itself does with
-    `CUDA_DEVICE_ORDER=PCI_BUS_ID` and on machines whose GPUs are all of one model. `uuid` is what NVML and nvidia-smi
-    call it, with its `GPU-` or `MIG-`.
+    `device` is the index among the devices in `CUDA_VISIBLE_DEVICES`, in the order of PCI buses. CUDA has the same
+    indices with `CUDA_DEVICE_ORDER=PCI_BUS_ID`, and on machines with GPUs of one model. `uuid` is the name in NVML and
+    nvidia-smi, with `GPU-` or `MIG-`.
     """
 
     device: int
@@ -329,9 +325,10 @@ class Gpu:
 
 
 class Kernel(NamedTuple):
-    """The work of a stream of a device that torch.profiler saw; `kind` is of `WORK`.
+    """The work of a device's stream, from torch.profiler.
 
-    `launched_ns` is when the host's call that asked for it began, on `thread_id`; both are 0 if no call is known.
+    `kind` is one of `WORK`. `launched_ns` is the begin of the host's call that launched it, on `thread_id`; both are 0
+    if unknown.
     """
 
     name: str
@@ -349,7 +346,7 @@ WORK: tuple[str, ...] = ("kernel", "copy", "fill")
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one of torch's operators as torch.profiler saw it: where and when it began."""
+    """The floating-point operations of one of torch's operators, from torch.profiler, with its thread and begin."""
 
     thread_id: int
     at_ns: int
@@ -357,24 +354,24 @@ class Flops(NamedTuple):
 
 
 FLOPS = "flops"
-"""The attribute with the floating-point operations of a span, without those of its children."""
+"""The attribute of a span with its floating-point operations, without those of its children."""
 
 
 OPERATORS = "torch.profiler"
-"""The module of sites of torch's operators from torch.profiler, which have no instrumented code."""
+"""The module name of the sites of torch's operators, which have no instrumented code."""
 
 
 def is_operator(site: Site) -> bool:
-    """Return True if spans of the site are operators that torch.profiler saw."""
+    """Return True for the site of an operator from torch.profiler."""
     return site.module == OPERATORS and site.kind == "op"
 
 
 BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="Handle._run")
-"""The site of stretches for which an event loop ran one callback while requests were open."""
+"""The site of intervals in which one callback blocked an event loop while requests were open."""
 
 
 def is_blocked_loop(site: Site) -> bool:
-    """Return True if spans of the site are stretches of a blocked loop."""
+    """Return True if spans of the site are intervals of a blocked loop."""
     return site.module == BLOCKED_LOOP.module and site.name == BLOCKED_LOOP.name
 
 
@@ -383,7 +380,7 @@ COLLECTION = Site("garbage collection", "user", module="gc", qualname="collect")
 
 
 def is_collection(site: Site) -> bool:
-    """Return True if spans of the site are collections of garbage."""
+    """Return True if spans of the site are garbage collections."""
     return site.module == COLLECTION.module and site.name == COLLECTION.name
 
 
@@ -395,7 +392,7 @@ TIME_IN_QUEUE = "instrument.time_in_queue"
 """The attribute of a job with the seconds from its entry into its queue to its begin."""
 
 LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qualname="requests")
-"""Spans of it are moments at which the app of a server failed for a request that it had answered in full."""
+"""The site of failures of a server's app after it had completely answered a request."""
 
 
 def is_late_failure(site: Site) -> bool:
@@ -409,26 +406,26 @@ def is_request(site: Site) -> bool:
 
 
 def is_interruption(site: Site) -> bool:
-    """Return True if spans of the site are blocked loops or collections.
+    """Return True if spans of the site are blocked loops or garbage collections.
 
-    Their time is a part of what they interrupted: it is shown, and added to nothing.
+    Their time is within the interrupted spans: it is shown, but not added to sums.
     """
     return is_blocked_loop(site) or is_collection(site)
 
 
 def flops_in(attributes: Mapping[str, object]) -> int:
-    """Return the floating-point operations of a span, 0 if it has none or more than 64 bits hold."""
+    """Return the floating-point operations of a span, 0 for none or for more than fit into 64 bits."""
     count = attributes.get(FLOPS)
     return count if type(count) is int and 0 < count < 1 << 63 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ImportTime:
-    """The imports of one top-level package: how often one began from outside of it, and how long they took.
+    """The imports of one top-level package: their count from outside the package, and their time.
 
-    `total_ns` includes what the package imported in turn. `self_ns` is of its own modules only, so it adds up over
-    packages and threads. `in_spans_ns` is the part of `self_ns` with a span open on the thread. `late_ns` is the rest
-    in imports that began after the first request.
+    `total_ns` includes packages that it imported. `self_ns` is only of its own modules, so it adds up over packages and
+    threads. `in_spans_ns` is the time of `self_ns` with a span open on the thread. `late_ns` is the other time in
+    imports that began after the first request.
     """
 
     package: str
@@ -441,7 +438,7 @@ class ImportTime:
 
 @dataclass(frozen=True, slots=True)
 class FirstCall:
-    """The first call of a site that has ended: when it began and how long it took on the host."""
+    """The first completed call of a site: its begin and its time on the host."""
 
     site: Site
     start_ns: int
@@ -454,16 +451,16 @@ FIRSTS: Mapping[str, str] = {
     "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
     "count: a rule with first_request: true would say better.",
 }
-"""The reasons why a request is taken for the first one."""
+"""The reasons why a request is chosen as the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """The start of a process, which stays known when its first spans are long overwritten.
+    """The start of a process, which remains after its first spans are overwritten.
 
-    `process_ns` is the start of the process, None if it is not known. `imports` is None if they were not
-    timed. `firsts` has every site that has been called, in no order. `request` is what was taken for the first request,
-    None if that is the one that began first; its length is 0 if it is not known. `why` is one of `FIRSTS`.
+    `process_ns` is the start of the process, None if unknown. `imports` is None if they were not timed. `firsts` has
+    every called site, in no order. `request` is the chosen first request, None for the one that began first; its length
+    is 0 if unknown. `why` is one of `FIRSTS`.
     """
 
     session_ns: int
@@ -475,7 +472,7 @@ class Startup:
 
     @property
     def first_request(self) -> FirstCall | None:
-        """Return the chosen first request, else the ended one that began first."""
+        """Return the chosen first request, else the completed one that began first."""
         if self.request is not None:
             return self.request
         requests = [call for call in self.firsts if call.site.kind == "request"]
@@ -484,10 +481,10 @@ class Startup:
 
 @dataclass(frozen=True, slots=True)
 class OwnNotes:
-    """The rules that a process had not met, which others of its run may have met.
+    """The rules without a target or a call in a process, which other processes of the run may have.
 
-    `at_work` are marks of rules that it had at work, `waiting` notes by the marks of rules that it had not. `uncalled`
-    are targets that it never called, as modules and qualified names.
+    `at_work` has the marks of rules in use here, `waiting` the notes on other rules by their marks. `uncalled` has the
+    targets without a call here, as modules and qualified names.
     """
 
     at_work: tuple[str, ...] = ()
@@ -496,11 +493,11 @@ class OwnNotes:
 
 
 UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
-"""The most uncalled targets that a note names, and the most characters of each name."""
+"""The most uncalled targets in a note, and the most characters of each name."""
 
 
 def never_called(targets: Sequence[str]) -> str:
-    """Return the note on targets that nothing has called, the first of them by name."""
+    """Return the note on uncalled targets, with the first `UNCALLED_NAMED` names."""
     some = sorted(targets)[:UNCALLED_NAMED]
     half = UNCALLED_COLUMNS // 2
     names = [name if len(name) <= UNCALLED_COLUMNS else f"{name[: half - 2]}...{name[1 - half :]}" for name in some]
@@ -511,9 +508,9 @@ def never_called(targets: Sequence[str]) -> str:
 
 
 def covered_ns(parts: Iterable[Interval], limits: Interval | None = None) -> int:
-    """Return the length of a few intervals together, or within another one; each instant counts once.
+    """Return the length of the union of a few intervals, within `limits` if given.
 
-    For many intervals, and for their places, use `instrument.trace.intervals`.
+    For many intervals use `instrument.trace.intervals`.
     """
     some = sorted(parts)
     reached_ns, last_ns = limits or (min(some, default=(0, 0))[0], max((end for _, end in some), default=0))

@@ -1,18 +1,14 @@
-"""The tally: the call tree with running totals, in constant memory, exact for every call that was made.
+"""The tally: the call tree with running totals, in constant memory, exact for every call.
 
-A node is a path of sites; each thread keeps its own totals for it. All of them are one array of numpy, a line for each
-node and thread. Live, saved and counted tallies are the same. Merging adds integers and takes minima and maxima, so it
-is exact and its order does not matter.
-
-Recursion makes no new paths: a site that is on the path already, directly or through others, counts at its node. A call
-of a node inside another one of the same node and thread is an *inner* call. It counts as a call, with its error, its
-self time, and its length in extremes and percentiles. Its total and its device time do not count: those of the outer
-call include them. So the self times of a tree sum to its total, and `total / calls` counts no time twice. The children
-of a node may have more time in all than the node, if one of them ran inside another. The spans of a timeline keep their
-true parents.
-
-A call path has a node of its own while there is room for `NODE_LIMIT` of them. After that each site gets one more node,
-below the overflow's, for all its calls by new paths.
+A node is a path of sites; each thread has its own totals for it. The totals are one numpy array, with a line per node
+and thread. Live, saved and counted tallies have the same form. Merging adds integers and takes minima and maxima, so it
+is exact in any order. Recursion makes no new paths: a site that is on the path already, directly or through others,
+counts at its node. A call of a node inside another call of the same node and thread is an *inner* call. It counts as a
+call, with its error, its self time, and its length in extremes and percentiles. Its total and device time do not count,
+because the outer call's include them. So the self times of a tree sum to its total, and `total / calls` counts no time
+twice. The children of a node may have more time in total than the node, if one of them ran inside another. The spans of
+a timeline have their true parents. The first `NODE_LIMIT` call paths have a node of their own. After that each site
+gets one more node, below the overflow's, for all its calls by new paths.
 """
 
 from __future__ import annotations
@@ -36,10 +32,10 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 LARGEST_COPY_BYTES = 1 << 50
-"""The most bytes of one copy. A larger number comes from a damaged file and is not added to the sum."""
+"""The most bytes of one copy. A larger number is from a damaged file and not added."""
 
 LARGEST = 1 << 62
-"""The largest sum over all lines. Larger numbers come from damaged files, and are cut so that sums fit 64 bits."""
+"""The largest sum over all lines. Larger numbers are from damaged files, and are cut so that sums fit 64 bits."""
 
 ALL_THREADS = "(all threads)"
 
@@ -47,11 +43,11 @@ ALL_THREADS = "(all threads)"
 class Totals(NamedTuple):
     """A line of a tally, or the sum of several, as Python's numbers.
 
-    All times in ns. Of `self_ns` the calls waited, suspended by what they awaited, `waiting_ns`, and ran in the rest.
+    All times are in ns. `waiting_ns` is the time in `self_ns` in which the calls were suspended by an await.
     `elapsed_ns` is the union of host and device interval of each call; without device work it equals the host total.
-    `cancelled` counts requests that were broken off and have no error. `first_ns` is the monotonic time at which the
-    first call began (0: no call). `probe_ns` is the cost of the calls' probes outside of the calls (0: not known): it
-    is in the self time of what is around them.
+    `cancelled` counts requests that were cancelled without an error. `first_ns` is the monotonic time at which the
+    first call began (0: no call). `probe_ns` is the cost of the calls' probes outside of the calls (0: unknown). It is
+    in the self time of their callers.
     """
 
     node: int = NOT_BELOW
@@ -72,14 +68,14 @@ class Totals(NamedTuple):
 
 
 CORE_WIDTH = Totals._fields.index("first_ns") + 1
-"""The number of fields that a recorder fills, which come first in a line."""
+"""The number of fields that a recorder fills, at the begin of a line."""
 
 TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
 WIDTH = len(Totals._fields)
 
 LEAST, MOST = ("min_ns", "first_ns"), ("max_ns",)
 SUMS = tuple(name for name in Totals._fields if name not in ("node", "thread_id", *LEAST, *MOST))
-"""Fields that add up."""
+"""The fields that are added when lines are merged."""
 
 BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64)])
 """A bucket of a line's histogram, and the calls in it."""
@@ -91,7 +87,7 @@ _EXTREMES = {
 
 
 class Row(NamedTuple):
-    """A view of one line: a call path on one thread."""
+    """The totals of one call path on one thread."""
 
     path: CallPath
     totals: Totals
@@ -104,11 +100,10 @@ class Row(NamedTuple):
 class Tally:
     """Totals by call path and thread.
 
-    `threads` maps thread ids to names in the order in which the threads first recorded; thread 0 collects threads
-    that have ended and were merged to keep the tally small. The `lines` of a thread lie together, in that order.
-    `site_of` and `parents` are by node; parents come before their children.
-
-    A running recorder adds up the histograms of nodes when it is asked (`make_histogram`); other tallies have them.
+    `threads` maps thread ids to names, in the order in which the threads first recorded. Thread 0 collects ended
+    threads that were merged to keep the tally small. The `lines` are grouped by thread, in the same order. `site_of`
+    and `parents` are by node; parents come before their children. A running recorder adds up the histograms of nodes on
+    demand (`make_histogram`); other tallies have them.
     """
 
     def __init__(
@@ -137,7 +132,7 @@ class Tally:
         threads: Mapping[int, str],
         make_histogram: Callable[[Iterable[int], int | None], dict[int, int]] | None = None,
     ) -> Tally:
-        """Return the tally of lines by node; those of one place and thread become one, in the order of first calls."""
+        """Return the tally of lines by node. Lines of one place and thread are merged, in the order of first calls."""
         order = np.argsort(lines["first_ns"], kind="stable")
         lines, buckets = lines[order], buckets.copy()
         buckets["line"] = np.argsort(order)[buckets["line"]]
@@ -148,9 +143,9 @@ class Tally:
     def of_paths(
         cls, paths: Sequence[CallPath | None], lines: Records, buckets: Records, threads: Mapping[int, str]
     ) -> Tally:
-        """Return the tally of lines whose `node` is the place of their path; without a path they are left out.
+        """Return the tally of lines whose `node` is an index in `paths`; lines with None there are left out.
 
-        Lines of one path and thread become one. Nodes are in the order of their paths.
+        Lines of one path and thread are merged. Nodes are in the order of their paths.
         """
         lines, numbers = lines.copy(), np.full(len(paths), NOT_BELOW, dtype=np.int64)
         used = np.unique(lines["node"]).tolist()
@@ -164,7 +159,7 @@ class Tally:
 
     @classmethod
     def together(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
-        """Return the totals of several tallies, such as those of processes. A thread keeps its first name."""
+        """Return the sum of several tallies, such as those of processes. A thread has its first name."""
         paths, lines, buckets, names = (
             list[CallPath](),
             [np.zeros(0, TOTALS)],
@@ -184,14 +179,14 @@ class Tally:
             buckets.append(counted)
         return cls.of_paths(paths, np.concatenate(lines), np.concatenate(buckets), names)
 
-    def placed(
+    def with_paths(
         self,
         path_of: Callable[[CallPath], CallPath | None] | None = None,
         thread_of: Callable[[int], int | None] | None = None,
         threads: Mapping[int, str] | None = None,
         moved_ns: int = 0,
     ) -> Tally:
-        """Return the same calls with other paths, threads and times, without those whose path or thread is None."""
+        """Return the calls with changed paths, threads and times, without those whose new path or thread is None."""
         lines = self.lines.copy()
         paths: list[CallPath | None] = [*self.paths]
         if path_of is not None:
@@ -220,18 +215,18 @@ class Tally:
         return paths
 
     def rows(self) -> Iterator[Row]:
-        """Yield each line with its path. This is slow for many lines; use `lines` where no path is needed."""
+        """Yield each line with its path. Slow for many lines: use `lines` if no path is needed."""
         paths = self.paths
         return (Row(paths[line[0]], Totals._make(line)) for line in self.lines.tolist())
 
     def sites(self) -> list[Site]:
-        """Return the sites of the lines' paths, each once."""
+        """Return the distinct sites of the lines' paths."""
         return list(dict.fromkeys(site for node in self.lines["node"].tolist() for site in self.paths[node]))
 
     # ---------------------------------------------------------------- sums
 
     def of(self, thread: int | None) -> Records:
-        """Return the lines of a thread, or of all (None)."""
+        """Return the lines of a thread, or of all threads (None)."""
         if thread is None:
             return self.lines
         begin, end = self._ranges.get(thread, (0, 0))
@@ -244,20 +239,20 @@ class Tally:
         return {int(ids[begin]): (begin, end) for begin, end in pairwise(edges)}
 
     def has(self, field: str) -> bool:
-        """Return True if a number of any line is not 0."""
+        """Return True if a field is not 0 in any line."""
         return bool(self.lines[field].any())
 
     def by(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
-        """Add up the lines of a thread, or of all (None), by the group of their node. A group below 0 is no group."""
+        """Return the sums of a thread's lines, or of all (None), by their node's group. Groups below 0 are left out."""
         lines = self.of(thread)
         return summed(lines, np.asarray(groups)[lines["node"]], count)
 
     def by_site(self) -> Records:
-        """Add up all lines by the number of their site."""
+        """Return the sums of all lines by the number of their site."""
         return self.by(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
-        """Return the places of lines by key. `keys` has a key per site number; lines with an empty key are left out."""
+        """Return the indices of lines by key. `keys` has a key per site; lines with an empty key are left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
             if keys[site]:
@@ -265,15 +260,15 @@ class Tally:
         return places
 
     def nodes(self, places: Sequence[int]) -> list[int]:
-        """Return the nodes of some lines, each once."""
+        """Return the distinct nodes of some lines."""
         return list(dict.fromkeys(self.lines["node"][list(places)].tolist()))
 
     def total(self, places: Sequence[int]) -> Totals:
-        """Add up some lines."""
+        """Return the sum of some lines."""
         return total_of(self.lines[list(places)])
 
     def histogram(self, nodes: Iterable[int], thread: int | None = None) -> dict[int, int]:
-        """Add up the histograms of nodes, on a thread or on all."""
+        """Return the sum of the histograms of nodes, on a thread or on all."""
         if self._make_histogram is not None:
             return self._make_histogram(nodes, thread)
         order, edges = self._by_node
@@ -288,15 +283,15 @@ class Tally:
 
     @cached_property
     def _by_node(self) -> tuple[Int64s, list[int]]:
-        """The order of the buckets by their node, and where those of each node begin."""
+        """The order of the buckets by their node, and the index of each node's first bucket."""
         nodes = self.lines["node"][self.buckets["line"]]
         order = np.argsort(nodes, kind="stable")
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def device_below(self, thread: int | None) -> Mapping[int, int]:
-        """Return, by node, the device time below it beyond its own, on a thread or on all; positive values only.
+        """Return by node the device time below it in addition to its own, if any, on a thread or on all.
 
-        A node's events include device time below it on the same stream, which so does not count twice.
+        A node's events include device time below it on the same stream, which does not count twice.
         """
         if thread not in self._device_below:
             self._device_below[thread] = self._find_device_below(thread) if self.has("device_ns") else {}
@@ -316,13 +311,13 @@ class Tally:
 
     @property
     def calls(self) -> int:
-        """All calls counted."""
+        """The number of all calls."""
         return int(self.lines["calls"].sum())
 
     # ---------------------------------------------------------------- other tallies of it
 
     def merged(self) -> Tally:
-        """Return the totals of all threads together, in the order of first calls. Paths without calls are left out."""
+        """Return the tally summed over all threads, in the order of first calls. Paths without calls are left out."""
         sums = summed(self.lines, self.lines["node"], len(self.parents))
         sums["node"] = np.arange(len(sums))
         called = np.flatnonzero(sums["calls"])
@@ -335,7 +330,7 @@ class Tally:
         return Tally(self.tree, sums[called], buckets[buckets["line"] >= 0], threads, self._make_histogram)
 
     def since(self, before: Tally) -> Tally:
-        """Return the calls of all threads since an earlier tally. Minima and maxima are those of all calls."""
+        """Return the calls of all threads since an earlier tally. Minima and maxima are of all calls."""
         now, old = self.merged(), before.merged()
         place = np.full(len(now.parents), NOT_BELOW, dtype=np.int64)
         place[old.lines["node"]] = np.arange(len(old))
@@ -351,12 +346,12 @@ class Tally:
         return now
 
     def charge(self, outside_ns: Callable[[Site], float]) -> None:
-        """Set `probe_ns` of every line, from what a call of a site's probe costs outside of its span."""
+        """Set `probe_ns` of every line from `outside_ns(site)`, the cost of a call's probe outside of its span."""
         each_ns = np.array([*map(outside_ns, self.tree.sites), 0.0])
         self.lines["probe_ns"] = np.rint(self.lines["calls"] * each_ns[self.site_of[self.lines["node"]]])
 
     def corrected(self) -> Tally:
-        """Return a copy whose self times, never negative, are without the cost of the children's probes."""
+        """Return a copy with self times without the cost of the children's probes, and never negative."""
         lines, above = self.lines.copy(), self.parents[self.lines["node"]].astype(np.int64)
         key, parent_key = _keys(lines["node"], lines["thread_id"], above)
         order = np.argsort(key, kind="stable")
@@ -382,7 +377,7 @@ def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) ->
 
 
 def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
-    """Add up lines by group. A group below 0 is no group. Lines without calls do not count."""
+    """Return the sums of lines by group. Groups below 0, and lines without calls, are left out."""
     sums, table = np.zeros(count, TOTALS), numbers_of(lines)
     is_counted = (groups >= 0) & (lines["calls"] != 0)
     if not is_counted.all():
@@ -403,13 +398,13 @@ def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
 
 
 def total_of(lines: Records) -> Totals:
-    """Add up some lines."""
+    """Return the sum of some lines."""
     (total,) = summed(lines, np.zeros(len(lines), np.int64), 1).tolist()
     return Totals._make(total)
 
 
 def _narrowed(lines: Records) -> Records:
-    """Return lines whose sums need no more than 64 bits."""
+    """Return the lines, cut if their sums would need more than 64 bits."""
     lines = np.ascontiguousarray(lines)
     table = numbers_of(lines)[:, : CORE_WIDTH - 1]
     if max(int(table.max(initial=0)), -int(table.min(initial=0))) * len(lines) < LARGEST:
@@ -423,7 +418,7 @@ def _narrowed(lines: Records) -> Records:
 
 
 def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -> tuple[Records, Records]:
-    """Merge lines of one node and thread, in the order of `threads`. Lines without a node are left out."""
+    """Merge lines of the same node and thread, in the order of `threads`. Lines without a node are left out."""
     places = {thread_id: place for place, thread_id in enumerate(threads)}
     ids, of_line = np.unique(lines["thread_id"], return_inverse=True)
     rank = np.array([places.get(thread_id, len(places)) for thread_id in ids.tolist()], np.int64)[of_line]
@@ -443,7 +438,7 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
 
 
 def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """Return a number for each pair of node and thread, and for each pair of another node and the same thread."""
+    """Return a number for each pair of node and thread, and for each pair of other node and thread."""
     _, numbers = np.unique(threads, return_inverse=True)
     width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1
@@ -460,7 +455,7 @@ def _summed_buckets(buckets: Records) -> Records:
 
 
 def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
-    """Return the tree of call paths, and the place of each, `NOT_BELOW` for the empty one."""
+    """Return the tree of call paths, and the place of each path, `NOT_BELOW` for an empty path."""
     node_of: dict[CallPath, int] = {(): NOT_BELOW}
     number_of: dict[Site, int] = {}
     numbers, parents, nodes = array("i"), array("i"), list[int]()

@@ -213,9 +213,9 @@ class SessionDiagnostics:
         """Return the rules and targets whose `notes` hold in this process alone."""
         verdicts = self.verdicts(of_all=of_all)
         idle_verdicts = (verdict for verdict in verdicts if verdict.state in ("waiting", "nothing"))
-        waiting = [(board.attached(verdict.rule), str(verdict)) for verdict in idle_verdicts]
+        waiting = [(board.attached_mark(verdict.rule), str(verdict)) for verdict in idle_verdicts]
         unmet = (verdict for verdict in verdicts if verdict.state == "unmet" or _is_idle_rule(verdict))
-        waiting += [(board.called(verdict.rule), str(verdict)) for verdict in unmet]
+        waiting += [(board.called_mark(verdict.rule), str(verdict)) for verdict in unmet]
         idle = self.selection.idle_preset_rules()
         own_verdicts = drop_recorded_elsewhere(verdicts, board.marks())
         uncalled = sorted(_uncalled_targets(verdict for verdict in own_verdicts if verdict.rule not in idle))

@@ -148,7 +148,7 @@ class OwnExport:
     def note_sent(self, source: Source) -> None:
         """Note that the exporter has sent spans of a source, or is about to."""
         exported = self._exported
-        if exported is not None and exported.is_of(source):
+        if exported is not None and exported.owns_source(source):
             exported.note_sent()
 
     @property

@@ -278,7 +278,7 @@ class Generations:
             change_rules(session.selection, now, to)
             self._engines.append(package)
             self._add_rules(to)
-        preset, mark = ENGINES[package], board.attached(f"engine {package}")
+        preset, mark = ENGINES[package], board.attached_mark(f"engine {package}")
         if len(to.functions) > len(now.functions) and mark not in board.marks():
             board.put([mark])
             logger.warning(

@@ -438,8 +438,7 @@ def _caller_in_environment() -> str:
 
 
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
-    """Return the first request that does work, and the reason, as in `Startup`; None if it is the request that began
-    first.
+    """Return the first request that does work, and the reason, as in `Startup`; None if it also began first.
 
     A call of a site in `sites` is preferred. Otherwise it is the earliest request with a recorded call below it, health
     probes excepted. If it is not the first request of its site, it has that call's begin and a length of 0.

@@ -304,7 +304,7 @@ def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapp
         for thread, name in tally.threads.items()
         if (own_thread := own(thread)) is not None
     }
-    return tally.placed(thread_of=own, threads=names, moved_ns=-process.moved_ns)
+    return tally.with_paths(thread_of=own, threads=names, moved_ns=-process.moved_ns)
 
 
 def _facts(facts: Trace, number: int) -> Trace:

@@ -377,4 +377,4 @@ def _of_ended_threads(tally: Tally) -> Tally:
         kept_paths.add(path)
         return path
 
-    return tally.placed(kept, lambda _: thread, {thread: name})
+    return tally.with_paths(kept, lambda _: thread, {thread: name})

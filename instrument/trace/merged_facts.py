@@ -69,7 +69,7 @@ def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns
             counted.append(tally_of(columns.only(is_of_process), threads, limit_links=LIMIT_LINKS))
             continue
         counted += (
-            part.saved.counted().placed(
+            part.saved.counted().with_paths(
                 lambda path: tuple(map(numbers.site, path)), partial(numbers.thread, part=part), {}, part.moved_ns
             )
             for part in counting
@@ -206,7 +206,7 @@ def _notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
     sites = [site for part in parts for site in part.called_sites()]
     called_sites = {f"{site.module}:{site.qualname}" for site in sites}
     if any(map(is_request, sites)):  # also of a process that ended without notes of its own
-        at_work.add(board.called("requests"))
+        at_work.add(board.called_mark("requests"))
     users: dict[str, list[str]] = {}
     uncalled: dict[str, None] = {}
     for files in processes:

@@ -17,7 +17,7 @@ import numpy as np
 from instrument.profile.model import KINDS
 from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.histogram import LAST_BUCKET
-from instrument.recording.numbers import note_written
+from instrument.recording.numbers import learn_gauges
 from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
     FIRSTS,
@@ -234,7 +234,7 @@ class Metadata:
         self.base_ns: int = checked(facts["base_ns"], int)
         self.sites = [site_from(entry) for entry in facts["sites"]]
         self._facts = facts
-        note_written(checked(facts.get("gauges", {}), dict))
+        learn_gauges(checked(facts.get("gauges", {}), dict))
 
     def trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
         """Return the trace of the given spans and samples. Samples without a number are added from the key."""

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from instrument.recording.gen_ai_metrics import GENERATION, says_generation
+from instrument.recording.gen_ai_metrics import GENERATION, has_generation_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import firsts_of, numbered
@@ -157,7 +157,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
 def _generation_places(trace: Columns, joined: Joined) -> set[int]:
     """Return the places of requests that are generations by a rule or by an attribute of the service."""
     rows = [trace.attributes.having(name) for name in GENERATION]
-    rows.append(np.flatnonzero(trace.of_sites([says_generation(dict(site.attributes)) for site in trace.sites])))
+    rows.append(np.flatnonzero(trace.of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites])))
     return set(joined.of[np.concatenate(rows)].tolist())
 
 

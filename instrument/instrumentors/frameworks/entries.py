@@ -170,7 +170,7 @@ def record_once(recorder: Recorder, method: Any, site: Site, recordings: dict[An
     new_recording = wrapping.make_function(recorder, method, site)
     recording = recordings.setdefault(key, new_recording)
     if recording is new_recording:
-        recorder.may_mute(site, new_recording)
+        recorder.allow_muting(site, new_recording)
     return recording
 
 

@@ -158,7 +158,7 @@ class Jitted:
     def _recording(self, function: Any, site: Site) -> Callable[..., Any]:
         recorder, is_clean = self._recorder, self._is_clean
         recording = wrapping.make_function(recorder, function, site)
-        recorder.may_mute(site, recording)
+        recorder.allow_muting(site, recording)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not recorder.on or not self._at_work or not is_clean():
