@@ -1,5 +1,5 @@
-"""Traces: what reports, converters and files work on, with numpy and without an object for each span.
+"""Traces: spans as numpy columns, without an object for each. Reports, converters and files use them.
 
-`trace` has the trace and the views of its rows, `columns` its columns. `intervals` has the algebra of stretches of
-time. `self_times` and `call_tree` each define numbers that views show, once.
+`trace` defines the trace and span objects, `columns` its columns, and `intervals` operations on intervals of time.
+`self_times` and `call_tree` define numbers that several views show.
 """

@@ -1,4 +1,4 @@
-"""Renumbering for merged processes: threads, streams and devices stay distinct, equal sites become one."""
+"""New numbers for merged processes, so that threads, streams and devices stay distinct. Equal sites become one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instrument.trace.watched import moved_watched
 
 
 class DistinctNumbers:
-    """The distinct numbers of several owners. A number keeps its value if it is free, else gets the next one."""
+    """Distinct numbers for numbers of several owners. A number keeps its value if no other owner has it."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[Hashable, int], int] = {}
@@ -39,29 +39,29 @@ class DistinctNumbers:
         return number
 
     def column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
-        """Return the distinct numbers for a column of an owner's numbers."""
+        """Return the distinct number for each of an owner's numbers."""
         return _renumber(numbers, lambda number: self.number(number, owner))
 
     def owned(self, owner: Hashable) -> dict[int, int]:
-        """Return the own numbers of an owner by their joined numbers."""
+        """Return a map from distinct numbers to an owner's numbers."""
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
 
 def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
-    """Return the new number of each number. Calls `become` once per distinct number."""
+    """Return the result of `become` for each number. It is called once per distinct number."""
     distinct, places = ranked(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
 
 
 class JoinedSites:
-    """The joined sites of several files, by key. A joined site has the attributes that all sites of its key share."""
+    """The joined sites of several files: one per key, with the attributes that all sites of the key share."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[object, ...], int] = {}
         self._found: list[list[Site]] = []
 
     def place(self, site: Site) -> int:
-        """Return the place of the joined site of a site."""
+        """Return the index of a site's joined site."""
         place = self._places.setdefault(site.key, len(self._found))
         if place == len(self._found):
             self._found.append([])
@@ -71,7 +71,7 @@ class JoinedSites:
 
     @cached_property
     def joined(self) -> tuple[Site, ...]:
-        """The joined sites in the order of their places. Read it after the last call of `place`."""
+        """The joined sites by index. They must be read after the last call of `place`."""
         return tuple(map(_joined, self._found))
 
 
@@ -86,24 +86,24 @@ _FLAGS = [item.name for item in fields(Site) if item.type == "bool"]
 
 
 def linked_ids(link: Any) -> Int64s | None:
-    """Return the ids of the span and the root that a link names, None for a value that is no link."""
+    """Return the ids of the linked span and of its root, None if the value is no link."""
     if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
         return None
     return np.array(link, dtype=np.int64) if all(-1 << 63 <= number < 1 << 63 for number in link) else None
 
 
 class MergedFile:
-    """A file among the merged ones, with the new rows of its spans."""
+    """One of the files of a merge, and the rows of its spans in the merged trace."""
 
     def __init__(self, saved: Saved, process: int, first: int, moved_ns: int) -> None:
         self.saved, self.process, self.first, self.moved_ns = saved, process, first, moved_ns
         self.trace = saved.trace.columns
         self.row = np.zeros(0, dtype=np.int64)
-        """The merged row of each row. A row of another file may represent it."""
+        """The merged row of each row. It may be the same span's row in another file."""
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
     def sites(self) -> list[Site]:
-        """Return the sites of its spans, of its tally and of its start-up."""
+        """Return the sites of the file's spans, tally and start-up."""
         sites = [*self.trace.sites]
         if self.saved.tally is not None:
             sites += self.saved.tally.sites()
@@ -113,7 +113,7 @@ class MergedFile:
         return sites
 
     def called_sites(self) -> set[Site]:
-        """Return the sites of its spans and of the calls in its tally."""
+        """Return the sites of the file's spans and of the calls in its tally."""
         sites = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
         if self.saved.tally is not None:
             sites |= {row.path[-1] for row in self.saved.tally.rows() if row.totals.calls}
@@ -121,12 +121,12 @@ class MergedFile:
 
     @property
     def of_all(self) -> slice:
-        """The places of this file's rows among the rows of all files."""
+        """The slice of this file's rows among the rows of all files."""
         return slice(self.first, self.first + len(self.trace))
 
 
 class Numbers:
-    """The joined sites, threads, streams and devices of all files."""
+    """The merged sites and the merged numbers of threads, streams and devices of all files."""
 
     def __init__(self, parts: Sequence[MergedFile]) -> None:
         self._threads, self._streams, self._devices = DistinctNumbers(), DistinctNumbers(), DistinctNumbers()
@@ -142,39 +142,39 @@ class Numbers:
         return self._sites.joined
 
     def site(self, site: Site) -> Site:
-        """Return the joined site of a site."""
+        """Return the joined site for a site."""
         return self.sites[self._sites.place(site)]
 
     def sites_of(self, part: MergedFile) -> Int64s:
-        """Return the place of the joined site of each row."""
+        """Return the index of the joined site of each row."""
         places = [self._sites.place(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
 
     def thread(self, number: int, part: MergedFile) -> int:
-        """Return the number of a thread in the joined trace. Number 0 is for threads of its process that have ended."""
+        """Return the merged number of a thread. Number 0 counts for the process's ended threads."""
         return self._threads.number(number, part.process)
 
     def threads_of(self, part: MergedFile) -> Int64s:
-        """Return the joined thread number of each row."""
+        """Return the merged thread number of each row."""
         return self._threads.column(part.trace.thread_id, part.process)
 
     def threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        """Return the joined numbers of threads. The number 0 means no thread and stays."""
+        """Return the merged numbers of threads. The number 0 means no thread and remains 0."""
         threads = np.zeros(len(numbers), dtype=np.int64)
         of_some = numbers != 0
         threads[of_some] = self._threads.column(numbers[of_some], part.process)
         return threads
 
     def streams(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        """Return the joined numbers of streams."""
+        """Return the merged numbers of streams."""
         return self._streams.column(numbers, part.process)
 
     def devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        """Return the joined numbers of devices."""
+        """Return the merged numbers of devices."""
         return _renumber(numbers, lambda number: self.device(number, part))
 
     def device(self, number: int, part: MergedFile) -> int:
-        """Return the joined number of a device. A GPU with a known UUID has one number in all processes."""
+        """Return the merged number of a device. A GPU with a known UUID has one number in all processes."""
         if number == HOST:
             return number
         uuid = next((gpu.uuid for gpu in part.saved.trace.gpus if gpu.device == number), "")
@@ -183,7 +183,7 @@ class Numbers:
         return joined
 
     def of_process(self, process: int) -> dict[str, dict[int, int]]:
-        """Return the own thread, device and stream numbers of a process by the joined numbers."""
+        """Return maps from merged numbers to a process's own numbers of threads, devices and streams."""
         return {
             "threads": self._threads.owned(process),
             "devices": self._own_devices.get(process, {}),
@@ -195,14 +195,14 @@ class Numbers:
 
 
 def process_key(saved: Saved) -> Hashable:
-    """Return a key that files of one process share. A file of an unknown process or profiler has its own."""
+    """Return a key that is equal for all files of one process. Files of unknown processes have a key of their own."""
     origin = saved.trace.origin
     is_known = origin.pid > 0 and origin.recorder != "other"
     return (origin.host, origin.boot, origin.pid, origin.service, origin.start_ticks) if is_known else id(saved)
 
 
 def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
-    """Return the recordings of each process, in the order of first appearance. A merged file is split into its own."""
+    """Return the recordings of each process, in the order of first appearance. Merged files are split by process."""
     groups: dict[Hashable, list[Saved]] = {}
     for saved in files:
         for part in unmerged(saved):
@@ -211,7 +211,7 @@ def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
 
 
 def unmerged(saved: Saved) -> list[Saved]:
-    """Return the recordings that a merged recording was made of. The recording of one process is returned alone."""
+    """Return a recording for each process in a merged recording. That of one process is returned unchanged."""
     processes = saved.trace.processes
     if not processes:
         return [saved]
@@ -235,12 +235,12 @@ def unmerged(saved: Saved) -> list[Saved]:
 
 
 def _own_numbers_of(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
-    """Return the own numbers of a process for merged numbers. An unknown number stays."""
+    """Return a process's own numbers for merged numbers. An unknown number is returned unchanged."""
     return _renumber(numbers, lambda number: own_numbers.get(number, number))
 
 
 def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
-    """Return the wanted rows of a process with its own numbers. `of_row` has the process of each row."""
+    """Return the wanted rows of one process, with its own numbers and ids. `of_row` has the process of each row."""
     rows = np.flatnonzero(is_wanted)
     columns, moved_ns = trace.with_attributes(is_wanted), process.moved_ns
     # The process did not know parents and roots of other processes. Its own topmost span was the root.
@@ -277,7 +277,7 @@ def _own_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
 
 
 def _own_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
-    """Return the attributes of rows of a process, with links by its own ids."""
+    """Return the attributes of some rows of a process, with the process's own ids in links."""
 
     def relink(_: int, link: Any) -> Any:
         ids = linked_ids(link)
@@ -287,7 +287,7 @@ def _own_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Att
 
 
 def _tallies(saved: Saved, of_thread: Mapping[int, int]) -> list[Tally] | None:
-    """Return the tally of each process, by the process of each thread; None if the file has no tally."""
+    """Return the tally of each process, None if the file has none. `of_thread` has the process of each thread."""
     if (tally := saved.tally) is None:
         return None
     return [_tally_of(tally, process, number, of_thread) for number, process in enumerate(saved.trace.processes)]
@@ -308,7 +308,7 @@ def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapp
 
 
 def _facts(facts: Trace, number: int) -> Trace:
-    """Return the facts of a process with its devices. The first process that has a device gets its samples."""
+    """Return the facts of a process, with gauges of its devices. The first process with a device gets its gauges."""
     process = facts.processes[number]
     before = {device for other_process in facts.processes[:number] for device in other_process.devices}
     devices, moved_ns = process.devices, process.moved_ns

@@ -1,16 +1,15 @@
-"""The neighbours' bill: each wait of a request is charged to the requests that it waited for, summed by group.
+"""The bill of the `neighbours` view: each wait of a request is charged to the requests that it waited for, by group.
 
 A request waits in its queue, in batches beyond its own share, in stalls between batches, and while another request
 blocks its event loop. Each nanosecond of a wait is charged once:
 
-- `BEHIND` in a queue, `BETWEEN` in a stall: the time in which a thread ran batches. The thread is that of the request's
-  next batch. The members of a batch share it by their weights.
-- `SHARED`: of a batch, the time beyond the request's own share. The other members share it by their weights.
-- `BLOCKED`: the time in which a request blocked the event loop of that thread, or of the request's own one.
+- `BEHIND` in a queue, `BETWEEN` in a stall: the time in which the thread of the request's next batch ran other batches.
+  The members of such a batch share it by their weights.
+- `SHARED`: the time in a batch beyond the request's own share. The other members share it by their weights.
+- `BLOCKED`: the time in which another request blocked the event loop of that thread or of the request's own thread.
 
-The rest is charged to nobody: no recorded batch ran. Of `length` ns and weights w by group, the first k groups get
-`length * sum(w[:k]) // sum(w)` together, as members do of a batch. What all groups suffered so equals what they and
-nobody inflicted.
+The remaining time is charged to nobody: no recorded batch ran. If groups with the weights w share `length` ns, the
+first k groups get `length * sum(w[:k]) // sum(w)` together. So the waits add up to the charges.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
 
 @dataclass(frozen=True)
 class Lanes:
-    """The work of threads that run batches or blocked loops, piece by piece.
+    """The batches and blocked event loops of each thread that has any, as disjoint intervals (`pieces`).
 
-    The group of a piece is its thread's place in `threads`. `row` is its batch or its blocked loop. `blocker` is the
-    place of the request that blocked the loop, `NONE` if it is unknown or in a batch.
+    The group of an interval is the index of its thread in `threads`. `row` is its batch or its blocked loop. `blocker`
+    is the index of the request that blocked the loop, `NONE` if unknown or in a batch.
     """
 
     threads: Int64s
@@ -51,7 +50,7 @@ class Lanes:
 
     @classmethod
     def of(cls, trace: Columns, joined: Joined) -> Lanes:
-        """Return the lanes of a trace. An instant belongs to the batch or the blocked loop that began last."""
+        """Return the lanes of a trace. An instant counts for the batch or the blocked loop that began last."""
         batches = distinct(joined.served.batch)
         blocked = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
         rows = np.concatenate([batches, blocked]).astype(np.int64)
@@ -65,7 +64,7 @@ class Lanes:
         return cls(threads, Unions(lanes[place], starts, ends), rows[place], place >= len(batches), requests[place])
 
     def of_threads(self, thread_id: Int64s) -> Int64s:
-        """Return the lane of each thread, `NONE` for a thread without one."""
+        """Return the index of each thread's lane, `NONE` for a thread without one."""
         if not len(self.threads):
             return np.full(len(thread_id), NONE, dtype=np.int64)
         lanes = np.searchsorted(self.threads, thread_id).clip(max=len(self.threads) - 1)
@@ -74,10 +73,10 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Bill:
-    """The waits in ns: `charged_ns` by the way, the group that waited and the group that it waited for.
+    """Waits in ns. `charged_ns` is by kind of wait, by the group that waited and by the group that caused the wait.
 
-    The last group that was waited for is nobody. `suffered_ns` is by the group that waited. It has the waits of the
-    ledger, and the stretches of blocked loops in the requests' own work.
+    The last causing group is nobody. `suffered_ns` is by the group that waited: the waits of the ledger and the time in
+    which the event loop was blocked during own work.
     """
 
     charged_ns: NDArray[np.int64]
@@ -85,9 +84,9 @@ class Bill:
 
 
 class Account:
-    """The account of the requests of a trace, by group: from 0 to below `count`, by the request's place.
+    """The waits of a trace's requests by group. `group` has the group of each request, from 0 to below `count`.
 
-    Only the requests in `is_charged`, by place, wait. All requests are waited for.
+    Only the waits of requests in `is_charged` count, but all requests may cause them.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Account:
         self._of_piece = np.where(lanes.is_blocked, NONE, places)
 
     def bill(self, parts: Ledger) -> Bill:
-        """Return the bill of the requests. `parts` is their ledger."""
+        """Return the bill. `parts` is the ledger of the requests."""
         count, group = self._count, self._group
         charged = np.zeros((len(WAYS), count, count + 1), dtype=np.int64)
         threads = self._awaited_threads()
@@ -133,7 +132,7 @@ class Account:
         return self._turns.start_ns[rows], self._turns.length_ns[rows]
 
     def _awaited_threads(self) -> Int64s:
-        """Return the thread of the next batch of each turn's request; without one that with the most batches."""
+        """Return, for each turn, the thread of the request's next batch, else the thread with the most batches."""
         batch_rows = self._joined.served.batch
         if not len(batch_rows):
             return np.full(len(self._turns.pair), NONE, dtype=np.int64)
@@ -146,7 +145,7 @@ class Account:
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
     def _weights_up_to(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield each group, nobody last, with the summed weight of all members up to this group, by batch."""
+        """Yield each group, nobody last, with the summed weights of all members up to that group, per batch."""
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
         for number, members in enumerate(_split(groups, self._count + 1)):
@@ -154,9 +153,8 @@ class Account:
             yield number, weights
 
     def _ran(self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool) -> NDArray[np.int64]:
-        """Return the time of batches, or of blocked loops, in intervals on lanes: by the groups that waited and ran.
-
-        The intervals are those of the `waiting` groups."""
+        """Return the time that batches, or blocked loops, ran in intervals of lanes, by waiting and by running group.
+        `waiting` has the group of each interval."""
         pieces, upto = self.lanes.pieces, np.zeros((self._count, self._count + 1), dtype=np.int64)
         some = np.flatnonzero(lanes != NONE)
         firsts, stops = pieces.reached(lanes[some], starts[some], ends[some])
@@ -183,7 +181,7 @@ class Account:
         return np.diff(upto, axis=1, prepend=0)
 
     def _in_batches(self, given_ns: Int64s) -> NDArray[np.int64]:
-        """Return the time that requests waited in batches for the other members."""
+        """Return the time that requests waited in batches for other members, by waiting and by causing group."""
         served, rows = self._joined.served, self._charged_turns
         rows = rows[self._turns.pair[rows] != NONE]
         pairs, _, waited_ns = own_and_waiting(given_ns, self._turns.pair[rows], self._turns.length_ns[rows])
@@ -197,7 +195,7 @@ class Account:
         return np.diff(upto, axis=1, prepend=0)
 
     def _blocked_work(self) -> NDArray[np.int64]:
-        """Return, by two groups, the time of own work in which requests of the other group blocked the loop."""
+        """Return the time of own work in which other requests blocked the loop, by waiting and by causing group."""
         lanes, requests = self.lanes, np.flatnonzero(self._is_charged)
         if not lanes.is_blocked.any():
             return np.zeros((self._count, self._count + 1), dtype=np.int64)
@@ -223,6 +221,6 @@ class Account:
 
 
 def _split(groups: Int64s, count: int) -> list[Int64s]:
-    """Return the places of each group's members, also for groups without any."""
+    """Return the indices of each group's members. A group without members has an empty array."""
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.searchsorted(groups[order], np.arange(1, count)))

@@ -1,9 +1,9 @@
 """Blame: the part that makes a request slower than its endpoint's median, and the spans that caused it.
 
-The blamed part exceeds its median over the endpoint's requests by most. The cause is the span that took most of that
-part's time. Candidates are spans of other requests on the threads that the request waited for. If the request's own
-work was slow, the spans right below it are candidates, too. A garbage collection is the cause if it took at least half
-of the excess. Its thread does not matter, because it stops all threads of its process.
+The blamed part is the one with the largest excess over its median in the endpoint's requests. The cause is the span
+that took most of that part's time. Candidates are spans of other requests on the threads that the request waited for.
+If its own work was slow, the spans below that work are candidates, too. A garbage collection on any thread is the cause
+if it took at least half of the excess, because it stops all threads.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, last_before, timeline
 
 BETWEEN = (QUEUE, STALL)
-"""The parts in which a request waits for the threads that run its batches."""
+"""The parts of a request that are waits for the threads of its batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
     """A span's name, its time within the blamed part, and the key or endpoint of its request.
 
-    `request` is empty if the span belongs to no request, or to the slow request itself.
+    `request` is "" if the span belongs to no request, or to the slow request itself.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The part of a request that exceeds its typical time by most, with its cause if that is known."""
+    """The part of a request with the largest excess over its typical time, and the cause, None if unknown."""
 
     part: str
     part_ns: int
@@ -49,12 +49,12 @@ class Blame:
 
     @property
     def excess_ns(self) -> int:
-        """The time of the part beyond its typical time."""
+        """The part's time beyond its typical time."""
         return self.part_ns - self.typical_ns
 
 
 def typical_times(ledger: Ledger, places: Int64s) -> dict[str, int]:
-    """Return the median time of each part over some requests. A request without the part counts as 0 ns."""
+    """Return the median time of each part over the requests in `places`. A request without the part counts as 0 ns."""
     is_chosen = np.zeros(int(max(ledger.request.max(initial=-1), places.max(initial=-1))) + 1, dtype=np.bool_)
     is_chosen[places] = True
     rows = np.flatnonzero(is_chosen[ledger.request])
@@ -83,7 +83,7 @@ def blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typical: M
 def _collection(
     trace: Columns, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
 ) -> Cause | None:
-    """Return the garbage collections that took at least half of a part's excess, None if there are none."""
+    """Return the garbage collections as the cause if they took at least half of the excess, else None."""
     is_collected = trace.of_sites([is_collection(site) for site in trace.sites])
     if not is_collected.any():
         return None
@@ -115,7 +115,7 @@ def _cause(
 
 
 def _is_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
-    """Return True for spans of a request below the given rows of it."""
+    """Return an array over all rows, True for spans of a request below the given rows."""
     family = np.flatnonzero(joined.of == place)
     parents = rows_of(family, trace.parent[family].astype(np.int64))
     is_given = np.isin(family, rows)
@@ -127,7 +127,7 @@ def _is_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools
 def _threads(
     trace: Columns, joined: Joined, place: int, part: str, work: Iterable[tuple[int, Moment]], moments: Sequence[Moment]
 ) -> set[int]:
-    """Return the threads that a request waited for during its turns in a part."""
+    """Return the threads that a request waited for in a part."""
     served = joined.served.batch[joined.served.request == place]
     if part in BETWEEN and len(served):
         return set(trace.thread_id[served].tolist())
@@ -139,7 +139,7 @@ def _threads(
 
 
 def _taking_most(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
-    """Return the name and request of the topmost wanted spans that ran for most of the given times."""
+    """Return the name and request of the topmost wanted spans that ran longest in the given times."""
     low, high = int(times.starts[0]), int(times.ends[-1])
     rows = np.flatnonzero(is_wanted & (trace.start_ns < high) & (trace.end_ns > low))
     is_candidate = np.zeros(len(trace) + 1, dtype=np.bool_)  # the last place is that of a missing parent
@@ -160,14 +160,14 @@ def _taking_most(trace: Columns, joined: Joined, place: int, times: Union, is_wa
 
 
 def _ran_ns(trace: Columns, times: Union, rows: Int64s) -> int:
-    """Return the length of the given times in which any of the spans ran. Overlapping spans count once."""
+    """Return how much of the given times the spans ran. Overlapping spans count once."""
     ran = union(trace.start_ns[rows], trace.end_ns[rows])
     return int(times.within(ran.starts, ran.ends).sum())
 
 
 def _names_and_rows(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
-    """Return the name of each span, and the row that names its request. A blocked loop has the name and row of the span
-    that blocked it for most of the time."""
+    """Return the name of each span, and the row whose request counts. A blocked loop has the name and the row of the
+    span that blocked it."""
     shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
     is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
     places = np.flatnonzero(is_blocked)
@@ -179,9 +179,8 @@ def _names_and_rows(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
 
 
 def blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
-    """Return the row of the span that blocked each loop, the loop's own row if there is none.
-
-    It is the innermost span of that name which ran on the loop's thread at the middle of the stretch."""
+    """Return the row of the span that blocked each event loop, else the blocked loop's own row. It is the innermost
+    span of the recorded name on that thread in the middle of the blocked time."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
     of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)
@@ -203,7 +202,7 @@ def blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
 
 
 def _request_of_span(joined: Joined, row: int) -> int:
-    """Return the request of a span. A batch has the request with the largest weight."""
+    """Return the index of a span's request. For a batch it is the request with the largest weight."""
     if joined.of[row] != NONE:
         return int(joined.of[row])
     served = joined.served
@@ -216,7 +215,7 @@ def _request_of_span(joined: Joined, row: int) -> int:
 def _of_batches(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
-    """Return the batch in which a request spent most, with the other request that took most of it."""
+    """Return the batches in which a request spent most time, with the other request that took most of it."""
     if not moments:
         return None
     served = joined.served
@@ -243,7 +242,7 @@ def _of_batches(
 
 
 def called(trace: Columns, joined: Joined, place: int) -> str:
-    """Return the first key of a request, else its endpoint; "" if there is no request."""
+    """Return the first key of a request, else its endpoint; "" for `NONE`."""
     if place == NONE:
         return ""
     keys = joined.keys.get(place)

@@ -1,10 +1,10 @@
 """The rows of a merged trace by recording process. A tree can have rows of several processes.
 
-A process keeps its own numbers of threads, streams and devices. Ids, parents, roots and clock are those of the merged
-trace. A batch knows the requests that it serves.
+Rows have their process's own numbers of threads, streams and devices. Ids, parents, roots and clock are those of the
+merged trace.
 
-Interruptions become events of the spans that they hit, not traces of one span. A blocked event loop hits the requests
-and the roots that were open on its thread, a garbage collection those of its process.
+Interruptions become events of the spans that they interrupt, not traces of one span. A blocked event loop interrupts
+the requests and roots that are open on its thread, a garbage collection those of its process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class ProcessRows(NamedTuple):
-    """The facts of a process and its rows: by tree, and within a tree by begin.
+    """The facts of a process and its rows, ordered by tree and then by begin.
 
     `numbers` has the process's own numbers, None if the trace has the same ones. `interruptions` are by the row that
-    they hit, and are not among `rows`.
+    they interrupt, and are not among `rows`.
     """
 
     facts: Trace
@@ -42,9 +42,9 @@ class ProcessRows(NamedTuple):
 
 
 def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
-    """Yield the rows of each process of merged files in a trace that extends the merged one.
+    """Yield the rows of each process in a trace that extends the trace of a merge.
 
-    A further row of the trace belongs to its parent's process.
+    An additional row belongs to its parent's process.
     """
     base = merged.saved.trace.origin
     process = np.zeros(len(trace), dtype=np.int64)
@@ -66,7 +66,7 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
 
 
 def _by_trees(trace: Columns) -> Int64s:
-    """Return the rows by root, then by begin, the longer ones first, then by id."""
+    """Return the rows ordered by root, then by begin, the longer ones first, then by id."""
     starts, ends = trace.start_ns, trace.end_ns
     is_later = (starts[1:] > starts[:-1]) | ((starts[1:] == starts[:-1]) & (ends[1:] <= ends[:-1]))
     if is_later.all():  # then a stable sort by root is enough, in a fifth of the time
@@ -75,7 +75,7 @@ def _by_trees(trace: Columns) -> Int64s:
 
 
 def outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
-    """Return the outer span of each nested request with keys, and that span's root, by the request's row.
+    """Return, for the rows of nested requests with keys, the ids of the span around each and of its root.
 
     A request that already has a link is left out.
     """
@@ -91,7 +91,7 @@ def outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]
 
 
 def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
-    """Return the interruptions that hit requests and roots among some rows, by row, all of one process."""
+    """Return, for the requests and roots among some rows, the interruptions of their process that interrupt each."""
     by_end = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
     hit = rows[trace.of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
     if not len(by_end):
@@ -114,7 +114,7 @@ def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Map
 
 
 NEWEST = 1_000
-"""The number of a process's newest interruptions that are kept for spans that end later."""
+"""The most interruptions of a process that are kept for spans that end later, the newest ones."""
 
 
 class Interruptions:
@@ -124,7 +124,7 @@ class Interruptions:
         self._newest: list[Span] = []
 
     def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
-        """Return the rows without interruptions, and the interruptions of this and earlier traces by row."""
+        """Return the rows that are no interruptions, and by row the interruptions of this and earlier traces."""
         alone = trace.of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)

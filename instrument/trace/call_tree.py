@@ -1,13 +1,13 @@
 """The call tree of a trace, and its tally: the times of the calls of each call path.
 
-A line is the work of one thread, or of one task on it. A call on another line than its parent's has a node of its own
-per thread, and is no part of the parent's time. Device time of a call is the union of the device intervals of the call
-and of the calls below it on its line. So overlapping device intervals of nested calls count once.
+A track (`line` in names) is one thread, or one task on it. A call on another track than its parent's has a node of its
+own per thread, and is no part of the parent's time. The device time of a call is the union of the device intervals at
+and below it on its track. So overlapping intervals of nested calls count once.
 
-The tally has totals by call path and thread, as recorders count them, with the same folding of recursion. A call of a
-site that is on its path already counts at the node of that site. It is an inner call if an outer call of the same node
-and thread had not ended. The total and device time of an inner call do not count. Parents decide which calls are outer
-ones. The parent of a generator's call is the call in which it began, even if another call resumed it.
+The tally has totals by call path and thread, as recorders count them. Recursion is folded: a call of a site that is
+already on its path counts at that site's node. It is an inner call if an outer call of the same node and thread was
+still open. The total and device time of an inner call do not count. The parent of a generator's call is the call in
+which it began, even if another call resumed it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from instrument.trace.self_times import waiting_times
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
-    """Sums and extremes over the calls of each node, which `calls` counts."""
+    """The number, sum, greatest and least of the times of each node's calls."""
 
     calls: Int64s
     total_ns: Int64s
@@ -41,14 +41,14 @@ class NodeTimes:
 
     @classmethod
     def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
-        """Return the times of nodes from one length per call. `groups` has the node of each call."""
+        """Return the times of each node from one length per call. `groups` has the node of each call."""
         return cls(
             groups.sizes(), groups.sums(lengths_ns), groups.most(lengths_ns, 0), groups.least(lengths_ns, FARTHEST_NS)
         )
 
 
 class StreamTimes(NamedTuple):
-    """The work of a stream for the calls of a node: the count, sum, maximum and minimum of its intervals."""
+    """The device intervals of a node's calls on one stream: count, sum, maximum and minimum."""
 
     node: int
     device: int
@@ -63,8 +63,8 @@ class StreamTimes(NamedTuple):
 class CallPaths:
     """The call tree's nodes, one per call path, in the order of first appearance, parents before children.
 
-    `parent` is a node's parent, `NONE` for a root. `thread_id` is the thread of the node's line. A node that begins a
-    line `is_elsewhere`. `first_ns` is the earliest begin. `device` counts the calls with device time only.
+    `parent` is a node's parent, `NONE` for a root. `is_elsewhere` is True if the node is on another track than its
+    parent. `first_ns` is the earliest begin of a call. `device` counts only calls with device time.
     """
 
     parent: Int64s
@@ -83,10 +83,10 @@ class CallPaths:
 def call_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> CallPaths:  # fmt: skip
-    """Return the nodes of all spans, or of the spans in `among` alone. Calls of `kinds` and the calls right below them
+    """Return the call tree of all spans, or of the spans in `among`. Calls of `kinds` and the calls right below them
     have device time.
 
-    With a `window`, times are clipped to it. A node without a call in it is there only for the nodes below it.
+    With a `window`, times are clipped to it. A node without a call in it exists only for the nodes below it.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = lie_in(trace.start_ns, trace.end_ns, (first, last))
@@ -126,7 +126,7 @@ def _reordered(times: NodeTimes, order: Int64s) -> NodeTimes:
 def _nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
     """Return the node of each included row, and the parent and one row of each node. Parents come first.
 
-    `level` is the number of included rows above a row. `on_line` is True for rows on the line of an included parent.
+    `level` is the number of included rows above a row. `on_line` is True for rows on the track of an included parent.
     """
     node_of = np.full(len(trace), NONE, dtype=np.int64)
     parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
@@ -150,7 +150,7 @@ def _nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) ->
 
 
 def _in_order_of_appearance(parent: Int64s, first_row: list[int]) -> tuple[list[int], Int64s]:
-    """Return the nodes by the first row at or below each, and the place of each node in that order."""
+    """Return the nodes ordered by the first row at or below each, and the index of each node in that order."""
     order = sorted(range(len(parent)), key=least_below(parent.tolist(), first_row).__getitem__)
     return order, places_of(np.array(order, dtype=np.int64), len(parent))
 
@@ -170,7 +170,7 @@ def _device_times(
     trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, is_timed: Bools, inside: Bools, window: Interval,
     count: int,
 ) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
-    """Return the device times of the marked nodes, and times by stream for them and for nodes inside them."""
+    """Return the device times of the nodes that are `is_timed`, and times by stream for them and the nodes inside."""
     work, (first, last) = trace.device, window
     if not len(work) or not count:
         nothing = np.zeros(0, dtype=np.int64)
@@ -199,10 +199,10 @@ def _stream_times(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: I
 def lengths_below(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
-    """Return the calls with intervals at or below them on their lines, and the length of the union of their intervals.
+    """Return the calls with intervals at or below them on their track, and the length of the intervals' union.
 
-    Unions go up level by level, so a deep interval is kept once. A call without intervals of its own and with one child
-    has no level of its own.
+    Unions are passed up level by level. A call without intervals of its own and with one child is skipped, so that deep
+    call chains cost little.
     """
     nearest_call = nearest(around, is_call)
     up = np.where(around == NONE, NONE, nearest_call[around]).astype(np.int32)
@@ -253,10 +253,10 @@ _TOO_DEEP = "its calls are nested too deeply; it is damaged"
 
 
 class _Paths:
-    """Folded call paths as nodes, each with its site's number and its parent. A call in a node of `recurring` may have
-    an outer call of the same node.
+    """Call paths with folded recursion as nodes: each has its site's number and its parent.
 
-    Raises `ValueError` after a search of more than `limit_links` nodes for recursion.
+    A call in a node of `recurring` may have an outer call of the same node. Raises `ValueError` after a search of more
+    than `limit_links` nodes for recursion.
     """
 
     def __init__(self, limit_links: int | None) -> None:
@@ -269,7 +269,7 @@ class _Paths:
         self._known_sites: set[int] = set()
 
     def below(self, parent: int, site: int) -> int:
-        """Return the node of a site called from a parent node. A recursive call has the site's node on its path."""
+        """Return the node for a call of a site in a parent node. A recursive call gets the site's node on its path."""
         node = self._below.get((parent, site))
         if node is None:
             node = self._below[parent, site] = self._folded(parent, site)
@@ -305,14 +305,14 @@ class _Paths:
 
 
 def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
-    """Return the number of each row's call path, and the sites of each path, the topmost first."""
+    """Return the number of each row's call path, and for each path its sites, the topmost first."""
     paths = _Paths(None)
     node_of = _folded_nodes(trace, paths)
     return node_of, paths.all(trace.sites)
 
 
 def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
-    """Return the tally of all spans. `threads` has names of threads, not necessarily of all.
+    """Return the tally of all spans. `threads` has the names of threads, some may be missing.
 
     Raises `ValueError` if the call paths have more than `limit_links` sites in all.
     """
@@ -336,7 +336,7 @@ def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_
 
 
 def _folded_nodes(trace: Columns, paths: _Paths) -> Int64s:
-    """Return the folded node of each row. Sites of the same key count as one."""
+    """Return the node of each row, with folded recursion. Sites of the same key count as one."""
     by_key: dict[tuple[object, ...], int] = {}
     places = np.array([by_key.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
     node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is the parent of roots
@@ -352,7 +352,7 @@ def _folded_nodes(trace: Columns, paths: _Paths) -> Int64s:
 
 
 def _inner(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
-    """Return True for calls that began before an outer call of the same node and thread had ended."""
+    """Return an array over all rows, True for inner calls: an outer call of the node and thread was still open."""
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
         return inner
@@ -375,7 +375,7 @@ def _inner(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
 
 
 def _around_of_node(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
-    """Return for each of some rows the nearest row above it of the same node and thread."""
+    """Return the nearest row of the same node and thread above each of some rows."""
     around = np.full(len(trace), NONE, dtype=np.int32)
     up = trace.parent[rows]
     while True:
@@ -389,7 +389,7 @@ def _around_of_node(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
 
 
 def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Records, Records]:
-    """Return the totals and the histogram of each cell, a node on a thread."""
+    """Return the totals and the histogram of each cell. A cell is a node on a thread."""
     device_ns, elapsed_ns = _device_and_elapsed(trace)
     elapsed_ns[inner] = trace.total_ns[inner]
     moved = np.zeros(len(trace), dtype=np.int64)
@@ -436,10 +436,7 @@ def _device_and_elapsed(trace: Columns) -> tuple[Int64s, Int64s]:
 
 
 def _in_order(trace: Columns, cells: Int64s, count: int) -> list[int]:
-    """Return the cells in the order of a walk from the roots down. Siblings are in the order of their begins.
-
-    Siblings that begin together are in the order of length, the longest first, then of id.
-    """
+    """Return the cells in depth-first order. Siblings are ordered by begin, then the longest first, then by id."""
     rank = places_of(in_order(trace), len(trace))
     by_depth, parent = by_level(trace.level), trace.parent
     sizes = np.ones(len(trace) + 1, dtype=np.int64)  # the number of rows at and below each

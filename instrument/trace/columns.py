@@ -1,7 +1,7 @@
-"""A trace as numpy columns. Its constructor checks the columns, so every existing trace is sound.
+"""A trace as numpy columns. The constructor of `Columns` checks them, so a trace is always consistent.
 
-Rows are spans, in the order of the input. Times are ns on the monotonic clock in 63 of 64 bits, so sums and differences
-of two times do not overflow.
+Each row is a span, in the order of the input. Times are ns on the monotonic clock, below 2^62, so that sums and
+differences of two times do not overflow.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Bools = NDArray[np.bool_]
 Description = TypeVar("Description", bound=Hashable)
 
 FARTHEST_NS = 1 << 62
-"""The bound of times in ns: no clock reads more."""
+"""The bound of times in ns. No clock reads more."""
 
 
 class Attributes(Protocol):
-    """The attributes of spans by row, decoded on access."""
+    """The attributes of spans by row. They are decoded when they are read."""
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         """Return the attributes of a row."""
@@ -44,10 +44,10 @@ class Attributes(Protocol):
         """Return the rows with an attribute of a name, in order."""
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the values of an attribute in some rows, None for a row without it."""
+        """Return the value of an attribute in each of some rows, None for a row without it."""
 
     def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        """Return the distinct attribute sets of rows: each row's number, `NONE` without one, and the sets."""
+        """Return the number of each row's set of attributes, `NONE` without one, and the distinct sets."""
         numbers = np.full(len(rows), NONE, dtype=np.int64)
         places = np.flatnonzero(np.isin(rows, self.rows()))
         numbers[places] = np.arange(len(places))
@@ -55,7 +55,7 @@ class Attributes(Protocol):
 
 
 class AttributesOfRows(Attributes):
-    """The attributes of spans as dicts by row. Nobody changes the dicts."""
+    """The attributes of spans as dicts by row. The dicts must not change."""
 
     def __init__(self, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> None:
         self._found = attributes_by_row
@@ -74,9 +74,9 @@ class AttributesOfRows(Attributes):
 
 
 class ComposedAttributes(Attributes):
-    """The attributes of rows from several `parts`. `part` has each row's part, `row_in_part` its row there.
+    """The attributes of rows that come from several `parts`. `part` has each row's part, `row_in_part` its row there.
 
-    `relink` takes a part's number and a link, and returns the link with the ids of the composed trace.
+    `relink(part, link)` returns a link with the ids of the composed trace.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ComposedAttributes(Attributes):
         return self._composed([part.having(name) for part in self._parts])
 
     def _composed(self, rows: Sequence[Int64s]) -> Int64s:
-        """Return the composed rows of some rows of each part, in order."""
+        """Return the composed rows for some rows of each part, in order."""
         composed = [np.zeros(0, dtype=np.int64)]
         for number, rows_of_part in enumerate(rows):
             composed_rows = np.flatnonzero(self._part == number)
@@ -136,14 +136,14 @@ class ComposedAttributes(Attributes):
 
 
 def changed(attributes: Attributes, count: int, more: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
-    """Return the attributes of `count` rows, with other ones of some rows."""
+    """Return the attributes of `count` rows. Those in `more` replace the attributes of their rows."""
     part = np.zeros(count, dtype=np.int32)
     part[list(more)] = 1
     return ComposedAttributes([attributes, AttributesOfRows(more)], part, np.arange(count))
 
 
 def extended(attributes: Attributes, count: int, more: Sequence[Mapping[str, AttributeValue]]) -> Attributes:
-    """Return the attributes of `count` rows, followed by those of more rows."""
+    """Return the attributes of `count` rows, followed by the attributes of new rows."""
     row_in_part = np.concatenate([np.arange(count), np.arange(len(more))])
     part = np.repeat(np.array([0, 1], dtype=np.int32), [count, len(more)])
     return ComposedAttributes([attributes, AttributesOfRows(dict(enumerate(more)))], part, row_in_part)
@@ -151,10 +151,7 @@ def extended(attributes: Attributes, count: int, more: Sequence[Mapping[str, Att
 
 @dataclass(frozen=True, slots=True)
 class DeviceIntervals:
-    """The device intervals of all spans. `row` is the span's row, in ascending order.
-
-    `label` is a place in `labels`.
-    """
+    """The device intervals of all spans. `row` is the span's row, ascending. `label` is an index into `labels`."""
 
     row: Int32s
     device: Int64s
@@ -170,7 +167,7 @@ class DeviceIntervals:
 
     @property
     def timed(self) -> Bools:
-        """A mask of the intervals with a measured length."""
+        """True for the intervals with a measured length."""
         return np.array([*(label not in UNTIMED for label in self.labels), False], dtype=np.bool_)[self.label]
 
     @property
@@ -186,7 +183,7 @@ class DeviceIntervals:
         return DeviceIntervals(**columns, labels=self.labels)
 
     def within(self, window: Interval) -> DeviceIntervals:
-        """Return the parts of intervals that are in a window."""
+        """Return the intervals clipped to a window, without those outside of it."""
         inner = self.only(lie_in(self.start_ns, self.end_ns, window))
         start_ns, end_ns = clipped(inner.start_ns, inner.end_ns, window)
         return replace(inner, start_ns=start_ns, end_ns=end_ns)
@@ -197,21 +194,21 @@ class DeviceIntervals:
 
     @classmethod
     def none(cls) -> DeviceIntervals:
-        """Return the columns of no intervals."""
+        """Return empty columns."""
         rows, numbers = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.int64)
         return cls(rows, numbers, numbers, numbers, numbers, rows, numbers, ())
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Spans as columns, a row each, with the names of `instrument.recording.spans.Span`.
+    """Spans as columns with the names of `instrument.recording.spans.Span`, a row per span.
 
-    `site` and `error` are places in `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent, `NONE`
-    without one in this trace. `remote` has the remote parents by row. `own_id` is the span's id in its process. It
-    differs from `span_id` in merged traces only.
+    `site` and `error` are indices into `sites` and `errors` (`NONE`: no error). `parent` is the row of the parent,
+    `NONE` without one in this trace. `remote` has the remote parents by row. `own_id` is the span's id in its process.
+    It differs from `span_id` in merged traces only.
 
-    Raises `ValueError` for unsound columns: different lengths, times out of range, places outside of their table,
-    duplicate ids, or cyclic parents.
+    Raises `ValueError` for inconsistent columns: different lengths, times or indices out of range, duplicate ids, or
+    cyclic parents.
     """
 
     sites: tuple[Site, ...]
@@ -254,30 +251,30 @@ class Columns:
         return self.end_ns - self.start_ns
 
     def of_kind(self, *kinds: str) -> Bools:
-        """Return True for rows of one of the kinds."""
+        """Return an array over the rows, True for spans of one of the kinds."""
         return self.of_sites([site.kind in kinds for site in self.sites])
 
     def of_sites(self, is_wanted: Sequence[bool]) -> Bools:
-        """Return True for rows of the wanted sites. `is_wanted` is by the site's place."""
+        """Return an array over the rows, True for spans of the sites for which `is_wanted` is True."""
         mask: Bools = np.array([*is_wanted, False], dtype=np.bool_)[self.site]
         return mask
 
     def numbered_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
-        """Return the distinct results of `describe`, and each site's number among them. A last `NONE` follows."""
+        """Return the distinct results of `describe`, and the index of each site's result, followed by a last `NONE`."""
         numbers: dict[Description, int] = {}
         of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
 
     def calls(self) -> dict[Site, int]:
-        """Count the rows of each site."""
+        """Return the number of rows of each site."""
         return dict(zip(self.sites, np.bincount(self.site, minlength=len(self.sites)).tolist(), strict=True))
 
     def timed(self) -> int:
-        """Count the rows with device intervals."""
+        """Return the number of rows with device intervals."""
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def untimed(self) -> int:
-        """Count the rows without device intervals whose site asks for device time."""
+        """Return the number of rows without device intervals whose site asks for device time."""
         is_missing = self.of_sites([site.device for site in self.sites])
         is_missing[self.device.row] = False
         return int(np.count_nonzero(is_missing))
@@ -307,7 +304,7 @@ class Columns:
     def owners(self, is_wanted: Bools) -> Int32s:
         """Return the topmost wanted row at or above each row, `NONE` without one.
 
-        A wanted root has precedence, because parents in between may not have been kept.
+        A wanted root comes first, because parents in between may not have been kept.
         """
         rows = np.arange(len(self), dtype=np.int32)
         owner = np.where(is_wanted, rows, np.int32(NONE)).astype(np.int32)
@@ -323,7 +320,7 @@ class Columns:
         return np.where(by_root, roots, owner).astype(np.int32)
 
     def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
-        """Return the device time of some rows, and True for rows with a timed interval."""
+        """Return the device time of some rows in ns, and True for the rows with a timed interval."""
         device = self.device
         numbers = places_of(rows, len(self))[device.row]
         is_given = numbers != NONE
@@ -334,14 +331,14 @@ class Columns:
 
     @cached_property
     def on_line_of_parent(self) -> Bools:
-        """A mask of the rows on the thread and task of their parent. Their time is part of the parent's."""
+        """True for the rows on the thread and task of their parent. Their time is part of the parent's time."""
         around = self.parent
         same = (self.thread_id == self.thread_id[around]) & (self.task_id == self.task_id[around])
         return np.asarray(same & (around != NONE)) if len(self) else np.zeros(0, dtype=np.bool_)
 
     @cached_property
     def around(self) -> Int32s:
-        """The parent of each row on its line, a thread or a task on it; `NONE` for the first row of a line."""
+        """The parent of each row on the same track (thread and task); `NONE` if it has none there."""
         around: Int32s = np.where(self.on_line_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
         return around
 
@@ -379,23 +376,23 @@ def _refuse_unsound(trace: Columns) -> None:
 
 
 def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
-    """Return True if all numbers are at least `first` and below `end`."""
+    """Return True if all numbers are at least `first` and less than `end`."""
     return not len(column) or bool(first <= column.min() and column.max() < end)
 
 
 CELL = np.dtype(
     [(name, "i8") for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
 )
-"""A packed device interval of `instrument.recording.slot_ring`. A stream is an address or a small number."""
+"""A packed device interval, as `instrument.recording.slot_ring` stores it. A stream is an address or a small number."""
 
 
 def cells_in(packed: bytes) -> NDArray[np.void]:
-    """Return the packed device intervals of a ring as records."""
+    """Return the packed device intervals of a ring as an array of records."""
     return np.frombuffer(packed, dtype=CELL)
 
 
 def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:
-    """Return the intervals of the spans with these ids, by row and time."""
+    """Return the device intervals of the spans with these ids, ordered by row and time."""
     rows = rows_of(span_id, cells["span_id"].astype(np.int64))
     order = np.lexsort((cells["start_ns"], rows))
     order = order[rows[order] != NONE]

@@ -1,7 +1,7 @@
 """Traces as tables of the dataset that `dataset.json` defines.
 
-Every table of one name has the same Arrow schema, also without values. Missing values are NULL. Ids are bytes in the
-order of their digits, times are int64 nanoseconds.
+Every table of one name has the same Arrow schema, even if it is empty. Missing values are NULL. Ids are bytes, the most
+significant first. Times are int64 nanoseconds.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[parquet]"
 
 ROWS_AT_ONCE = 100_000
-"""The number of rows of a table. It bounds the memory of a conversion, and is the row group size of a file."""
+"""The most rows of a table. It bounds the memory of a conversion, and is the row group size of a file."""
 
 UInt64s = NDArray[np.uint64]
 Values = Mapping[str, Any]
 
 
 def pyarrow() -> ModuleType:
-    """Import pyarrow. Raises `InstrumentError` with the extra's name if it is not installed."""
+    """Import pyarrow. Raises `InstrumentError`, which names the package extra, if it is not installed."""
     try:
         return import_module("pyarrow")
     except ImportError as problem:
@@ -59,7 +59,7 @@ def pyarrow() -> ModuleType:
 
 @cache
 def definition() -> Mapping[str, Any]:
-    """Return the definition of the dataset: its version, the columns of each table, and those that all tables have."""
+    """Return the definition of the dataset: its version, the columns of each table, and the columns of all tables."""
     document: Mapping[str, Any] = json.loads(Path(__file__).with_name("dataset.json").read_text("utf-8"))
     return document
 
@@ -72,7 +72,7 @@ def schema(table: str) -> Any:
 
 
 def arrow_type(kind: str) -> Any:
-    """Return the Arrow type of a type of the definition."""
+    """Return the Arrow type for a type of the definition."""
     arrow = pyarrow()
     if kind.startswith("map<"):
         return arrow.map_(*map(arrow_type, kind[4:-1].split(",")))
@@ -86,12 +86,12 @@ def arrow_type(kind: str) -> Any:
 
 
 def nullable(values: Any, is_null: Any) -> Any:
-    """Return numbers as an Arrow array. The marked ones are NULL."""
+    """Return numbers as an Arrow array, NULL where `is_null` is True."""
     return pyarrow().array(values, mask=np.asarray(is_null, dtype=np.bool_))
 
 
 def texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
-    """Return the name of each number as an Arrow array. `NONE` is NULL."""
+    """Return the name for each number as an Arrow array, NULL for `NONE`."""
     arrow = pyarrow()
     indices = arrow.array(numbers.astype(np.int64), mask=numbers == NONE)
     cleaned = arrow.array([name if name is None else clean(name) for name in names], arrow.string())
@@ -99,7 +99,7 @@ def texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
 
 
 def ids_of(*halves: UInt64s) -> Any:
-    """Return ids of 64 or 128 bits as fixed-size bytes in the order of their digits. An id of 0 is NULL."""
+    """Return ids of 64 or 128 bits as fixed-size bytes, the most significant first. An id of 0 is NULL."""
     arrow, parts = pyarrow(), np.stack(halves, axis=1)
     is_given = np.packbits(parts.any(axis=1), bitorder="little").tobytes()
     data = parts.astype(">u8").tobytes()
@@ -108,7 +108,7 @@ def ids_of(*halves: UInt64s) -> Any:
 
 
 def maps(items: Sequence[Mapping[str, Any] | None], kind: Any) -> Any:
-    """Return mappings as an Arrow array, by name. An empty one is NULL."""
+    """Return mappings as an Arrow array, sorted by name. An empty mapping is NULL."""
     return pyarrow().array([sorted(item.items()) if item else None for item in items], kind)
 
 
@@ -117,7 +117,7 @@ ATTRIBUTES = ("attributes_text", "attributes_int", "attributes_real", "attribute
 
 
 def attributes_of(trace: Columns, rows: Int64s) -> Values:
-    """Return the attributes of rows and of their sites as columns by the type of the value."""
+    """Return the attributes of rows and of their sites, as a column for each type of value."""
     numbers, sets = trace.attributes.distinct(rows)
     pairs, places = np.unique(np.stack([trace.site[rows], numbers]), axis=1, return_inverse=True)
     typed: dict[str, list[dict[str, Any]]] = {name: [] for name in ATTRIBUTES}
@@ -139,7 +139,7 @@ def _is_int64(value: object) -> bool:
 
 
 def typed_value(value: AttributeValue) -> tuple[str, Any]:
-    """Return the column of an attribute's value, and the value there."""
+    """Return the name of the column for an attribute's value, and the value to store in it."""
     if isinstance(value, str):
         return "attributes_text", clean(value)
     if isinstance(value, bool):
@@ -152,7 +152,7 @@ def typed_value(value: AttributeValue) -> tuple[str, Any]:
 
 
 class SpanKeys(NamedTuple):
-    """The ids of rows as columns of 64 bits. A trace id has two, 0 is for none."""
+    """The ids of rows as columns of 64 bits, 0 for no id. A trace id has a high and a low half."""
 
     high: UInt64s
     low: UInt64s
@@ -161,14 +161,14 @@ class SpanKeys(NamedTuple):
     root: UInt64s
 
     def of(self, rows: Int64s) -> Values:
-        """Return the ids of rows as the columns that most tables have."""
+        """Return the id columns of some rows."""
         return {"trace_id": ids_of(self.high[rows], self.low[rows]), "span_id": ids_of(self.span[rows])}
 
 
 class DatasetProcess(NamedTuple):
-    """A process of a dataset: its facts, the offset of its clock, and its own numbers in a merged trace, if any.
+    """A process of a dataset: its facts, the offset of its clock, and in a merged trace its own numbers.
 
-    `ids` are those of its spans if they have others than files.
+    `ids` makes the ids of its spans, None for ids as in files.
     """
 
     facts: Trace
@@ -178,7 +178,7 @@ class DatasetProcess(NamedTuple):
 
     @property
     def numbered(self) -> NumberedIds:
-        """The ids of its spans."""
+        """The ids of the process's spans, by their numbers."""
         return self.ids or ConsecutiveIds(self.facts.origin)
 
     @property
@@ -198,12 +198,12 @@ class DatasetProcess(NamedTuple):
 
 
 def process_name(origin: Origin) -> str:
-    """Return the name of a process, unique in all hosts and runs: its boot or host, its number, and its start."""
+    """Return the name of a process, unique over hosts and runs: boot or host, pid, and start."""
     return clean(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
 
 
 def table(name: str, columns: Values, process: Int64s, members: Sequence[DatasetProcess]) -> Any:
-    """Return rows as a table. `process` has the place of each row's process among `members`."""
+    """Return columns as a table. `process` has the index of each row's process among `members`."""
     arrow, types = pyarrow(), schema(name)
     identities = [member.identity for member in members]
     arrays = []
@@ -222,7 +222,7 @@ def table(name: str, columns: Values, process: Int64s, members: Sequence[Dataset
 
 
 def span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: Int64s) -> Values:
-    """Return the columns of spans, without those of threads and links. Times plus `base_ns` count from 1970."""
+    """Return the columns of spans, except those of threads and links. Times plus `base_ns` count from 1970."""
     sites, site, error = trace.sites, trace.site[rows], trace.error[rows]
     return {
         **keys.of(rows),
@@ -250,7 +250,7 @@ _TOKENS = {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS}
 def request_columns(
     trace: Columns, joined: Joined, places: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
-    """Return the columns of the requests at some places, but for their ids."""
+    """Return the columns of some requests, given by index, except their ids."""
     rows, keys, names, count = joined.rows[places], joined.keys, parts.names, len(joined.rows)
     columns: dict[str, Any] = {}
     for part, column in _PARTS.items():
@@ -291,7 +291,7 @@ def _length(interval: tuple[int, int] | None) -> int | None:
 def member_columns(
     trace: Columns, joined: Joined, pairs: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
-    """Return the columns of some pairs of a batch and a request, but for their ids."""
+    """Return the columns of some pairs of a batch and a request, except their ids."""
     served = joined.served
     rows, arrow = served.batch[pairs], pyarrow()
     firsts = np.searchsorted(served.batch, rows) if len(served.batch) and (np.diff(served.batch) >= 0).all() else None
@@ -312,7 +312,7 @@ def member_columns(
 def batch_columns(
     trace: Columns, joined: Joined, rows: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
-    """Return the columns of the batches at some rows, but for their ids."""
+    """Return the columns of the batches in some rows, except their ids."""
     groups, count = Groups(joined.served.batch, len(trace)), len(trace)
     return {
         "name": texts(trace.site[rows], [site.name for site in trace.sites]),
@@ -326,7 +326,7 @@ def batch_columns(
 
 
 def interval_columns(trace: Columns, places: Int64s, base_ns: Int64s) -> Values:
-    """Return the columns of some device intervals, but for the ids of their spans and their devices."""
+    """Return the columns of some device intervals, except the ids of their spans and devices."""
     device = trace.device
     return {
         "start_unix_ns": device.start_ns[places] + base_ns,
@@ -341,9 +341,9 @@ def interval_columns(trace: Columns, places: Int64s, base_ns: Int64s) -> Values:
 
 
 class TraceRows(ABC):
-    """The rows of a joined trace as tables.
+    """The rows of a joined trace, which can be made into tables.
 
-    `process` has the place of each row's process among `members`, `base_ns` that of each one's times since 1970.
+    `process` has the index of each row's process among `members`. Times plus `base_ns` of the process count from 1970.
     """
 
     def __init__(
@@ -361,14 +361,14 @@ class TraceRows(ABC):
 
     @abstractmethod
     def _threads(self, rows: Int64s) -> Values:
-        """Return the numbers of threads that the processes of rows gave, and their names."""
+        """Return the columns of thread numbers, as their processes gave them, and of thread names."""
 
     @abstractmethod
     def _devices(self, devices: Int64s, process: Int64s) -> tuple[Int64s, Any]:
-        """Return the numbers of devices that processes gave, and their UUIDs."""
+        """Return the numbers of devices, as their processes gave them, and their UUIDs."""
 
     def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the halves of the trace id and the span id of the span that a row is linked to, 0 for an unknown one.
+        """Return the two halves of the trace id and the span id of a linked span, 0 if it is unknown.
 
         `link` has the numbers of that span and of its root.
         """
@@ -387,27 +387,27 @@ class TraceRows(ABC):
         return table(name, {**self.keys.of(rows), **columns}, self.process[rows], self.members)
 
     def _base_of(self, rows: Int64s) -> Int64s:
-        """Return what times of rows since 1970 have more than those of the trace."""
+        """Return the ns to add to the times of rows, so that they count from 1970."""
         return self._base_ns[self.process[rows]]
 
     def spans(self, rows: Int64s) -> Any:
-        """Return some rows as spans."""
+        """Return the table of some spans, given by row."""
         columns = span_columns(self.trace, rows, self.keys, self._base_of(rows))
         return self._table("spans", rows, {**columns, **self._links(rows), **self._threads(rows)})
 
     def requests(self, places: Int64s, is_complete: Bools) -> Any:
-        """Return the requests at some places. `is_complete` is by row of the trace."""
+        """Return the table of some requests, given by index. `is_complete` is by row of the trace."""
         rows = self._joined.rows[places]
         columns = request_columns(self.trace, self._joined, places, *self._ledgers, self._base_of(rows))
         return self._table("requests", rows, {**columns, "is_complete": is_complete[rows]})
 
     def batches(self, rows: Int64s) -> Any:
-        """Return the batches at some rows."""
+        """Return the table of some batches, given by row."""
         columns = batch_columns(self.trace, self._joined, rows, *self._ledgers, self._base_of(rows))
         return self._table("batches", rows, columns)
 
     def batch_members(self, pairs: Int64s) -> Any:
-        """Return some pairs of a batch and a request."""
+        """Return the table of some pairs of a batch and a request."""
         served = self._joined.served
         rows, places = served.batch[pairs], served.request[pairs]
         requests = np.append(self._joined.rows, 0)[places]
@@ -417,7 +417,7 @@ class TraceRows(ABC):
         return self._table("members", rows, {**columns, **of_requests})
 
     def intervals(self, places: Int64s) -> Any:
-        """Return some device intervals."""
+        """Return the table of some device intervals, given by index."""
         device = self.trace.device
         rows = device.row[places].astype(np.int64)
         devices, uuids = self._devices(device.device[places], self.process[rows])
@@ -432,7 +432,7 @@ class TraceRows(ABC):
 class DatasetRows(TraceRows):
     """The rows of merged files, with the requests of all of them joined.
 
-    `ids` has the ids of the spans of each process by their numbers from 1, for rows that are of a dataset already.
+    `ids` has the span ids of each process by number from 1, if the rows were read from a dataset.
     """
 
     def __init__(self, merged: Merged, ids: Sequence[SpanKeys] | None = None) -> None:
@@ -454,7 +454,7 @@ class DatasetRows(TraceRows):
         super().__init__(trace, joined, process, members, keys, np.full(len(members), base_ns, dtype=np.int64))
 
     def tables(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the rows of each part of each table. Every table is yielded at least once."""
+        """Yield the name and the rows of each table in parts. Every table is yielded at least once."""
         trace, joined = self.trace, self._joined
         first, last = self._facts.coverage
         is_complete = (trace.start_ns >= first) & (trace.end_ns <= last) & ~trace.clipped
@@ -493,7 +493,7 @@ class DatasetRows(TraceRows):
 
 
 class ProcessWindow(NamedTuple):
-    """The facts of a process in a window, a trace whose spans do not matter. `offset_ns` is that of its clock."""
+    """The facts of a process in one recording window, without its spans. `offset_ns` is the offset of its clock."""
 
     process: int
     facts: Trace
@@ -502,7 +502,7 @@ class ProcessWindow(NamedTuple):
 
 
 def tables_of_windows(windows: Sequence[ProcessWindow], members: Sequence[DatasetProcess]) -> Iterator[tuple[str, Any]]:
-    """Yield gauges, losses and processes, each window's own."""
+    """Yield the tables of gauges, losses and processes of some windows."""
     gauges: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     losses: list[tuple[Any, ...]] = []
     processes: list[tuple[Any, ...]] = []
@@ -545,7 +545,7 @@ def window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) ->
 def table_of_rows(
     name: str, names: Sequence[str], rows: Sequence[Sequence[Any]], members: Sequence[DatasetProcess]
 ) -> Any:
-    """Return a table of rows of values. The first value of each row is the place of its process among `members`."""
+    """Return a table of rows. The first value of each row is the index of its process among `members`."""
     columns = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
     types, arrow = schema(name), pyarrow()
     arrays = {
@@ -558,14 +558,14 @@ def table_of_rows(
 
 
 class NumberedIds(Protocol):
-    """The ids of a process's spans by their numbers."""
+    """A function from the numbers of a process's spans to their ids."""
 
     def many(self, numbers: UInt64s, part: int, /) -> UInt64s:
-        """Return the ids of spans for part 0. Parts 1 and 2 are the halves of the trace ids of the trees below them."""
+        """Return span ids for part 0. Parts 1 and 2 are the halves of the ids of traces with these roots."""
 
 
 class ConsecutiveIds:
-    """Numbers of spans behind a number of the process. They are the same in each conversion, and small in files."""
+    """Ids made of a constant of the process plus the span's number. Each conversion makes equal ids."""
 
     def __init__(self, origin: Origin) -> None:
         text = f"{process_name(origin)}\0{origin.run}\0{origin.service}".encode(errors="surrogatepass")
@@ -573,7 +573,7 @@ class ConsecutiveIds:
         self._seeds = [np.uint64(int.from_bytes(digest[at : at + 8], "big") | 1 << 40) for at in (0, 8, 16)]
 
     def many(self, numbers: UInt64s, part: int) -> UInt64s:
-        """Return ids as `NumberedIds` says."""
+        """Return ids as described for `NumberedIds`."""
         ids: UInt64s = numbers * np.uint64(part != 1) + self._seeds[part]
         return ids
 
@@ -584,14 +584,14 @@ def keys_of(
     members: Sequence[DatasetProcess],
     absent_roots: Mapping[int, RemoteParent] | None = None,
 ) -> SpanKeys:
-    """Return the ids of all rows. A row whose parent or root has no row gets the id that its process would give.
+    """Return the ids of all rows. A parent or root without a row gets the id that its process would give.
 
     `absent_roots` has the callers of trees whose roots have no row.
     """
     absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
 
     def ids_by(processes: Int64s, numbers: Int64s, part: int) -> UInt64s:
-        """Return ids of spans by their numbers for `part` 0, and for 1 and 2 the halves of trace ids."""
+        """Return ids for numbers of spans: span ids for `part` 0, halves of trace ids for 1 and 2."""
         order = np.argsort(processes, kind="stable")
         bounds = np.searchsorted(processes[order], np.arange(len(members) + 1)).tolist()
         ids = np.zeros(len(numbers), dtype=np.uint64)
@@ -601,7 +601,7 @@ def keys_of(
         return ids
 
     def above(ids: Int64s, part: int) -> UInt64s:
-        """Return ids made of spans' numbers: span ids for `part` 0, and for 1 and 2 the halves of trace ids."""
+        """Return the ids of parents or roots: span ids for `part` 0, halves of trace ids for 1 and 2."""
         rows = rows_of(trace.span_id, ids)
         processes = np.append(process, 0)[rows]
         numbers = np.append(trace.own_id, 0)[rows]
@@ -625,7 +625,7 @@ def keys_of(
 
 
 def _kept(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
-    """Return the ids that rows have in a dataset. Parents and roots that have moved count as they are now."""
+    """Return the ids that rows have in a dataset. Moved rows get the ids of their new parents and roots."""
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))

@@ -1,7 +1,7 @@
 """The files of a dataset: Parquet, by table, service, day and hour, in a folder or an object store.
 
-A file is written under a name that does not end in `.parquet`, and takes its own name once it is whole. Folders have a
-letter in front of their values, since engines turn some texts into numbers: `service=s-chat/date=d2026-11-29/hour=h07`.
+A file has a name without `.parquet` until it is complete, and is then renamed. The values of folders begin with a
+letter, since engines turn some texts into numbers: `service=s-chat/date=d2026-11-29/hour=h07`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instrument.trace.dataset import definition, pyarrow, schema
 from instrument.trace.text import clean
 
 FILE_BYTES = 128 << 20
-"""The size at which a file is closed and another one begun, in bytes."""
+"""The size from which on a file is closed and another one begun, in bytes."""
 
 HOUR_NS = 3600 * 10**9
 
@@ -28,17 +28,17 @@ PLAIN = frozenset({
     "span_id", "parent_span_id", "start_unix_ns", "duration_ns", "children_ns", "waiting_ns", "link_span_id", "own_ns",
     "share_ns", "request_span_id", "queue_ns", "stall_ns", "transport_ns", "unknown_ns", "value",
 })  # fmt: skip
-"""The columns whose values are mostly distinct, so they have no dictionary."""
+"""Columns without a dictionary, since most of their values are distinct."""
 
 
 def folder_of(service: str, hour: int) -> str:
-    """Return the folders of a service's rows by the hour since 1970 in which they began."""
+    """Return the folders for a service's rows that began in an hour, counted from 1970."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", clean(service)) or "_"
     return time.strftime(f"service=s-{name}/date=d%Y-%m-%d/hour=h%H", time.gmtime(hour * 3600))
 
 
 class Folder:
-    """A folder by its path or its URL, such as `s3://bucket/traces`. Raises `TraceError`."""
+    """A folder, given by its path or its URL, such as `s3://bucket/traces`. Raises `TraceError`."""
 
     def __init__(self, path: str) -> None:
         pyarrow()
@@ -54,7 +54,7 @@ class Folder:
             raise TraceError(f"cannot write to {path}: {problem}") from problem
 
     def create(self, name: str) -> Any:
-        """Return a new file for writing. A local one is for its owner only, as its folders are not."""
+        """Return a new file for writing. Only the owner can read a local file."""
         path = f"{self.path}/{name}"
         if self.is_local:
             self.files.create_dir(path.rpartition("/")[0], recursive=True)
@@ -74,7 +74,7 @@ class Folder:
 
 
 class _OpenFile:
-    """A file in the making. `part` is its name until it is whole."""
+    """A file that is being written. `part` is its name until it is complete."""
 
     def __init__(self, folder: Folder, table: str, name: str) -> None:
         from pyarrow import parquet
@@ -91,18 +91,18 @@ class _OpenFile:
         )  # fmt: skip
 
     def write(self, rows: Any) -> int:
-        """Write rows, and return the bytes of the file so far."""
+        """Write rows. Return the size of the file so far, in bytes."""
         self._writer.write_table(rows)
         self.rows += len(rows)
         return int(self._sink.tell())
 
     def close(self) -> None:
-        """Complete the file. It keeps the name `part`."""
+        """Complete the file. It keeps the temporary name `part`."""
         self._writer.close()
         self._sink.close()
 
     def discard(self) -> None:
-        """Close and remove the part."""
+        """Close and remove the file."""
         for closing in (self._writer.close, self._sink.close):
             with suppress(Exception):  # the store may have gone
                 closing()
@@ -111,7 +111,7 @@ class _OpenFile:
 
 
 def write_spans(path: str, rows: Iterable[Any]) -> str:
-    """Write rows of the table `spans` as one file, and return its name. `OSError` is for the caller."""
+    """Write rows of the table `spans` as one file. Return its name. The caller handles `OSError`."""
     directory, slash, name = path.rpartition("/")
     folder = Folder(directory or slash or ".")
     file = _OpenFile(folder, "spans", name)
@@ -127,10 +127,10 @@ def write_spans(path: str, rows: Iterable[Any]) -> str:
 
 
 class DatasetWriter:
-    """Writes tables to the files of a dataset. `name` begins the names of its files, and replaces older ones of it.
+    """Writes tables to the files of a dataset. Files that begin with `name` replace older ones.
 
-    No file has its name before `close`. After an error, `discard` removes all parts. `OSError` is for the caller.
-    With `fills`, a table without rows has a file, too, as engines refuse a folder that does not exist.
+    A file gets its final name in `close`. After an error, `discard` removes all incomplete files. The caller handles
+    `OSError`. With `fills`, a table without rows has a file, too, since engines refuse a folder that does not exist.
     """
 
     def __init__(self, folder: Folder, name: str, file_bytes: int = FILE_BYTES, *, fills: bool = True) -> None:
@@ -142,7 +142,7 @@ class DatasetWriter:
         self._last_folder = ""
 
     def write(self, table: str, rows: Any) -> None:
-        """Write the rows of a table, each to the file of its service and hour."""
+        """Write the rows of a table to the files of their services and hours."""
         for folder, some in _by_folder(rows):
             self._last_folder = folder
             self._write(table, folder, some)
@@ -160,7 +160,7 @@ class DatasetWriter:
             file.close()
 
     def close(self) -> list[str]:
-        """Complete all files, give them their names, and return the names."""
+        """Complete and rename all files. Return their names."""
         for table in set(definition()["tables"]) - self._tables if self._fills and self._last_folder else ():
             self._write(table, self._last_folder, schema(table).empty_table())
         for place in list(self._open):
@@ -176,11 +176,11 @@ class DatasetWriter:
 
     @property
     def parts(self) -> list[str]:
-        """The names of the files that have no name of their own yet."""
+        """The temporary names of files that are not renamed yet."""
         return [file.part for file in (*self._open.values(), *self._closed)]
 
     def discard(self) -> None:
-        """Remove all files that have no name yet."""
+        """Remove all files that are not renamed yet."""
         for file in (*self._open.values(), *self._closed):
             file.discard()
         self._open, self._closed = {}, []

@@ -1,4 +1,4 @@
-"""The rows of a dataset as recordings again, one for each process, for the functions that read files."""
+"""Conversion of a dataset's rows into recordings, one per process, for the functions that read files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instrument.trace.trace import SpanViews, Trace
 
 
 class ReadProcess(NamedTuple):
-    """The recording of a process, and the ids of its spans by their numbers from 1."""
+    """The recording of a process, and the ids of its spans by number from 1."""
 
     saved: Saved
     ids: SpanKeys
@@ -30,8 +30,8 @@ class ReadProcess(NamedTuple):
 def processes_in(tables: Mapping[str, Any]) -> list[ReadProcess]:
     """Return the recordings of all processes in tables of a dataset, in the order of their first begin.
 
-    `spans` is needed. `intervals`, `gauges`, `losses` and `processes` are used where they are given. Engines may have
-    changed the order of rows and the type of ids. The caller chooses the rows, such as those of one run.
+    `tables` must have `spans`, and may have `intervals`, `gauges`, `losses` and `processes`. The order of rows and the
+    type of ids do not matter. The caller selects the rows, such as those of one run.
     """
     arrow = {name: _typed(name, table) for name, table in tables.items()}
     spans = arrow["spans"].sort_by([("start_unix_ns", "ascending"), ("duration_ns", "descending")])
@@ -44,7 +44,7 @@ def processes_in(tables: Mapping[str, Any]) -> list[ReadProcess]:
 
 
 def _typed(name: str, table: Any) -> Any:
-    """Return a table with the columns and types of the definition. A missing column is of NULLs."""
+    """Return a table with the columns and types of the definition. A missing column becomes NULLs."""
     arrow, types = pyarrow(), schema(name)
     columns = [
         table.column(field.name).cast(field.type)
@@ -56,7 +56,7 @@ def _typed(name: str, table: Any) -> Any:
 
 
 def _by_process(table: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of each process, in their order."""
+    """Yield the name and the rows of each process."""
     names = table.column("process").to_pylist()
     places: dict[str, list[int]] = {}
     for place, name in enumerate(names):
@@ -66,7 +66,7 @@ def _by_process(table: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(column: Any) -> UInt64s:
-    """Return ids as rows of 64-bit numbers, 0 for NULL."""
+    """Return ids as one or two 64-bit numbers per row, 0 for NULL."""
     array = column.combine_chunks()
     width = array.type.byte_width
     numbers = np.frombuffer(array.buffers()[1] or b"", ">u8", len(array) * width // 8, array.offset * width)
@@ -122,10 +122,10 @@ def _read(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) -> ReadPro
 
 
 def _sorted(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dict[str, Int64s]]:
-    """Return the order of rows by begin, the outer ones first, and the numbers of spans, parents and roots in it.
+    """Return the order of rows by begin, the outer ones first, and in it the numbers of spans, parents and roots.
 
-    A parent or a root in another process is left out, as the process did not know it. One that no process has gets a
-    number that no span has.
+    A parent or root in another process becomes 0, as the process did not know it. One that no process has gets an
+    unused number.
     """
     count = len(ids.span)
     by_id = np.argsort(ids.span, kind="stable")
@@ -152,7 +152,7 @@ def _sorted(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dic
 
 
 def _places(column: Any) -> tuple[list[Any], Any]:
-    """Return the distinct values of a column, and the place of each row's, `NONE` for NULL."""
+    """Return the distinct values of a column, and the index of each row's value, `NONE` for NULL."""
     encoded = column.combine_chunks().dictionary_encode()
     indices = encoded.indices.fill_null(NONE).to_numpy(zero_copy_only=False)
     return encoded.dictionary.to_pylist(), indices.astype(np.int32)
@@ -161,7 +161,7 @@ def _places(column: Any) -> tuple[list[Any], Any]:
 def _attributes(
     spans: Any, of_sites: list[dict[str, Any]], site: Any, ids: SpanKeys
 ) -> Iterator[tuple[int, dict[str, AttributeValue]]]:
-    """Yield the rows with attributes other than those of their sites, and these attributes."""
+    """Yield, for each row with attributes that its site does not have, the row and these attributes."""
     attributes_by_row: dict[int, dict[str, AttributeValue]] = {}
     for name in ATTRIBUTES:
         column = spans.column(name).combine_chunks()
@@ -199,7 +199,7 @@ def _intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceIntervals:
 
 
 def _facts(row: Mapping[str, Any], trace: Columns, offset_ns: int, tables: Mapping[str, Any]) -> Trace:
-    """Return the facts of a process: those of all of its windows, or of its spans alone."""
+    """Return the facts of a process, from all of its windows or, without any, from its spans."""
     boot, pid, start_ticks = row["process"].rsplit("/", 2)
     windows, gauges, losses = (
         [] if tables.get(name) is None else tables[name].to_pylist() for name in ("processes", "gauges", "losses")

@@ -1,8 +1,8 @@
-"""Decisions: the requests of a run that are kept, and for each other row whether it is sent, kept or dropped.
+"""Decisions: the requests of a run that are kept, and for each other row if it is sent, kept or dropped.
 
 A decision includes a request's parts in other processes. A batch is sent with the first kept request that it served.
-The unsettled rows of all processes are one trace for that, with ids that are unique among them. All are of one machine,
-and so on one monotonic clock.
+For a decision the unsettled rows of all processes become one trace, with unique ids. All processes are on one machine,
+so they share a monotonic clock.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from instrument.trace.tail_sampling import EndedRequest
 from instrument.trace.unsettled import ADOPTED, NO_DETAIL, PASSED, SETTLED, WAITING, UnsettledRows, detail_of_open
 
 OPEN_NS = 1 << 61
-"""The end of a span that is open, on the monotonic clock."""
+"""The end that an open span gets, in ns on the monotonic clock."""
 
 OPEN = 255
-"""The state of an open span, in addition to those of rows."""
+"""The state of an open span. Rows have the other states."""
 
 
 class Gathered:
-    """Rows of several recordings as one trace. Column `member` is the place of each row's recording.
+    """Rows of several recordings as one trace. The column `member` has the index of each row's recording.
 
-    `place` is the row's place among those of its recording, `NONE` for a span that is open. `own` is its id there,
-    `own_root` the id of its root.
+    `place` is the row's index in its recording, `NONE` for an open span. `own` is its id there, `own_root` the id of
+    its root.
     """
 
     def __init__(self, members: Sequence[UnsettledRows], horizon_ns: int) -> None:
@@ -96,7 +96,7 @@ class Gathered:
         )
 
     def _part(self, member: UnsettledRows, horizon_ns: int) -> dict[str, NDArray[Any]]:
-        """Return the columns of one recording: rows that may matter now, and open spans behind them."""
+        """Return the columns of one recording: the rows that may matter now, followed by open spans."""
         place = np.flatnonzero(_matters(member, horizon_ns))
         rows = member.rows[place]
         ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
@@ -124,7 +124,7 @@ class Gathered:
         }
 
     def _add_details(self, member: UnsettledRows, part: dict[str, NDArray[Any]], first: int) -> None:
-        """Note the attributes, errors, active times and callers of a recording's rows."""
+        """Store the attributes, errors, active times and callers of a recording's rows."""
         place = part["place"]
         with_details = np.flatnonzero(np.append(member.with_details(), False)[place])
         for at in with_details.tolist():
@@ -150,7 +150,7 @@ class Gathered:
                 self._remote.setdefault(first + at, member.caller)
 
     def _ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the ids of parents and of roots. Absent ones get ids that no row here has."""
+        """Return the ids of parents and of roots. An absent one gets an id that no row has."""
         above = int(starts[-1]) + 1
         ids_by_name: dict[str, list[Int64s]] = {"parent": [np.zeros(0, np.int64)], "root": [np.zeros(0, np.int64)]}
         for part, first in zip(parts, starts.tolist(), strict=False):
@@ -168,14 +168,14 @@ class Gathered:
 
     @property
     def is_request_root(self) -> Bools:
-        """Mark the rows that are requests and the roots of their trees."""
+        """True for rows that are requests and roots of their trees."""
         return np.asarray((self.own == self.own_root) & (self.own & REQUEST_BIT != 0))
 
 
 def _matters(member: UnsettledRows, horizon_ns: int) -> Bools:
-    """Mark the rows that may be settled now, and rows that decide about other rows.
+    """Return an array over the rows, True for rows that may be settled now or that decide about other rows.
 
-    In requests that are not due these are roots, rows with details such as keys, and the rows above them.
+    In requests that are not due, these are roots, rows with details such as keys, and the rows above them.
     """
     rows = member.rows
     root_id = rows["root_id"]
@@ -212,40 +212,40 @@ _NOTHING: dict[str, NDArray[Any]] = {
 
 
 PATIENCE_NS = 10**9
-"""The ns for which due spans wait for a request that they name and that no process has recorded yet."""
+"""The ns that due spans wait for a request that they name but that no process has recorded yet."""
 
 UNKNOWN_NS = 8 * 10**9
-"""The ns after which a span is dropped if its request, of the same process, was never seen."""
+"""The ns after which a span is dropped if its request in the same process was never recorded."""
 
 BEYOND_LIMIT = "requests beyond the capture limit"
 
 MOST_TRACES = 20_000
-"""Traces and keys that are remembered; the oldest are forgotten."""
+"""The most traces and keys that are remembered. The oldest are forgotten."""
 
 
 class RememberedTraces:
-    """The traces that were kept, and the first request of each key, over all rounds of settling."""
+    """The kept traces, and the first request of each key, over all rounds of settling."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._first_of_key: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
     def is_kept(self, trace_id: int) -> bool:
-        """Return True if a part of this trace was kept."""
+        """Return True if a part of the trace was kept."""
         return trace_id in self._kept
 
     def keep_trace(self, trace_id: int) -> None:
-        """Remember that a part of this trace was kept."""
+        """Remember that a part of the trace was kept."""
         self._kept[trace_id] = None
         if len(self._kept) > MOST_TRACES:
             self._kept.popitem(last=False)
 
     def has_key(self, key: str) -> bool:
-        """Return True if a request has asked for the trace of a key."""
+        """Return True if a request has the trace of a key."""
         return key in self._first_of_key
 
     def has_trace_of_key(self, key: str, request: tuple[int, int]) -> bool:
-        """Return True if a request, by its process and span, is the first that asked for the trace of a key."""
+        """Return True if a request, by its process and span, is the first with a key: it gets the key's trace."""
         first_request = self._first_of_key.setdefault(key, request)
         if len(self._first_of_key) > MOST_TRACES:
             self._first_of_key.popitem(last=False)
@@ -253,7 +253,7 @@ class RememberedTraces:
 
 
 class Decisions:
-    """The decisions of one round of settling over the gathered rows. `kept` and `passed` are the roots of requests."""
+    """The decisions of one round of settling. `kept` and `passed` are the roots of kept and of dropped requests."""
 
     def __init__(
         self, remembered: RememberedTraces, gathered: Gathered, horizon_ns: int, *, is_last: bool, at_once: bool
@@ -271,19 +271,19 @@ class Decisions:
         """The row of the root of each row's tree, `NONE` if that row is missing."""
         self.is_root = gathered.is_request_root
         self.out = np.zeros(count, np.bool_)
-        """Rows that are sent."""
+        """True for rows that are sent."""
         self.gone = np.zeros(count, np.bool_)
-        """Rows that are dropped."""
+        """True for rows that are dropped."""
         self._mark_adopted()
         self.states: dict[int, str] = {}
-        """The `tracestate` of requests of the random share, by their roots."""
+        """The `tracestate` of randomly sampled requests, by their roots."""
         self.kept, self.passed = self._decided()
         self._settle_trees(self.kept, self.passed)
         self._settle_batches(self.served)
         self._settle_others()
 
     def _with_traces(self, trace: Columns) -> Columns:
-        """Leave the trace of a key to the first request that had it, over all rounds."""
+        """Return the trace in which only the first request of a key, over all rounds, has the key's trace id."""
         key_by_row = {int(self.joined.rows[place]): keys[0] for place, keys in self.joined.keys.items()}
         remote = dict(trace.remote)
         for row, key in key_by_row.items():
@@ -303,7 +303,7 @@ class Decisions:
         return member.ended_request(member.rows[self.gathered.place[row]])
 
     def trace_id(self, root: int) -> int:
-        """Return the trace of a tree at a collector."""
+        """Return the trace id that a tree has at a collector."""
         remote = self.found.remote.get(root)
         if remote is not None:
             return remote.trace_id
@@ -322,7 +322,7 @@ class Decisions:
         return self.member(row).ids.span_id(int(self.gathered.own[row]))
 
     def _decided(self) -> tuple[set[int], set[int]]:
-        """Decide about the requests that have come due: the rows of the roots that are kept, and that are dropped."""
+        """Return the roots of due requests that are kept, and the roots of dropped ones."""
         gathered, state = self.gathered, self.gathered.state
         parts: dict[int, list[int]] = {}
         for row in np.flatnonzero(self.is_root & (state != SETTLED) & (self.unit != NONE)).tolist():
@@ -356,7 +356,7 @@ class Decisions:
         return kept_roots, passed
 
     def _mark_adopted(self) -> None:
-        """Mark the rows of an earlier reader as settled if that reader had settled them, else as waiting."""
+        """Set the state of rows from an earlier reader: settled if that reader had settled them, else waiting."""
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):
@@ -409,7 +409,7 @@ class Decisions:
             passed.add(unit)
 
     def _is_of_share(self, unit: int) -> bool:
-        """Return True for a request of the random share. A caller that traces has decided already."""
+        """Return True if a request is randomly sampled. For a request with a caller's trace, the caller has decided."""
         if self._request(unit).remote is not None:
             return False
         sample = self.member(unit).sampler.capture.sample
@@ -425,7 +425,7 @@ class Decisions:
     def _keep_before(
         self, standing_out: Iterable[tuple[int, int, int]], kept_roots: set[int], passed: set[int]
     ) -> None:
-        """Keep what came before requests that stand out, as `capture.before` says."""
+        """Keep the requests that ended shortly before notable requests, within `capture.before`."""
         gathered = self.gathered
         recent = np.flatnonzero(self.is_root & (gathered.state == PASSED)).tolist()
         for member, start_ns, end_ns in standing_out:
@@ -444,14 +444,14 @@ class Decisions:
         return np.asarray(((state == WAITING) | (state == PASSED)) & ~self.out & ~self.gone)
 
     def marked(self, units: set[int]) -> Bools:
-        """Mark the rows of some trees."""
+        """Return an array over the rows, True for rows of some trees."""
         is_marked = np.zeros(len(self.unit) + 1, np.bool_)
         is_marked[np.fromiter(units, np.int64, len(units))] = True
         is_marked[NONE] = False
         return is_marked[self.unit]
 
     def _settle_trees(self, kept_roots: set[int], passed: set[int]) -> None:
-        """Settle the rows of requests that were decided about, now or before."""
+        """Settle the rows of requests with a decision, made now or earlier."""
         gathered, undecided = self.gathered, self.is_undecided
         late: dict[bool, set[int]] = {True: set(), False: set()}
         units = np.unique(self.unit[undecided & (self.unit != NONE)])
@@ -472,7 +472,7 @@ class Decisions:
 
     @property
     def _is_of_others(self) -> Bools:
-        """Mark undecided rows that have come due in trees that are no request's."""
+        """True for due, undecided rows in trees without a request."""
         is_request = np.append(self.is_root, False)[self.unit]
         is_unknown = (self.unit == NONE) & (self.gathered.own_root & REQUEST_BIT != 0)
         return np.asarray(
@@ -480,7 +480,7 @@ class Decisions:
         )
 
     def _settle_others(self) -> None:
-        """Settle the rows of trees that are no request's: the sample decides."""
+        """Settle the rows of trees without a request: the random sample decides."""
         gathered = self.gathered
         due = self._is_of_others
         batches = self.found.attributes.having(BATCH_KEYS)
@@ -507,7 +507,7 @@ class Decisions:
 
     @cached_property
     def served(self) -> Mapping[int, list[int]]:
-        """Return the roots of the requests that each batch serves, and `NONE` for those that nobody knows."""
+        """Return the roots of the requests that each batch serves, `NONE` for an unknown request."""
         served, roots_by_batch = self.joined.served, dict[int, list[int]]()
         roots = np.append(self.unit[self.joined.rows], NONE)[served.request]
         for batch, root in zip(served.batch.tolist(), roots.tolist(), strict=True):
@@ -515,7 +515,7 @@ class Decisions:
         return roots_by_batch
 
     def fate_of(self, root: int) -> bool | None:
-        """Return True for a request that is kept, False for one that is dropped, None for one that is undecided."""
+        """Return True for a kept request, False for a dropped one, None for an undecided one."""
         if self.gathered.state[root] == SETTLED:
             decided = self.member(root).decided.get(int(self.gathered.own[root]))
             return decided is not None and decided.is_kept
@@ -524,7 +524,7 @@ class Decisions:
         return False if self.gone[root] or self.gathered.state[root] == PASSED else None
 
     def _settle_batches(self, served: Mapping[int, Sequence[int]]) -> None:
-        """Settle batches in trees that are no request's: with the first request that is kept, or by the sample."""
+        """Settle batches in trees without a request: with their first kept request, or by the random sample."""
         due, sampled = self._is_of_others, self.are_sampled()
         state, end_ns = self.gathered.state, self.gathered.trace.end_ns
         hurries = self._is_last or self._at_once

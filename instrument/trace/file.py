@@ -1,7 +1,7 @@
 """A saved recording: the columns of a trace and its metadata, in one file of numpy's own format.
 
-`numpy.load` reads it without us: `layout` and `watched` define the arrays, and `metadata` is JSON in UTF-8. Nothing in
-it is pickled, and every value is checked before use.
+`numpy.load` reads it without this SDK: `layout` and `watched` define the arrays, and `metadata` is JSON in UTF-8.
+Nothing in it is pickled, and every value is checked before use.
 
 It is a zip archive of compressed members, written without `zipfile`, whose zlib takes four times as long. The format is
 that of PKWARE's APPNOTE 6.3 (4.3.6 to 4.3.16), which `zipfile` reads.
@@ -39,7 +39,7 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _VERSION, _DEFLATED, _DATE = 20, 8, 0x21
-"""Zip version 2.0, compression by deflate, and 1980-01-01 as a fixed date, so equal traces make equal files."""
+"""Zip version 2.0, the method deflate, and the fixed date 1980-01-01, so that equal traces make equal files."""
 
 ARCHIVE_LIMIT_BYTES = (1 << 32) - 1
 """The largest archive of this format, in bytes."""
@@ -48,7 +48,7 @@ ZLIB_LEVEL = 1
 
 
 def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None:
-    """Write named members to the begin of a file. Raises `OSError` beyond `ARCHIVE_LIMIT_BYTES`."""
+    """Write named members as an archive, from the start of a file. Raises `OSError` beyond `ARCHIVE_LIMIT_BYTES`."""
     at, count, directory = 0, 0, bytearray()
     for name, data in members:
         packer = compression.raw_compressor(ZLIB_LEVEL)
@@ -66,24 +66,24 @@ def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None
 
 
 LAYOUT = 2
-"""The version of the arrays' definitions."""
+"""The version of the definitions of the arrays."""
 
 LIMIT_BYTES = 2 << 30
 """The largest unpacked size that `load` accepts, in bytes."""
 
 DEEPEST = 100_000
-"""The deepest nesting of calls that is accepted. Calls of a real program are never so deep."""
+"""The deepest nesting of calls that is accepted. No real program nests calls so deep."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The contents of a file: a trace, and its tally or None if none was saved."""
+    """The contents of a file: a trace and its tally, None if the file has none."""
 
     trace: Trace
     tally: Tally | None
 
     def counted(self) -> Tally:
-        """Return the tally, counted from the spans if none was saved. Raises `TraceError` for too deep calls."""
+        """Return the saved tally, else one of the spans. Raises `TraceError` for too deeply nested calls."""
         if self.tally is not None:
             return self.tally
         try:
@@ -96,10 +96,10 @@ class Saved:
 
 
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """Write a trace, and the tally if one is given, as a recording.
+    """Write a trace, with a tally if one is given, to a file.
 
-    The file appears complete, with mode 0600, or not at all. It replaces an older file, and missing directories are
-    made. Raises `TraceError` if it cannot be written.
+    The file appears complete and with mode 0600, or not at all. It replaces an older file. Missing folders are made.
+    Raises `TraceError` if it cannot be written.
     """
     target = Path(path)
     try:
@@ -146,7 +146,7 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read a recording. Raises `TraceError` for a file that is unreadable or unsound."""
+    """Read a recording. Raises `TraceError` for an unreadable or damaged file."""
     with _refusals(path):
         arrays = _arrays(Path(path), limit_bytes)
         content = json.loads(arrays.pop("metadata").tobytes())
@@ -163,9 +163,9 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 
 def without_endless(saved: Saved) -> Saved:
-    """Return the recording, with a tally counted now if its call paths are long. This bounds the cost of hostile files.
+    """Return the recording. If its call paths are long, make its tally now, with a bound on the cost of hostile files.
 
-    Raises `ValueError` and `TraceError` for calls that are nested deeper than any program's.
+    Raises `ValueError` and `TraceError` for calls nested deeper than any program's.
     """
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
@@ -176,7 +176,7 @@ def without_endless(saved: Saved) -> Saved:
 
 
 def facts_of(path: str | os.PathLike[str]) -> Trace:
-    """Read the facts of a recording without its spans and readings. Raises `TraceError`."""
+    """Read the facts of a recording, without its spans and gauges. Raises `TraceError`."""
     with _refusals(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")
         if member.file_size > LIMIT_VALUE:
@@ -204,7 +204,7 @@ def _arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
 
 
 def _array(data: bytes) -> Column:
-    """Return an array of whole numbers as a view of the data. Its header never causes an allocation."""
+    """Return the integers in the data as a view of it. The header never causes an allocation."""
     head = io.BytesIO(data)
     if np.lib.format.read_magic(head) != (1, 0):
         raise ValueError("an array in it is of another version of numpy's format")

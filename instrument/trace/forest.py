@@ -1,4 +1,4 @@
-"""Trees as a column with the parent of each row, in any order of rows."""
+"""Trees stored as a column with the row of each row's parent. Rows may be in any order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from instrument.trace.groups import distinct, stable_order
 
 NONE = -1
-"""The place of a missing row."""
+"""The index of a missing row."""
 
 
 def rows_of(ids: NDArray[np.int64], wanted_ids: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return the rows of wanted ids among distinct ids, -1 for an id that is missing."""
+    """Return the row of each wanted id, -1 for a missing id. `ids` are distinct."""
     if not len(ids):
         return np.full(len(wanted_ids), NONE, dtype=np.int32)
     # Most ids are consecutive, so a table is faster than a sort. A few may be far from the others.
@@ -41,10 +41,8 @@ def rows_of(ids: NDArray[np.int64], wanted_ids: NDArray[np.int64]) -> NDArray[np
 
 
 def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the number of ancestors of each row, by pointer doubling in log2(depth) rounds.
-
-    Raises `ValueError` for cyclic parents.
-    """
+    """Return the number of ancestors of each row. The time is log2(depth) rounds. Raises `ValueError` for cyclic
+    parents."""
     depth = (parents != NONE).astype(np.int32)
     open_rows = np.flatnonzero(depth)
     # The row `depth` levels above each row: 1 level in the first round, then 2, 4 and so on.
@@ -94,7 +92,7 @@ def nearest_above(parents: NDArray[np.int32], is_wanted: NDArray[np.bool_]) -> N
 
 
 def and_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return True for the given rows and their ancestors."""
+    """Return an array over all rows, True for the given rows and their ancestors."""
     is_included = np.zeros(len(parents), dtype=np.bool_)
     while len(rows):
         is_included[rows] = True
@@ -104,7 +102,7 @@ def and_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool
 
 
 def least_below(parents: list[int], numbers: list[int]) -> list[int]:
-    """Return the least number at or below each row. Parents come before their children."""
+    """Return the least number at or below each row. Parents must come before their children."""
     least = [*numbers]
     for row in range(len(parents) - 1, -1, -1):
         above = parents[row]

@@ -11,7 +11,7 @@ Int64s = NDArray[np.int64]
 
 
 class Groups:
-    """The groups of a column of numbers, from 0 to below `count`. A number of a negative group is left out."""
+    """The group of each number in a column: from 0 to below `count`, negative for a number that does not count."""
 
     def __init__(self, groups: NDArray[Any], count: int) -> None:
         order = stable_order(groups, count)
@@ -23,7 +23,7 @@ class Groups:
         self._known = ascending[self._firsts]
 
     def members(self) -> list[Int64s]:
-        """Return the places of the numbers of each group, in order, without empty groups."""
+        """Return the indices of each group's numbers, in order. Empty groups are left out."""
         return np.split(self._order, self._firsts[1:]) if len(self._firsts) else []
 
     def sizes(self) -> Int64s:
@@ -31,7 +31,7 @@ class Groups:
         return self._spread(np.diff(self._firsts, append=len(self._order)), 0)
 
     def sums(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Return the sum of each group, 0 for an empty one. Sums that may exceed 64 bits are Python's ints."""
+        """Return the sum of each group, 0 for an empty one. Sums that may exceed 64 bits are Python ints."""
         if np.abs(numbers, dtype=np.float64).sum() < 1 << 62:
             return self._reduced(np.add, numbers, 0)
         totals = np.zeros(self._count, dtype=object)
@@ -57,7 +57,7 @@ class Groups:
 
 
 class Members:
-    """The members of each group, in order: the given numbers, or places without such."""
+    """The members of each group, in order: indices, or the given numbers."""
 
     def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
         order = stable_order(groups, count)
@@ -69,27 +69,27 @@ class Members:
 
 
 def places_of(rows: NDArray[Any], count: int) -> Int64s:
-    """Return the place of each of `count` rows among `rows`, -1 for a row that is missing. A last -1 follows."""
+    """Return the index of each of `count` rows in `rows`, -1 for a missing row. A last -1 follows."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
     return places
 
 
 def stable_order(numbers: NDArray[Any], end: int) -> Int64s:
-    """Return the stable sort order of numbers below `end`. Numbers of 16 bits take a sixth of the time."""
+    """Return the indices that sort numbers below `end`. Equal numbers keep their order. 16 bits sort fastest."""
     if end < 1 << 16 and len(numbers) and int(numbers.min()) >= -1:
         return np.argsort((numbers + 1).astype(np.uint16), kind="stable")
     return np.argsort(numbers, kind="stable")
 
 
 def distinct(numbers: NDArray[Any]) -> NDArray[Any]:
-    """Return each number once, in order. `np.unique` takes ten times as long."""
+    """Return the distinct numbers in order. `np.unique` takes ten times as long."""
     run = np.sort(numbers)
     return np.asarray(run[np.flatnonzero(np.concatenate([[True], run[1:] != run[:-1]]))] if len(run) else run)
 
 
 def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
-    """Return the distinct numbers in order, and the place of each number among them. It is fast for few values."""
+    """Return the distinct numbers in order, and each number's index among them. It is fast for few distinct numbers."""
     values = distinct(numbers[::997])
     while True:
         places = np.searchsorted(values, numbers).clip(max=max(len(values) - 1, 0))
@@ -100,7 +100,7 @@ def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
 
 
 def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Number the distinct combinations of columns from 0. Return each row's number, and a row of each number."""
+    """Number the distinct combinations of columns from 0. Return each row's number, and one row for each number."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         width = int(column.max()) + 1 if len(column) else 1
@@ -122,19 +122,19 @@ def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
 
 
 def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Return the result of `numbered`, with numbers in the order of each combination's first row."""
+    """Return the result of `numbered`, with numbers in the order in which combinations first occur."""
     numbers, rows = numbered(*columns)
     order = np.argsort(rows)
     return places_of(order, len(rows))[numbers], rows[order]
 
 
 def firsts_of(groups: NDArray[Any]) -> Int64s:
-    """Return the place at which each group begins, for numbers that are ordered by group."""
+    """Return the index at which each group begins, for numbers ordered by group."""
     return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])[: len(groups)])
 
 
 def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
-    """Return the running maximum of numbers within each group. Numbers are ordered by group."""
+    """Return the running maximum of numbers within each group. Numbers must be ordered by group."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
@@ -145,7 +145,7 @@ def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
 
 
 def counts_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """Count the numbers up to a limit in a group, for each pair of a group in `of` and its limit in `upto`."""
+    """Return how many numbers up to a limit a group has, per pair of a group in `of` and a limit in `upto`."""
     all_groups = np.concatenate([groups, of])
     order = np.lexsort((np.arange(len(all_groups)), np.concatenate([numbers, upto]), all_groups))
     is_limit = order >= len(groups)

@@ -31,14 +31,14 @@ class Union(NamedTuple):
         return int((self.ends - self.starts).sum())
 
     def until(self, times: NDArray[Any]) -> Int64s:
-        """Return the length of the union before each time."""
+        """Return the length of the union before each of some times."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         index = np.searchsorted(self.starts, times, side="right")
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
         return np.asarray(before[index] - np.maximum(last_ends - times, 0))
 
     def within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-        """Return the length of the union within each interval."""
+        """Return the length of the union within each of some intervals."""
         return self.until(ends) - self.until(starts)
 
 
@@ -57,9 +57,9 @@ def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
 
 
 class Unions(NamedTuple):
-    """Intervals by group, in the order of groups, sorted and disjoint within a group.
+    """Intervals by group, ordered by group, and sorted and disjoint within a group.
 
-    Those of `union_by_group` are not empty, and not adjacent to others of their group.
+    `union_by_group` makes intervals that are not empty and not adjacent.
     """
 
     groups: Int64s
@@ -67,23 +67,23 @@ class Unions(NamedTuple):
     ends: Int64s
 
     def begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the place of a group's last interval that has begun at a time, `NONE` without one."""
+        """Return the index of the group's last interval that begins at or before each time, `NONE` without one."""
         starts, times_on_axis = _on_one_axis((self.groups, self.starts), (groups, times))
         places = np.searchsorted(starts, times_on_axis, side="right") - 1
         places[np.append(self.groups, NONE)[places] != groups] = NONE
         return np.asarray(places)
 
     def at(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the place of a group's interval that contains a time, `NONE` without one."""
+        """Return the index of the group's interval that contains each time, `NONE` without one."""
         places = self.begun(groups, times)
         return np.where(times < np.append(self.ends, -FARTHEST)[places], places, NONE)
 
     def within(self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-        """Return the length of a group's intervals within each given interval."""
+        """Return the length of the group's intervals within each given interval."""
         return self._until(groups, ends) - self._until(groups, starts)
 
     def _until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the length of a group's intervals before a time, plus that of all groups before it."""
+        """Return the length of the group's intervals before each time, plus the length of all groups before it."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         starts, times_on_axis = _on_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, times_on_axis, side="right")
@@ -94,7 +94,7 @@ class Unions(NamedTuple):
     def reached(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return for each given interval the place of the first own one that overlaps it, and of the next after it."""
+        """Return, for each given interval, the range of indices of the group's intervals that overlap it."""
         own_starts, own_ends, starts, ends = _on_one_axis(
             (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
         )
@@ -104,7 +104,7 @@ class Unions(NamedTuple):
     def overlapping(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return the pairs of given intervals and own intervals of the same group that overlap, as places, in order.
+        """Return the pairs of a given interval and an overlapping interval of its group, as indices, in order.
 
         An empty interval overlaps the interval that contains it.
         """
@@ -131,9 +131,9 @@ def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any
 
 
 def _on_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
-    """Shift the times of groups, so that groups follow one another on one axis without contact.
+    """Shift the times of each group, so that groups follow one another on one axis without contact.
 
-    Times are replaced by their ranks if the axis would exceed 64 bits, as with a million groups of hours.
+    If the axis would exceed 64 bits, as with a million groups of hours, times are replaced by their ranks.
     """
     groups, times = ([np.asarray(column, dtype=np.int64) for column in side] for side in zip(*columns, strict=True))
     full = [row for row in times if len(row)]
@@ -148,9 +148,9 @@ def _on_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
 
 
 def successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-    """Return the places of successive intervals of each group: each is the first to begin after the end of the last.
+    """Return the indices of successive intervals per group: each is the first to begin after the previous one's end.
 
-    The longest is taken of several that begin at once. Places are in the order of group and begin.
+    Of several that begin at once it is the longest. Indices are ordered by group and begin.
     """
     order = np.lexsort((-ends, starts, groups))
     starts, ends = _on_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
@@ -172,7 +172,7 @@ def lengths_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[A
 
 
 def lie_in(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
-    """Return True for intervals with a part in the window. An empty interval on an edge is in it."""
+    """Return True for each interval that overlaps the window. An empty interval on an edge overlaps it."""
     first, last = window
     outside = ((ends <= first) & (starts < first)) | ((starts >= last) & (ends > last))
     return np.asarray(~outside)
@@ -184,7 +184,7 @@ def clipped(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -
 
 
 def enclosing_none(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
-    """Return True for intervals that enclose no non-empty interval of their group. The last of equal ones is True."""
+    """Return True for intervals that enclose no non-empty interval of their group. Of equal ones the last is True."""
     order = np.lexsort((-ends, starts, groups))
     filled = starts[order] < ends[order]
     distinct_ends = distinct(ends)
@@ -225,7 +225,7 @@ def _covers(span: Union, times: Int64s) -> Bools:
 
 
 def at_once(unions: Sequence[Union]) -> tuple[int, int]:
-    """Return the time in which two or more unions overlap, and the largest number of simultaneous ones."""
+    """Return the time in which two or more unions overlap, and the largest number of overlapping unions."""
     starts = np.concatenate([np.zeros(0, dtype=np.int64), *(intervals.starts for intervals in unions)])
     ends = np.concatenate([np.zeros(0, dtype=np.int64), *(intervals.ends for intervals in unions)])
     if not len(starts):

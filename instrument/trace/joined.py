@@ -1,11 +1,11 @@
 """Keys: the request that each span serves, across threads, tasks and processes.
 
-A rule reads keys from calls. A request has the keys that spans of its tree bear. A span elsewhere with such a key
-belongs to that request, and so do the spans below it. A key may recur: it names the request that began last before the
-span. It may first have named another request that is still open. Then it names this one only from its first use here.
-Further keys below a span with a key name the same request from then on. A request within the interval of another
-request with its key is a part of that one, as in an engine's own process. A request in another one's tree can be a
-request of its own by its keys. A batch belongs to several requests, and to none as a whole.
+A rule reads keys from calls. A request has all keys of the spans in its tree. A span elsewhere with such a key belongs
+to that request, and so do the spans below it. If a key recurs, it names the request that began last before the span. If
+it first named another request that is still open, it names the new one only from its first use there. A further key
+below a span with a key names the same request from then on. A request during another request with the same key is a
+part of it, as in an engine's own process. A request in another one's tree may count on its own because of its keys. A
+batch belongs to several requests.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ THOUSANDTHS = 1000
 """The number of units in a weight of 1."""
 
 HEAVIEST = 1 << 31
-"""The largest weight. A larger one is reduced to it."""
+"""The largest weight. Larger ones are reduced to it."""
 
 ROUNDS = 8
-"""The largest number of steps from a key to further keys of the same request."""
+"""The most rounds in which further keys of a request are searched. A round finds keys below spans with known keys."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Batches and their requests, a row per pair. The pairs of a batch are consecutive, in the batch's order.
+    """Batches and the requests that they serve, a row per pair. The pairs of a batch are consecutive.
 
-    `request` is the place of the request, `NONE` for a key without one. `weight` is in thousandths.
+    `request` is the index of the request, `NONE` for a key without one. `weight` is in thousandths.
     """
 
     batch: Int64s
@@ -57,9 +57,9 @@ class Served:
 class Joined:
     """The requests of a trace, as rows in the order of their begins, and the spans that serve them.
 
-    `of` has the place of each row's request, `NONE` without one. A batch has the request around it. `keys` has the keys
-    of requests by place. `foreign` are batches in the tree of a request that they do not serve. This happens if the
-    request began the engine's loop.
+    `of` has the index of each row's request, `NONE` without one. For a batch it is the request around it. `keys` has
+    the keys of requests by index. `foreign` are batches in the tree of a request that they do not serve, for example
+    because that request started the engine's loop.
     """
 
     rows: Int64s
@@ -72,16 +72,16 @@ class Joined:
 
     @cached_property
     def owner(self) -> Int32s:
-        """Return the row of each row's request, `NONE` without one."""
+        """The row of each row's request, `NONE` without one."""
         if not len(self.rows):
             return np.full(len(self.of), NONE, dtype=np.int32)
         return np.where(self.of == NONE, NONE, self.rows[self.of]).astype(np.int32)
 
 
 def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
-    """Return the requests of a trace with the spans that serve them. `owner` is each row's request, if known.
+    """Return the requests of a trace with the spans that serve them. `owner` has each row's request, if already known.
 
-    `apart_ns` bounds the difference of its processes' clocks: a span may seem to begin that much before its request.
+    `apart_ns` bounds the difference of the processes' clocks: a span may seem to begin that much before its request.
     """
     if owner is None:
         owner = trace.owners(trace.of_kind("request"))
@@ -127,7 +127,7 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
 
 
 def _keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
-    """Return the rows that bear a key, the number of each row's key, and the numbers of all keys."""
+    """Return the rows with a key, the number of each row's key, and the numbers by key."""
     keyed = trace.attributes.having(KEY)
     values = trace.attributes.values(KEY, keyed)
     is_text = np.array([isinstance(value, str) and bool(value) for value in values], dtype=np.bool_)
@@ -147,7 +147,7 @@ def _pairs(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, In
 
 
 def _above(trace: Columns) -> Int32s:
-    """Return the parent of each row, or its root if only the parent was not kept."""
+    """Return the parent of each row. If only the parent was not kept, return the root."""
     roots = rows_of(trace.span_id, trace.root_id)
     if not len(trace):
         return roots
@@ -159,8 +159,8 @@ def _above(trace: Columns) -> Int32s:
 def _resolved(
     trace: Columns, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
 ) -> tuple[Int64s, Int64s, Int64s, int]:
-    """Return the rows of requests, each row's place among them, each row's request, and the number of spans whose key
-    has no request."""
+    """Return the rows of requests, each row's index among them, each row's request, and the number of spans whose key
+    names no request."""
     is_part = np.zeros(len(trace), dtype=np.bool_)
     is_part[bound.parts] = True
     rows = np.flatnonzero((owner == np.arange(len(trace))) & ~is_part)
@@ -182,7 +182,7 @@ def _resolved(
 
 
 class _Bound:
-    """The request that each key names at a time, as an index of request rows by key and begin.
+    """An index of the request that each key names at a time. It is sorted by key and begin.
 
     A key that first named another request, which is still open, names this one only after `since_ns`.
     """
@@ -213,7 +213,7 @@ class _Bound:
     def _named_from(
         self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
-        """Return the time from which each key names its request, usually the begin of the request.
+        """Return the time from which each key names its request, usually the request's begin.
 
         It is right after `since_ns` if the key first named another request, which was open then.
         """
@@ -247,14 +247,14 @@ class _Bound:
         return requests
 
     def _begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the row of each key's request that began last up to a time, `NONE` without one."""
+        """Return the row of the request with each key that began last up to a time, `NONE` without one."""
         begun_counts = counts_up_to(self._keys, self._starts, keys, times_ns)
         last = np.searchsorted(self._keys, keys) + begun_counts - 1
         return np.where(begun_counts > 0, np.append(self._requests, NONE)[last], NONE)
 
 
 def _outermost_request(parts: Mapping[int, int], request: int) -> int:
-    """Return the outermost request that a request is a part of. Keys may disagree, so cycles end the search."""
+    """Return the outermost request of which a request is a part. The search ends at cycles, since keys may disagree."""
     path = {request}
     while (above := parts.get(request)) is not None and above not in path:
         path.add(request := above)
@@ -269,11 +269,11 @@ def _served_requests(trace: Columns, numbers: Mapping[str, int], bound: _Bound, 
 
 
 _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]]] = WeakKeyDictionary()
-"""The members of batches, cached by a trace's attributes: a file is joined twice, before and after its spans move."""
+"""The members of batches, by a trace's attributes. A file is joined twice: before and after spans are moved."""
 
 
 def _members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
-    """Return the batch, the weight and the key of each member of all batches."""
+    """Return the batch, the weight and the key of every member."""
     if (members := _members_of.get(attributes)) is None:
         rows = attributes.having(BATCH_KEYS)
         of_rows = [batch_keys(value) for value in attributes.values(BATCH_KEYS, rows)]
@@ -285,14 +285,14 @@ def _members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
 
 
 def _foreign_batches(served: Served, of: Int64s) -> Int64s:
-    """Return the batches in the tree of a request that serve other requests only."""
+    """Return the batches in a request's tree that serve only other requests."""
     around = of[served.batch]
     serves = served.batch[(around != NONE) & (served.request != NONE)]
     return np.setdiff1d(serves, served.batch[served.request == around])
 
 
 def merge_repeated(served: Served) -> Served:
-    """Return the pairs with each request once per batch. Its weight is the sum over its keys."""
+    """Return the pairs with each request once per batch. Its weight is the sum over its keys in the batch."""
     places = np.arange(len(served.batch))
     members = np.where(served.request == NONE, NONE - 1 - places, served.request)  # a key of no request stays distinct
     order = np.lexsort((places, members, served.batch))
@@ -310,13 +310,13 @@ def merge_repeated(served: Served) -> Served:
 
 
 def batch_keys(value: Any) -> Sequence[str]:
-    """Return the keys in the value of a batch's attribute, `BATCH_LIMIT` at most."""
+    """Return the keys in the value of a batch's attribute, at most `BATCH_LIMIT`."""
     keys = value if isinstance(value, (list, tuple)) else ()
     return [key for key in keys[:BATCH_LIMIT] if isinstance(key, str)]
 
 
 def batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
-    """Return the weight of each key in thousandths. Those of a batch are equal if they are missing or all 0."""
+    """Return the weight of each key in thousandths. If a batch has no weight above 0, its keys have equal weights."""
     items = list(
         chain.from_iterable(
             value if isinstance(value, (list, tuple)) and len(value) == count else (0,) * count
@@ -339,7 +339,7 @@ def batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
 
 
 def with_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
-    """Return the request of each row, with sub-requests as requests of their own. `owner` has the topmost requests."""
+    """Return the request of each row. Sub-requests are requests of their own. `owner` has the topmost requests."""
     is_request = trace.of_kind("request")
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
     if not inner.any() or not len(keyed):
@@ -369,9 +369,8 @@ def with_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int6
 
 
 class FirstKeys:
-    """The requests of a trace by their first keys, with the nested ones.
-
-    A part of a request may be in its tree or in a tree of its own."""
+    """The requests of a trace, nested ones too, by their first keys. A part of a request may be in its tree or in a
+    tree of its own."""
 
     def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
         near = nearest(trace.parent, trace.of_kind("request"))
@@ -380,7 +379,7 @@ class FirstKeys:
         borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
         order = np.lexsort((trace.span_id[borne], trace.start_ns[borne]))
         self.borne, self.borne_keys = borne[order], keys[order]
-        """The rows with keys of requests, in the order of their begins, and the numbers of their keys."""
+        """The rows of requests that have keys, ordered by begin, and the numbers of their keys."""
         rows, firsts = np.unique(self.around[self.borne], return_index=True)
         first = self.borne_keys[firsts]
         self._first_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last is that of no row
@@ -391,14 +390,14 @@ class FirstKeys:
         self._reach = running_most(self.ends, self.keys)
 
     def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
-        """Return True for requests whose first key is the given one."""
+        """Return True for each request whose first key is the given one."""
         return np.asarray(self._first_of[rows] == keys)
 
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
         """Return True for each key that is the first key of another request, which had begun by `at_ns`.
 
-        The request at hand began at `start_ns` and had the key from `at_ns` on, not as its first. The other request was
-        open at `at_ns`, or began after this one.
+        The request in question began at `start_ns` and had the key from `at_ns` on, not as its first. The other request
+        was open at `at_ns`, or began later than this one.
         """
         begun_counts = counts_up_to(self.keys, self.starts, keys, at_ns)
         last = np.searchsorted(self.keys, keys) + begun_counts - 1
@@ -408,10 +407,10 @@ class FirstKeys:
 
 
 def without_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
-    """Return the request of each row, `NONE` for strays and rows below them, whose own key names their request.
+    """Return the request of each row, `NONE` for strays and rows below them: their own keys name their request.
 
-    A stray bears the first key of another request. The request around it has another first key, and did not bear this
-    one before the other request began. Otherwise the key is a further name of the request around it.
+    A stray has the first key of another request. The request around it has another first key, and did not have this one
+    before the other request began. Otherwise the key is a further key of the request around it.
     """
     around = first.around[first.borne]
     pairs, began, pair_of = np.unique(
@@ -437,17 +436,17 @@ def without_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
 # their request there.
 
 LOOK_BACK = 64
-"""The number of newest spans with a key that are searched for the hand-off span."""
+"""The most spans with a key that are searched for the hand-off span, the newest ones."""
 
 
 def graft(saved: Saved) -> Saved:
-    """Return a saved recording with one tree for each of its requests."""
+    """Return a saved recording in which each request has one tree."""
     trace, facts = saved.trace.columns, saved.trace
     return replace(saved, trace=facts.with_columns(grafted(trace, join(trace, facts.apart_ns), facts.origin.run)))
 
 
 def with_own_facts(facts: Trace) -> Trace:
-    """Return the trace with the facts of its requests, see `instrument.trace.request_facts`."""
+    """Return the trace with facts moved to its requests. See `instrument.trace.request_facts`."""
     if not len(facts.columns.attributes.having(FACTS)):
         return facts
     joined = join(facts.columns, facts.apart_ns)
@@ -455,9 +454,9 @@ def with_own_facts(facts: Trace) -> Trace:
 
 
 def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """Return the trace with one tree for each request, and with its facts. Without a `run`, no trace gets an id.
+    """Return the trace with one tree for each request, and with its facts. Without a `run`, no request gets a trace id.
 
-    A move that would make parents cyclic falls back to the request as the parent, else to the original parent.
+    If a move would make parents cyclic, the request becomes the parent, else the original parent remains.
     """
     trace = with_facts(trace, joined.rows, joined.of, joined.keys)
     moves = _rows_to_move(trace, joined)
@@ -485,13 +484,13 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
 
 
 def trace_id_of(run: str, key: str) -> int:
-    """Return the trace id of 128 bits for a key in a run. All processes compute the same one."""
+    """Return the 128-bit trace id for a key in a run. It is the same in all processes."""
     text = f"{run}\0{key}".encode(errors="surrogatepass")
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
 
 
 def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
-    """Return the topmost rows that serve a request outside of its tree."""
+    """Return the topmost rows that serve a request but are outside of its tree."""
     of_parent = np.append(joined.of, NONE)[trace.parent]
     moves = (joined.of != NONE) & (of_parent != joined.of)
     moves[joined.rows] = False
@@ -503,7 +502,7 @@ def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
 
 
 def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
-    """Return the rows above a request that serve it. They cannot move below it."""
+    """Return the rows that serve a request and are above it. They cannot move below it."""
     rows_above = [np.zeros(0, dtype=np.int64)]
     places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
     while (goes_on := above != NONE).any():
@@ -514,7 +513,7 @@ def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
 
 
 def _hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
-    """Return the row of each moving row's hand-off span, or the row of its request without one."""
+    """Return the row of each moved row's hand-off span, else the row of its request."""
     hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.having(KEY)
     top = _tops_of_pieces(trace, joined.rows, moves)
@@ -546,7 +545,7 @@ def _hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
 
 
 def _hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
-    """Return the newest of some rows that was open at a time, else the last that ended in the request's own tree."""
+    """Return the newest of some rows that was open at a time, else the last that had ended in the request's tree."""
     still_open = [row for row in before if trace.end_ns[row] > at_ns]
     if still_open:
         return max(still_open, key=lambda row: (trace.start_ns[row], -trace.end_ns[row], row))
@@ -555,7 +554,7 @@ def _hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) 
 
 
 def _tops_of_pieces(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
-    """Return, for each row, the nearest row at or above it that is a request or moves to another tree."""
+    """Return, for each row, the nearest row at or above it that is a request or is moved."""
     is_top = np.zeros(len(trace), dtype=np.bool_)
     is_top[requests] = is_top[moves] = True
     return nearest(trace.parent, is_top)
@@ -574,9 +573,9 @@ def _are_cyclic(parent: Int32s) -> Bools:
 def remotes_by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return the trace ids made of keys: of requests by their first keys, and of roots whose key no request here has.
+    """Return trace ids made from keys, for requests by their first keys, and for roots whose key no request here has.
 
-    Only the first request of a key gets its trace id, because other processes cannot distinguish later ones.
+    Only the first request with a key gets the key's trace id, since other processes cannot distinguish later ones.
     """
     have_traces = {int(root_id[row]) for row in remotes}
     remote_by_row: dict[int, RemoteParent] = {}

@@ -1,7 +1,7 @@
 """The packed columns of a file, in the smallest types that fit. Rare values are stored for their rows only.
 
-Ascending columns are stored as steps from row to row, and ends as lengths, so most numbers take one or two bytes.
-`numpy.cumsum` restores a column from its steps. Ids and begins of spans count from `firsts`.
+Ascending columns are stored as differences (`steps`) and ends as lengths, so most numbers take one or two bytes.
+`numpy.cumsum` restores a column. Ids and begins of spans count from `firsts`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WIDTHS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
 
 
 def narrow(column: Column) -> Column:
-    """Return the same whole numbers in the narrowest type that fits all of them."""
+    """Return the same integers in the narrowest type that fits all of them."""
     if not len(column):
         return column.astype(np.uint8)
     least, most = int(column.min()), int(column.max())
@@ -45,17 +45,17 @@ def narrow(column: Column) -> Column:
 
 
 def steps(column: Column) -> Column:
-    """Return the difference of each number to its predecessor. The first number stays."""
+    """Return the first number, followed by the difference of each number to the one before."""
     return narrow(np.diff(column.astype(np.int64), prepend=np.int64(0)))
 
 
 def summed(column: Column) -> Int64s:
-    """Return the numbers with these steps."""
+    """Return the numbers that have these differences."""
     return np.asarray(np.cumsum(column, dtype=np.int64))
 
 
 def in_order(trace: Columns) -> Int64s:
-    """Return the rows by begin, the longer ones first, then by id, so parents come before children."""
+    """Return the rows by begin, the longer ones first, then by id. So parents come before their children."""
     order = np.argsort(trace.start_ns, kind="stable")
     starts = trace.start_ns[order]
     same = np.concatenate([[False], starts[1:] == starts[:-1], [False]])
@@ -66,7 +66,7 @@ def in_order(trace: Columns) -> Int64s:
 
 
 def packed(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
-    """Return the columns of a file by name, and the rest of the trace as metadata.
+    """Return the columns of a file by name, and the other contents of the trace as metadata.
 
     Rows are in the order of `in_order`.
     """
@@ -120,7 +120,7 @@ def packed(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
 
 
 def _ranked_below(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
-    """Return the result of `ranked`, fast for a column in which most rows share the value of their parents."""
+    """Return the result of `ranked`. It is fast if most rows have the same value as their parents."""
     shares = trace.parent != NONE
     if len(trace):
         shares &= column == column[trace.parent]
@@ -163,12 +163,12 @@ def _packed_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
 
 
 PLAIN = {str, int, bool}
-"""The types whose equal values have equal JSON, unlike 0.0 and -0.0."""
+"""Types whose equal values have equal JSON. For floats this is not so: 0.0 equals -0.0."""
 
 
 def attribute_texts(trace: Columns, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
-    """Yield the JSON of each row's attributes, with equal attributes encoded once. With `finite`, infinities and NaN
-    become texts for viewers."""
+    """Yield the JSON of each row's attributes. Equal attributes are encoded once. With `finite`, infinities and NaN
+    become texts, since viewers cannot read them."""
     text_by_key: dict[object, str] = {}
     for row in rows:
         attributes = trace.attributes[row]
@@ -190,7 +190,7 @@ BYTES_AT_ONCE = 1 << 22
 
 
 class PackedAttributes:
-    """The attributes of spans by row, decoded on access."""
+    """The attributes of spans by row, as JSON. They are decoded when they are read."""
 
     def __init__(self, count: int, rows: Int64s, numbers: Column, ends: Int64s, texts: bytes | bytearray) -> None:
         self._rows, self._numbers, self._ends, self._texts = rows, numbers, ends, texts
@@ -213,8 +213,8 @@ class PackedAttributes:
         return self._rows
 
     def having(self, name: str) -> Int64s:
-        """Return the rows with an attribute of a name, in order. Texts without nested objects are not decoded: a text
-        before a colon is a name there."""
+        """Return the rows with an attribute of a name, in order. JSON without nested objects is not decoded: in it a
+        text before a colon is a name."""
         written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
         at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
         text_of_match = np.searchsorted(ends, at, side="right")
@@ -229,7 +229,7 @@ class PackedAttributes:
         return self._rows[has[self._numbers]]
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the values of an attribute in some rows. A text that rows share is decoded once."""
+        """Return the values of an attribute in some rows. JSON that rows share is decoded once."""
         places = self._place[rows]
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
@@ -251,7 +251,7 @@ class PackedAttributes:
 
 
 def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
-    """Return the places of a byte in the texts, by a search in chunks of bounded memory."""
+    """Return the indices of a byte in the texts. The search goes in chunks, to bound the memory."""
     every = np.frombuffer(texts, dtype=np.uint8)
     parts = [
         np.flatnonzero(every[first : first + BYTES_AT_ONCE] == ord(byte)) + first
@@ -261,8 +261,8 @@ def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
 
 
 def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the attributes in some JSON texts, with lists as tuples. Decoding them together takes half of the time.
-    Raises `TraceError` for a text that is no object."""
+    """Return the attributes in some JSON texts, with lists as tuples. They are decoded together, in half of the time.
+    Raises `TraceError` if a text is no JSON object."""
     try:
         objects = json.loads(b"[%b]" % b",".join(texts))
     except ValueError as problem:
@@ -274,7 +274,7 @@ def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=64)
 def _reader_of(name: str) -> Callable[[bytes], Any]:
-    """Return a function that reads the value of one attribute from a JSON text. No other value becomes an object."""
+    """Return a function that reads the value of one attribute from JSON, without making objects of other values."""
 
     def value_in(text: bytes) -> Any:
         try:
@@ -291,14 +291,14 @@ def _reader_of(name: str) -> Callable[[bytes], Any]:
 
 
 def as_tuples(value: Any) -> Any:
-    """Return the value of an attribute with JSON's lists as tuples."""
+    """Return an attribute's value with lists as tuples."""
     if not isinstance(value, list):
         return value
     return tuple([as_tuples(item) if isinstance(item, list) else item for item in value])
 
 
 def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:
-    """Return the trace of a file's arrays. Raises `ValueError` and `LookupError` for damaged ones."""
+    """Return the trace of a file's arrays. Raises `ValueError` and `LookupError` for damaged arrays."""
     span_id, start_ns = summed(arrays["span_id_steps"]), summed(arrays["start_ns_steps"])
     total_ns = arrays["total_ns"].astype(np.int64)
     if len(span_id):
@@ -388,23 +388,23 @@ def _unpacked_attributes(arrays: Arrays, count: int) -> PackedAttributes:
 
 
 MOST_KNOWN = 10_000
-"""The most distinct texts of attributes that rows can share. Each later text is stored again for each row."""
+"""The most distinct JSON texts of attributes that rows can share. Each later text is stored per row."""
 
 
 def column(numbers: array[int]) -> Int64s:
-    """Return the numbers of an array of 64 bits as a view. The array must not grow while it exists."""
+    """Return a view of an array's 64-bit numbers. The array must not grow while the view exists."""
     return np.frombuffer(numbers, dtype=np.int64)
 
 
 def rank_of(order: NDArray[np.int64]) -> Int32s:
-    """Return the place of each row in an order."""
+    """Return the index of each row in an order."""
     rank = np.empty(len(order), dtype=np.int32)
     rank[order] = np.arange(len(order), dtype=np.int32)
     return rank
 
 
 class GatheredAttributes:
-    """The attributes of rows as JSON, equal texts once. `refuse` raises for a text that is no attributes."""
+    """The attributes of rows as JSON, with equal texts stored once. `refuse` raises for an invalid text."""
 
     def __init__(self, refuse: Callable[[bytes], None] | None = None) -> None:
         self._refuse = refuse
@@ -415,7 +415,7 @@ class GatheredAttributes:
         self._numbers = array("q")
 
     def add(self, row: int, text: bytes) -> None:
-        """Add the attributes of a row without any."""
+        """Add the attributes of a new row."""
         number = self._known.get(text)
         if number is None:
             if self._refuse is not None:
@@ -429,7 +429,7 @@ class GatheredAttributes:
         self._numbers.append(number)
 
     def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
-        """Add the attributes of rows without any, without a search for equal texts, which are rare here."""
+        """Add the attributes of new rows. Equal texts are rare here, so each is stored on its own."""
         number = len(self._ends)
         self._ends.extend(accumulate(map(len, texts), initial=len(self._texts)))
         del self._ends[number]  # the begin of the first one
@@ -438,7 +438,7 @@ class GatheredAttributes:
         self._numbers.extend(range(number, number + len(rows)))
 
     def packed(self, rank: Int32s) -> PackedAttributes:
-        """Return the attributes by the ranks of their rows."""
+        """Return the attributes of rows, which get the numbers in `rank`."""
         rows = rank[column(self._rows)]
         order = np.argsort(rows, kind="stable")
         numbers = column(self._numbers).astype(np.int32)[order]
@@ -446,7 +446,7 @@ class GatheredAttributes:
 
 
 def written(attributes: Mapping[str, object]) -> bytes:
-    """Return attributes as JSON, without escapes in names, which `having` would not find."""
+    """Return attributes as JSON. Names have no escapes, so that `having` finds them."""
     try:
         text = msgspec.json.encode(attributes)
     except (ValueError, OverflowError):

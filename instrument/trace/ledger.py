@@ -1,23 +1,22 @@
 """The ledger: the parts of each request's time, which add up to it to the nanosecond.
 
-Every instant of a request belongs to the part that began last among the open ones. A part is a phase of the request's
-own work in any process, a batch that served it, or a time between these.
+Every instant of a request belongs to the open part that began last. A part is a phase of the request's own work in any
+process, a batch that served it, or a time between these.
 
 - `queue`: from the hand-off to the first batch. The hand-off span is the newest span before that batch with the
   request's key. The queue begins at its end, or at its begin if it failed or was still open. Without a hand-off span,
-  the queue begins at the last begin or end of the request's own work. A further key has a queue of its own. A failed
-  or cancelled request that was handed off, but that no batch served, was in the queue to its end.
+  the queue begins at the last begin or end of the request's own work. Each further key has a queue, too. A failed or
+  cancelled request that was handed off but never served was in the queue until its end.
 - `stall`: from a batch to the next one.
-- `transport`: between the request's own threads and the batch threads. It is the time from a batch to the next own
-  work. Before the first batch, it is the time from own work to the first work on a batch thread.
+- `transport`: the way between the request's own threads and the batch threads. It is the time from a batch to the next
+  own work, and from own work to the first work on a batch thread.
 - `lock`: calls that wait for a lock or a place in a pool, by their name or by `phase: lock` of their rule.
-- `sub-requests`: requests that began within it and are no parts of it. Each has a ledger of its own.
+- `sub-requests`: requests that began within the request but count on their own. Each has its own ledger.
 - `unknown`: none of the above.
 
-An instant in a batch counts as the request's own share, up to that share, else as waiting for the other members. A
-batch's time is distributed by weight, exactly once: of `length` ns and weights w, the first k members get
-`length * sum(w[:k]) // sum(w)` together. The outer of two nested batches distributes its time without the inner one's
-(see `own_lengths`).
+The time in a batch counts as the request's own share, up to that share, then as waiting for other members. A batch's
+time is divided by weight: of `length` ns, the first k members with the weights w get `length * sum(w[:k]) // sum(w)`
+together. The time of a nested batch is not part of the outer one (see `own_lengths`).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase of a request to which spans of a site belong, None if they are no phase."""
+    """Return the phase of a request that spans of a site are, None if they are no phase."""
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:
@@ -69,10 +68,10 @@ def waits_for_lock(site: Site) -> bool:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The parts of requests: a row for each part with time. The parts of a request add up to its wall time.
+    """The parts of requests, a row per part with time. The parts of a request add up to its wall time.
 
-    Rows are ordered by the request's place. `part` is a place in `names`. `given_ns` is the share of each pair of a
-    batch and a request. The shares of a batch add up to its own time.
+    Rows are ordered by the index of the request. `part` is an index into `names`. `given_ns` is the share of each pair
+    of a batch and a request. The shares of a batch add up to its own time.
     """
 
     names: tuple[str, ...]
@@ -82,14 +81,14 @@ class Ledger:
     given_ns: Int64s
 
     def parts_of(self, place: int) -> dict[str, int]:
-        """Return the time of each part of one request, without empty parts."""
+        """Return the time of each part of one request, without parts of no time."""
         first, last = np.searchsorted(self.request, [place, place + 1])
         rows = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.names[part]: time_ns for part, time_ns in rows}
 
 
 def shares(served: Served, amounts: Int64s) -> Int64s:
-    """Return the request's share of a batch's amount, for each pair of a batch and a request.
+    """Return the request's share of a batch's amount, per pair of a batch and a request.
 
     `amounts` is by row of the trace.
     """
@@ -105,18 +104,18 @@ def shares(served: Served, amounts: Int64s) -> Int64s:
 
 
 def portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
-    """Return `amounts * weights // sums`, exact where the products exceed 64 bits. Sums are positive."""
+    """Return `amounts * weights // sums`. It is exact even if products exceed 64 bits. Sums must be positive."""
     if int(amounts.max(initial=0)) * int(sums.max(initial=0)) < 1 << 62:
         return np.asarray(amounts * weights // sums)
     return np.asarray(amounts.astype(object) * weights.astype(object) // sums.astype(object), dtype=np.int64)
 
 
 def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
-    """Return the time that each batch has for itself, by row of the trace.
+    """Return the time of each batch that no competing batch takes, by row of the trace.
 
     `parts` has the intervals of batches by group. `batch` and `device` are the row and the device of each group. Two
-    batches compete on the same device if they serve the same request, or if one is nested in the other on its thread.
-    The one that began last gets the time of their overlap.
+    batches compete on a device if they serve the same request, or if one is nested in the other on its thread. The one
+    that began last gets the time of their overlap.
     """
     its_batch, lengths = batch[parts.groups], parts.ends - parts.starts
     at_once = np.flatnonzero(_overlapping(device[parts.groups], parts.starts, parts.ends))
@@ -155,7 +154,7 @@ def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, de
 
 
 def _nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
-    """Return the rows of batches nested in a batch of the same thread and task, and the rows of the outer batches."""
+    """Return the rows of batches inside a batch of the same thread and task, and the row of each outer batch."""
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[served.batch] = True
     rows = np.flatnonzero(is_batch)
@@ -182,8 +181,8 @@ def _overlapping(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
 class Turns(NamedTuple):
     """The turns of requests, by request and time. A turn is an interval that belongs to one part.
 
-    `part` is a place in `names`. `row` is the row of the turn's span, `NONE` between spans. `pair` is the place of the
-    batch and the request in `Served`, `NONE` outside of batches.
+    `part` is an index into `names`. `row` is the row of the turn's span, `NONE` between spans. `pair` is the index of
+    the batch and the request in `Served`, `NONE` outside of batches.
     """
 
     names: tuple[str, ...]
@@ -196,7 +195,7 @@ class Turns(NamedTuple):
 
 
 def turns_of(trace: Columns, joined: Joined) -> Turns:
-    """Return the known parts of each request, turn by turn."""
+    """Return the turns of each request. Unknown time has no turn."""
     work, batches = _work(trace, joined), _batches(trace, joined)
     between, inner = _times_between_batches(trace, joined, work, batches), _sub_requests(trace, joined)
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
@@ -220,9 +219,8 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
 
 
 def _ranks(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
-    """Return the rank, by begin before clipping, of each time between spans and then of each span.
-
-    A time between spans ranks below a span with the same begin and end."""
+    """Return the ranks of times between spans, then of spans: they are ordered by begin before clipping. A time between
+    spans ranks below a span with the same begin and end."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
     order = np.argsort(begins, kind="stable")
     in_order = begins[order]
@@ -239,15 +237,14 @@ def _ranks(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
 
 
 def served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
-    """Return the batches of each request, and the times before and between them. Both are ordered by request.
-
-    The `row` of a time between is 0 for the queue, 1 for a stall, 2 for transport. Batches are in order of time."""
+    """Return the batches of each request, and the times before and between them. Both are ordered by request, batches
+    also by time. In times between, `row` is 0 for a queue, 1 for a stall, 2 for transport."""
     batches = _batches(trace, joined)
     return batches, _times_between_batches(trace, joined, _work(trace, joined), batches, of_all_keys=False)
 
 
 def ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
-    """Return the parts of each request's time. `all_turns` are the turns of its requests, if known."""
+    """Return the parts of each request's time. `all_turns` are the requests' turns, if already known."""
     all_turns = turns_of(trace, joined) if all_turns is None else all_turns
     rows = distinct(joined.served.batch)
     spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
@@ -286,9 +283,9 @@ class Moment(NamedTuple):
 
 
 def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
-    """Return all turns of one request in order, unknown ones too: from its begin to its end without a gap.
+    """Return all turns of one request in order, without a gap from its begin to its end. A gap becomes an unknown turn.
 
-    A turn in a batch is `SHARE`, also for the time of other members.
+    A turn in a batch has the part `SHARE`, even while the request waits for other members.
     """
     served = joined.served
     own_served = replace(served, request=np.where(served.request == place, place, NONE))
@@ -312,7 +309,7 @@ def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
 
 
 def own_and_waiting(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the pairs with turns in batches, the own share in each pair's turns, and the waiting time in them."""
+    """Return the pairs that have turns in batches, each pair's own share, and its waiting time."""
     groups, firsts = numbered(pairs)
     spent = Groups(groups, len(firsts)).sums(lengths)
     distinct_pairs = pairs[firsts]
@@ -324,7 +321,7 @@ _Part = tuple[Int64s, Int64s, Int64s, int]
 
 
 class Intervals(NamedTuple):
-    """The intervals of requests, clipped to them. `row` is a span's row, or the kind of a time between spans."""
+    """Intervals of requests, clipped to the requests. `row` is a span's row, or the kind of a time between spans."""
 
     request: Int64s
     row: Int64s
@@ -349,7 +346,7 @@ def _work(trace: Columns, joined: Joined) -> Intervals:
 
 
 def _sub_requests(trace: Columns, joined: Joined) -> Intervals:
-    """Return the sub-requests: requests that began within another one and are no part of it."""
+    """Return the requests that began within another request and count on their own."""
     above = trace.parent[joined.rows]
     around = np.append(joined.of, NONE)[above]
     inner = np.flatnonzero((around != NONE) & (around != np.arange(len(around))))
@@ -357,7 +354,7 @@ def _sub_requests(trace: Columns, joined: Joined) -> Intervals:
 
 
 def _batches(trace: Columns, joined: Joined) -> Intervals:
-    """Return the batches of each request, in the order of time."""
+    """Return the batches of each request, ordered by time."""
     pairs = np.flatnonzero(joined.served.request != NONE)
     intervals = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
     order = np.lexsort((intervals.end_ns, intervals.start_ns, intervals.request))
@@ -368,9 +365,9 @@ def _batches(trace: Columns, joined: Joined) -> Intervals:
 def _times_between_batches(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, *, of_all_keys: bool = True
 ) -> Intervals:
-    """Return the times before and between the batches of each request: `row` is 0 for queue, 1 stall, 2 transport.
+    """Return the times before and between the batches of each request. `row` is 0 for a queue, 1 stall, 2 transport.
 
-    With `of_all_keys`, further keys of a request have queues, too.
+    With `of_all_keys`, each further key of a request has a queue, too.
     """
     if not len(joined.served.batch):
         nothing = np.zeros(0, dtype=np.int64)
@@ -411,7 +408,7 @@ def _hand_off_spans(trace: Columns, joined: Joined) -> Intervals:
 
 
 def _hand_off_times(trace: Columns, hand_offs: Intervals, places: Int64s, upto: Int64s) -> Int64s:
-    """Return the hand-off time of spans: a span's end, or its begin if it failed or ended after `upto`."""
+    """Return when each span hands off its request: at its end, or at its begin if it failed or ended after `upto`."""
     rows = hand_offs.row[places]
     is_done = (hand_offs.end_ns[places] <= upto) & (trace.error[rows] == NONE)
     is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))
@@ -423,7 +420,7 @@ def _queues(
 ) -> _Part:
     """Return the queue of each request: from its hand-off to its first batch.
 
-    The queue of a request without a hand-off span begins at the last begin or end of its own work.
+    Without a hand-off span, the queue begins at the last begin or end of the request's own work.
     """
     owners = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
@@ -440,7 +437,7 @@ def _queues(
 
 
 def _lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
-    """Return the queues of failed requests that no batch served: from their hand-offs to their ends."""
+    """Return the queues of failed requests that no batch served: from the hand-off to the request's end."""
     rows = joined.rows
     is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
     is_lost[batches.request] = False
@@ -454,7 +451,7 @@ def _lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: 
 
 
 def _further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
-    """Return the queues of further keys: from the hand-off of a key to the first batch with it."""
+    """Return the queues of further keys: from the hand-off with a key to the first batch with it."""
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
     hand_offs, batches = (
         Intervals(*(column[np.isin(part.request, several)] for column in part)) for part in (hand_offs, batches)
@@ -487,7 +484,7 @@ def _further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batche
 def _transports(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
-    """Return the times between work on a request's own threads and on its batch threads, in which it was on its way."""
+    """Return the times in which a request was on its way between its own threads and its batch threads."""
     threads = distinct(trace.thread_id[distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
@@ -519,14 +516,14 @@ def _transports(
 
 
 def _next_after(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
-    """Return the place of each queried group's first time at or after `at`, -1 without one. Times are sorted."""
+    """Return the index of each queried group's first time at or after `at`, -1 without one. Times are sorted."""
     all_groups = np.concatenate([queries, groups])
     order = np.lexsort((np.arange(len(all_groups)), np.concatenate([at, times]), all_groups))[::-1]
     return _last_seen(order, len(queries), all_groups)
 
 
 def last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
-    """Return the place of each queried group's last time up to `at`, -1 without one. Times are sorted."""
+    """Return the index of each queried group's last time up to `at`, -1 without one. Times are sorted."""
     all_groups = np.concatenate([queries, groups])
     is_query = np.arange(len(all_groups)) < len(queries)
     order = np.lexsort((is_query, np.concatenate([at, times]), all_groups))
@@ -534,7 +531,7 @@ def last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> I
 
 
 def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
-    """Return the place of the last time before each of the first `count` items, -1 if its group differs."""
+    """Return the index of the last time before each of the first `count` items, -1 if it is of another group."""
     is_time = order >= count
     last = np.maximum.accumulate(np.where(is_time, np.arange(len(order)), NONE))
     places = np.full(count, NONE, dtype=np.int64)
@@ -553,9 +550,9 @@ def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """The device times of requests: `own_ns` and `shared_ns` by the request's place.
+    """The device times of requests: `own_ns` of own work and `shared_ns` of batches, by the index of the request.
 
-    `batch_ns` is by row, 0 for other rows than batches. `given_ns` is the share of each pair of a batch and a request.
+    `batch_ns` is by row, 0 for rows that are no batches. `given_ns` is the share of each pair of a batch and a request.
     The shares of a batch add up to its own device time.
     """
 
@@ -566,7 +563,7 @@ class DeviceLedger:
 
 
 def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
-    """Return the device time of each request."""
+    """Return the device times of all requests."""
     device, served = trace.device, joined.served
     timed = np.flatnonzero(device.timed)
     is_batch = np.zeros(len(trace), dtype=np.bool_)
@@ -585,7 +582,7 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
 
 
 def _busy(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
-    """Return the unions of device intervals by owner and device as groups, and the owner and device of each group."""
+    """Return the unions of device intervals, grouped by owner and device, and the owner and device of each group."""
     device = trace.device
     groups, firsts = numbered(owners, device.device[intervals])
     busy = union_by_group(groups, device.start_ns[intervals], device.end_ns[intervals])

@@ -1,8 +1,8 @@
 """A merge of saved recordings, of one or several processes: on one clock, each span once, with unique ids.
 
 Spans are renumbered in the order of their begins. Sites with the same key become one. Threads and streams stay distinct
-by process, and devices without a shared UUID, too. Several files of a process may have the same span, such as a dump
-and the file of its end. It is taken from the file that has most of it.
+by process, and devices without a shared UUID, too. If several files of a process have the same span, such as a dump and
+the file of its end, the longest version is kept.
 
 `folded` makes one bounded recording of processes that have ended, with all totals and the newest spans. A service may
 recycle thousands of workers over months, so threads, call paths, samples and notes are bounded.
@@ -29,13 +29,13 @@ from instrument.trace.groups import places_of
 from instrument.trace.merged_facts import called, merged_facts, merged_processes, merged_tally
 
 MONOTONIC, WALL = "monotonic", "wall"
-"""The clock of the merged trace: the monotonic clock that all processes share between two boots of a machine, or the
-time of day, which differs slightly between machines."""
+"""The clock of the merged trace: the monotonic clock of one machine since its boot, or the time of day, which differs
+slightly between machines."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The merged files, the numbers of files, processes and runs, and the clock: `MONOTONIC` or `WALL`."""
+    """The merged recording, the numbers of files, processes and runs, and the clock: `MONOTONIC` or `WALL`."""
 
     saved: Saved
     files: int
@@ -43,13 +43,13 @@ class Merged:
     runs: int
     clock: str
     apart_ns: int | None
-    """The largest difference of two processes' clocks in ns, None if it is unknown."""
+    """The largest difference of two processes' clocks in ns, None if unknown."""
     parts: Sequence[MergedFile] = field(repr=False)
-    """The files with the merged rows of their spans. Files of one process are consecutive."""
+    """The files and the merged rows of their spans. Files of one process are consecutive."""
 
     @property
     def header(self) -> str:
-        """The header of a report: the numbers of files and processes, and their clock."""
+        """A line for reports: the numbers of files, processes and runs, and their clock."""
         text = f"{self.files} file{'s' * (self.files != 1)} of {self.processes} process{'es' * (self.processes != 1)}"
         text += f" in {self.runs} runs" * (self.runs > 1)
         if self.clock == MONOTONIC:
@@ -65,7 +65,7 @@ _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     """Return the files as one.
 
-    Raises `TraceError` for files that cannot be put on one clock, or that together are no sound trace.
+    Raises `TraceError` if the files cannot be put on one clock, or together are no valid trace.
 
     Files of different machines are merged by their wall clocks, and so are files from different boots of a machine.
     All files must have an error bound of their wall clock, unless `by_wall_clock`.
@@ -98,21 +98,21 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
 
 
 def _single_file(saved: Saved) -> Merged:
-    """Return one file unchanged as the merged one."""
+    """Return the merge of a single file, which is unchanged."""
     part = MergedFile(saved, 0, 0, 0)
     part.row = np.arange(len(saved.trace.columns))
     return Merged(saved, 1, 1, int(bool(saved.trace.origin.run)), MONOTONIC, 0, [part])
 
 
 SECONDS_NS = 10**9
-"""The assumed difference of wall clocks with unknown errors, in ns."""
+"""The assumed difference of wall clocks whose error is unknown, in ns."""
 
 SLEW = 500e-6
 """The largest drift of a clock while NTP adjusts it, as a rate (man 2 adjtimex)."""
 
 
 def _apart_ns(files: Sequence[Saved]) -> int | None:
-    """Return the largest difference of two files' wall clocks in ns, None if an error bound is unknown."""
+    """Return the largest difference of two files' wall clocks in ns, None without an error bound."""
     bounds = []
     for facts in (saved.trace for saved in files):
         origin = facts.origin
@@ -124,7 +124,7 @@ def _apart_ns(files: Sequence[Saved]) -> int | None:
 
 
 def _joined_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
-    """Return the attributes of the spans of several files, decoded on access."""
+    """Return the attributes of the merged spans. They are decoded when they are read."""
     part, row_in_part = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
     for number, file in enumerate(parts):
         rows = np.flatnonzero(file.is_kept)
@@ -141,7 +141,7 @@ def _joined_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
 
 
 class _Merge:
-    """The work of `merge`, file after file and column after column."""
+    """The merge of several files. Its attribute `saved` is the result."""
 
     def __init__(self, groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> None:
         self._groups = groups
@@ -205,7 +205,7 @@ class _Merge:
         )
 
     def _taken_for(self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s) -> Int64s:
-        """Return the row that represents each row of all files: itself, or the same span's row in another file."""
+        """Return, for each row of all files, the row of the same span that is kept: itself, or one in another file."""
         chosen = np.arange(len(span_id))
         process = np.repeat([part.process for part in self._parts], [len(part.trace) for part in self._parts])
         in_several_files = {process for process, group in enumerate(self._groups) if len(group) > 1}
@@ -225,7 +225,7 @@ class _Merge:
         return chosen
 
     def _ids_above(self) -> tuple[Int64s, Int64s]:
-        """Return the merged ids of parents and roots. A span that no file has gets a new unique id."""
+        """Return the merged ids of parents and roots. A span that no file has gets a new id."""
         absent = self._absent
         above = 1 + sum(len(part.trace) for part in self._parts)
         ids_by_name: dict[str, list[Int64s]] = {"parent_id": [], "root_id": []}
@@ -275,7 +275,7 @@ def _joined_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
 
 
 def _tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[str, ...], Int64s]:
-    """Join tables of names. Return the joined table and the places in it."""
+    """Join several tables of names. Return the joined table, and the indices into it for all rows."""
     table: dict[str, int] = {}
     columns = []
     for names, places in pairs:
@@ -285,7 +285,7 @@ def _tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[
 
 
 def _ids_in(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
-    """Return the merged ids of a process's ids, `NONE` for ids that the file does not have."""
+    """Return the merged ids for a process's ids, `NONE` for ids that the file does not have."""
     rows = rows_of(part.trace.span_id, ids)
     if not len(part.row):
         return np.full(len(ids), NONE, dtype=np.int64)
@@ -294,10 +294,10 @@ def _ids_in(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
 
 SPANS_KEPT = 20_000
 SAMPLES_KEPT = 20_000
-"""The number of newest samples that `folded` keeps."""
+"""The most readings of gauges that `folded` keeps, the newest ones."""
 
 PATHS_KEPT = 16_384
-"""The most call paths with a row of their own, as in one process. Further paths share a row per site."""
+"""The most call paths with a row of their own. Further paths share a row per site."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"
@@ -305,11 +305,11 @@ MORE_NOTES = f"processes that ended long before the run did had more than {NOTES
 LEFT_OUT = "spans of processes that ended long before the run did"
 
 ENDED_THREADS = 0, "(ended threads)"
-"""The thread number and name for the calls of ended threads, as in recorders."""
+"""The thread number and name under which recorders count the calls of ended threads."""
 
 
 def folded(files: Sequence[Saved]) -> Saved:
-    """Fold recordings of ended processes, or earlier folded ones, into one. Raises `TraceError`."""
+    """Fold recordings of ended processes, or earlier results, into one of bounded size. Raises `TraceError`."""
     saved = merge(files).saved
     facts = saved.trace
     columns, since_ns = _newest(saved.trace.columns, SPANS_KEPT)
@@ -343,7 +343,7 @@ def _most_notes(notes: list[str]) -> list[str]:
 
 
 def _newest(trace: Columns, count: int) -> tuple[Columns, int]:
-    """Return the last ended spans with their sites and errors, and the time from which none is missing (0: always)."""
+    """Return the `count` spans that ended last, and the time from which on no span is missing (0: none is missing)."""
     is_kept, since_ns = np.ones(len(trace), dtype=np.bool_), 0
     if len(trace) > count:
         in_order = np.argsort(trace.end_ns, kind="stable")
@@ -367,7 +367,7 @@ def _with_used_sites(trace: Columns, is_kept: Bools) -> Columns:
 
 
 def _of_ended_threads(tally: Tally) -> Tally:
-    """Return the tally with all calls on one thread, and with a bounded number of call paths."""
+    """Return the tally with all calls on the thread `ENDED_THREADS` and a bounded number of call paths."""
     thread, name = ENDED_THREADS
     kept_paths = set[CallPath]()
 

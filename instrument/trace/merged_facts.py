@@ -1,4 +1,4 @@
-"""The joined facts of several saved recordings: tallies, losses, notes, costs and gauges."""
+"""The merged facts of several saved recordings: tallies, losses, notes, costs and gauges."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import moved_watched
 
 MOST_DEATHS = 3
-"""The most processes that the text on ends without a goodbye names one by one."""
+"""The most abnormal ends of processes that the text describes one by one."""
 
 NOTED_BY = 2
-"""The most processes that are named for one note."""
+"""The most processes whose names a note begins with."""
 
 OF_ALL = ("system_cpu",)
-"""The gauges of the host that are the same in all processes."""
+"""The gauges of the host that all processes share."""
 
 
 def called(saved: Saved) -> str:
@@ -44,7 +44,7 @@ def _processes(parts: Sequence[MergedFile]) -> Iterator[list[MergedFile]]:
 
 
 def _files_to_count(parts: Sequence[MergedFile]) -> list[MergedFile]:
-    """Return files of a process whose tallies count every call once. Return none if two files overlap in part."""
+    """Return the files of a process whose tallies count every call once, [] if two files overlap in part."""
     counting: list[MergedFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
         if not counting or part.saved.trace.end_ns > counting[-1].saved.trace.end_ns:
@@ -55,7 +55,7 @@ def _files_to_count(parts: Sequence[MergedFile]) -> list[MergedFile]:
 
 
 def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
-    """Return the tally of all calls. A process without usable saved tallies is counted by spans."""
+    """Return the tally of all calls. A process without usable saved tallies is counted from its spans."""
     counted, names = list[Tally](), dict(threads)
     for files in _processes(parts):
         for part in files:
@@ -80,7 +80,7 @@ def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns
 def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     """Return a trace without spans that has the facts of all files.
 
-    A note names what the processes keep for themselves: their gauges, and torch.profiler's data of several.
+    A note names what is not merged: gauges of single processes, and torch.profiler's data of several processes.
     """
     processes = list(_processes(parts))
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
@@ -122,7 +122,7 @@ def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
 
 
 def _watched(parts: Sequence[MergedFile]) -> MergedFile | None:
-    """Return the file of a process with the longest part that torch.profiler saw, None without any."""
+    """Return the file of a process in which torch.profiler watched longest, None without any."""
 
     def length_ns(part: MergedFile) -> int:
         first_ns, last_ns = part.saved.trace.watched or (0, -1)
@@ -169,7 +169,7 @@ def merged_processes(
 
 
 def _deaths(newest: Sequence[Trace]) -> str:
-    """Return the texts of ends without notice: the first ones, the newest, and the number of others."""
+    """Return a text on the abnormal ends of processes: the first ones, the number of others, and the newest."""
     deaths = [facts.died for facts in sorted(newest, key=attrgetter("end_ns")) if facts.died]
     unnamed_count = len(deaths) - MOST_DEATHS
     if unnamed_count <= 0:
@@ -179,7 +179,7 @@ def _deaths(newest: Sequence[Trace]) -> str:
 
 
 def _thread_prefix(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:
-    """Return the prefix of the thread names of a process, "" if there is no other process."""
+    """Return the prefix of a process's thread names, "" if it is the only process."""
     origin = files[0].saved.trace.origin
     is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
     return f"{called(files[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
@@ -197,7 +197,7 @@ def _threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
 
 
 def _notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
-    """Return all notes, each once. A note of some processes only begins with the names of the first of them.
+    """Return all notes, each once. A note that not all processes have begins with names of processes.
 
     A note is left out if another process has met its rule or called its target.
     """
@@ -228,8 +228,8 @@ def _some_names(names: Sequence[str]) -> str:
 
 
 def _cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:
-    """Return the cost of all processes, with the mean costs of a call weighted by calls. A process without a known cost
-    has the mean cost."""
+    """Return the cost of all processes: costs per call are means weighted by calls. A process of unknown cost gets the
+    mean."""
     costs, uncosted_calls = list[Cost](), 0
     for files in processes:
         for part in _files_to_count(files) or [max(files, key=lambda part: len(part.trace))]:
@@ -250,17 +250,17 @@ def _cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | N
 
 
 def _is_own(sample: Sample) -> bool:
-    """Return True for a gauge of a single process."""
+    """Return True if a gauge belongs to a single process."""
     return sample.device == HOST and sample.name not in OF_ALL
 
 
 def _own_samples(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
-    """Return the gauges of a single process from its files."""
+    """Return the readings of gauges that belong to a single process, from its files."""
     return _by_time(sample for part in files for sample in part.saved.trace.samples if _is_own(sample))
 
 
 def _samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
-    """Return the samples of all files. If several processes are merged, leave out those of a single process."""
+    """Return the readings of all files. If several processes are merged, leave out gauges of a single process."""
     return _by_time(
         replace(sample, device=numbers.device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
         for part in parts
@@ -270,7 +270,7 @@ def _samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: b
 
 
 def _by_time(samples: Iterable[Sample]) -> tuple[Sample, ...]:
-    """Return samples by time, each once."""
+    """Return the readings sorted by time, each once."""
     first_by_key = dict[tuple[int, int, str], Sample]()
     for sample in samples:
         first_by_key.setdefault((sample.at_ns, sample.device, sample.name), sample)

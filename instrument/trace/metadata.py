@@ -1,7 +1,7 @@
 """The key `instrument` of a file: all facts of a trace and its tally except the events, written and read back.
 
-Viewers ignore it. It has each site once, and the events name sites by their place. Allocations, up to a million, are
-packed columns as text.
+Viewers ignore it. It has each site once, and events refer to sites by index. Allocations, up to a million, are packed
+columns as text.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ READ = (4, 5, 6)
 """The versions that `Metadata` reads."""
 
 LIMIT_LINKS = 20_000_000
-"""The largest total length of all call paths. It bounds the memory for a hostile file."""
+"""The largest sum of the lengths of all call paths. It bounds the memory for a hostile file."""
 
 _SUMS = (
     "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "elapsed_ns", "min_ns", "max_ns",
@@ -76,7 +76,7 @@ def _facts(thing: Any) -> dict[str, Any]:
 
 
 def made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
-    """Return a flat dataclass from its known fields. Raises `ValueError` for a value of another type."""
+    """Return a flat dataclass from those facts that it has fields for. Raises `ValueError` for a wrong type."""
     items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: checked(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
@@ -93,12 +93,12 @@ class Sites:
             self.place(site)
 
     def place(self, site: Site) -> int:
-        """Return the place of a site among the entries."""
+        """Return the index of a site. A new site is added."""
         return self.entries.setdefault(encode(_facts(site)), len(self.entries))
 
 
 def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int) -> Iterator[str]:
-    """Yield the JSON of the key in pieces. Times in the file count from `base_ns`."""
+    """Yield the JSON of the key in pieces. Times in it count from `base_ns`."""
     counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
     read = {sample.name for sample in trace.samples}
     facts = {
@@ -127,7 +127,7 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
 
 
 def _of_process(trace: Trace) -> dict[str, Any]:
-    """Return the facts of a process, of a merged trace too."""
+    """Return the facts that a process and a merged trace both have."""
     return {
         "origin": _facts(trace.origin),
         "window": trace.window,
@@ -147,7 +147,7 @@ NUMBERS_OF_PROCESS = ("threads", "devices", "streams", "absent")
 
 
 def _merged_process(process: MergedProcess) -> dict[str, Any]:
-    """Return a process of a merged trace, with its own numbers by the merged ones."""
+    """Return the JSON of a process in a merged trace, with maps from merged numbers to its own numbers."""
     more = {"windows": process.windows, "moved_ns": process.moved_ns, "is_watched": process.is_watched}
     numbers = {name: list(getattr(process, name).items()) for name in NUMBERS_OF_PROCESS}
     samples = [
@@ -163,7 +163,7 @@ def _without_del(text: str) -> str:
 
 
 def _packed_work(trace: Trace, base_ns: int) -> dict[str, Any]:
-    """Return the kernels and allocations that torch.profiler saw, with their columns as packed text."""
+    """Return the kernels and allocations of torch.profiler's record, with columns as packed text."""
     columns, names = packed_kernels(trace.kernels, base_ns)
     columns |= packed_allocations(trace.allocations, base_ns)
     texts = {name: base64.b64encode(zlib.compress(column.tobytes(), 1)).decode() for name, column in columns.items()}
@@ -191,7 +191,7 @@ def _first(call: FirstCall, base_ns: int, sites: Sites) -> list[int]:
 
 
 def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
-    """Return the JSON of a tally: nodes as [parent or -1, site], and rows, with `first_ns` from the base."""
+    """Return the JSON of a tally: nodes as [parent or -1, site], and rows, with times from `base_ns`."""
     places = {site: sites.place(site) for site in tally.sites()}
     parents, site_of, sites_of_tree = tally.parents.tolist(), tally.site_of.tolist(), tally.tree.sites
     numbers: dict[int, int] = {-1: -1}
@@ -225,7 +225,7 @@ def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
 
 
 class Metadata:
-    """The contents of the key. The base and the sites are read at once for the events, other facts on access."""
+    """The contents of the key. The base of times and the sites are read at once, other facts when needed."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         if facts["format"] not in READ:
@@ -237,7 +237,7 @@ class Metadata:
         learn_gauges(checked(facts.get("gauges", {}), dict))
 
     def trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
-        """Return the trace of the given spans and samples. Samples without a number are added from the key."""
+        """Return the trace with the given spans and gauge readings. Readings without a value are added from the key."""
         facts = self._facts
         samples += [
             Sample(checked(name, str), checked(device, int), self.base_ns + checked(since_ns, int), None)
@@ -292,7 +292,7 @@ class Metadata:
         return first, max(first, last)
 
     def _work(self) -> tuple[Sequence[Kernel], Sequence[Allocation]]:
-        """Return the kernels and allocations that torch.profiler saw."""
+        """Return the kernels and allocations of torch.profiler's record."""
         texts = checked(self._facts.pop("columns", {}), dict)
         names = [checked(name, str) for name in self._facts.get("kernel_names", ())]
         if not texts:
@@ -302,7 +302,7 @@ class Metadata:
         return kernels, unpacked_allocations(columns, self.base_ns)
 
     def _listed_kernels(self, names: Sequence[str]) -> Sequence[Kernel]:
-        """Return the kernels of an earlier version, which has a list of numbers for each, times from the base."""
+        """Return the kernels of an earlier version: a list of numbers for each, with times from the base."""
         kernels = []
         for name, kind, *numbers in self._facts.get("kernels", ()):
             device, stream, start_ns, length_ns, thread_id, launched_ns = whole(numbers)
@@ -356,7 +356,7 @@ class Metadata:
 
 
 def _place(node: Any) -> int:
-    """Return the place of a node's path. Place 0 is the path of no node (-1)."""
+    """Return the index of a node's path. Index 0 is the empty path, of node -1."""
     return 0 if node == -1 else index(node) + 1
 
 
@@ -397,7 +397,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
 
 
 def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
-    """Read the notes on unmet rules of a process, from a file or its exit facts. Raises for damaged facts."""
+    """Return the notes on unmet rules of one process, from a file or its exit facts. Raises for damaged facts."""
     waiting = tuple((checked(mark, str), checked(note, str)) for mark, note in facts.get("waiting", ()))
     texts = (tuple(checked(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled"))
     at_work, uncalled = texts
@@ -425,7 +425,7 @@ def _pairs(rows: Any) -> list[tuple[int, int]]:
 
 
 def site_from(facts: dict[str, Any]) -> Site:
-    """Return a site from its JSON. Raises `ValueError` for an unsound one."""
+    """Return a site from its JSON. Raises `ValueError` for an invalid one."""
     pairs = tuple((checked(key, str), as_tuples(value)) for key, value in facts.get("attributes", ()))
     site: Site = made(Site, facts, attributes=pairs)
     if site.kind not in KINDS:
@@ -434,7 +434,7 @@ def site_from(facts: dict[str, Any]) -> Site:
 
 
 def _bucket(value: Any) -> int:
-    """Return the bucket of a histogram. Raises `ValueError` beyond the last one, whose begin may be huge."""
+    """Return the index of a histogram's bucket. Raises `ValueError` if there is no such bucket."""
     if (bucket := index(value)) > LAST_BUCKET:
         raise ValueError("a histogram in it has an unknown bucket; it is damaged")
     return bucket

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
 OPEN = "instrument.open"
-"""The attribute of a span that had not ended when its recording was read: true."""
+"""The attribute that a span has if it was still open when its recording was read. Its value is true."""
 
 NEVER_NS = 1 << 62
 """The time at which a process serves that does not."""
@@ -38,12 +38,11 @@ _NOTHING = Detail(-1, None, {})
 
 
 def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
-    """Return the spans of a recording, the open ones cut at the end and marked, and its tally.
+    """Return the spans and the tally of a recording. Open spans end at the end and have the attribute `OPEN`.
 
-    Spans that ended before `since_ns` are left out. The tally is left out if it has calls from before. `end_ns` is the
-    time of reading on the monotonic clock. The default is the newest time in the recording, which is close to the end
-    of a dead process.
-    Raises `TraceError` for a damaged recording.
+    Spans that ended before `since_ns` are left out, and the tally if it has earlier calls. `end_ns` is the time of
+    reading on the monotonic clock. By default it is the newest time in the recording, which is close to the end of a
+    dead process. Raises `TraceError` for a damaged recording.
     """
     header = mapped.header
     snapshot = RowSnapshot.of(mapped, since_ns, remote=origin_of(header).remote)
@@ -79,7 +78,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
 
 
 def _own_notes(header: Header) -> OwnNotes:
-    """Return the notes that hold for this process alone, none if they are damaged."""
+    """Return the notes that are true for this process alone, none if they are damaged."""
     try:
         return own_notes_of(header.facts.get("own_notes") or {})
     except (AttributeError, TypeError, ValueError):
@@ -94,7 +93,7 @@ def first_request_ns(mapped: Mapped) -> int:
 
 
 def origin_of(header: Header) -> Origin:
-    """Return the description of the process, with the fields that its header has."""
+    """Return the description of the process from the fields of its recording's header."""
     values: dict[str, Any] = {}
     for item in fields(Origin):
         kind = int if item.type == "int" else str
@@ -106,13 +105,13 @@ def origin_of(header: Header) -> Origin:
 
 
 def numbers_in(rows: Records) -> tuple[Int64s, Int64s]:
-    """Return the places of rows whose active time is stored in the row, and these times in ns."""
+    """Return the indices of rows that store their active time themselves, and these times in ns."""
     places = np.flatnonzero(rows["rare"] & 1)
     return places, (rows["rare"][places] >> 1).astype(np.int64)
 
 
 def has_more(rows: Records) -> Bools:
-    """Return True for rows with details outside of the row."""
+    """Return True for rows whose details are stored outside of the row."""
     return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
 
 
@@ -120,9 +119,9 @@ def has_more(rows: Records) -> Bools:
 class RowSnapshot:
     """A copy of the rows and open spans of a recording at one moment, at about 10 ns a row.
 
-    `details` are as `Mapped.copied_details` returns them. Rows after the begin are missing of the threads in `wrapped`,
-    whose rings have wrapped, and in `given_up`, which have ended. Trees that began before the process served are below
-    `remote`, if it is given.
+    `details` are as `Mapped.copied_details` returns them. Rows may be missing for threads in `wrapped`, whose rings
+    have wrapped, and in `given_up`, which have ended. Trees that began before the process served are below `remote`,
+    if it is given.
     """
 
     tree: CallTree
@@ -144,9 +143,9 @@ class RowSnapshot:
         details_from: int = 0,
         remote: RemoteParent | None = None,
     ) -> RowSnapshot:
-        """Copy the rows that ended after a time and the open spans, without rows of the threads in `leave_out`.
+        """Copy the open spans, and the rows that ended after a time. Rows of the threads in `leave_out` are left out.
 
-        The details of the rows are at or after the place `details_from`.
+        Only details from the offset `details_from` on are copied.
         """
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
         rings = mapped.rows(mapped.first_after(since_ns)) if since_ns else mapped.rows()
@@ -159,18 +158,18 @@ class RowSnapshot:
 
     @property
     def size(self) -> int:
-        """Return the number of rows, with open spans."""
+        """The number of rows and open spans."""
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
     def held_from_ns(self, start_ns: int, end_ns: int) -> int:
-        """Return the time from which on all spans of a window are kept, 0 if none is missing."""
+        """Return the time from which on no span of a window is missing, 0 if none is missing at all."""
         oldest = self._oldest_ns(start_ns, end_ns) if self.wrapped or self.given_up else {}
         edges_ns = [at_ns for thread_id, at_ns in oldest.items() if thread_id in self.wrapped]
         edges_ns += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
         return max(edges_ns, default=0)
 
     def _oldest_ns(self, start_ns: int, end_ns: int) -> dict[int, int]:
-        """Return the first end of a window's span on each thread, up to the window's end."""
+        """Return, for each thread with a span in the window, the first end of such a span, at most the window's end."""
         oldest: dict[int, int] = {}
         for ring in self.rings:  # each in the order of ends
             ends = ring.rows["end_ns"][(ring.rows["end_ns"] > start_ns) & (ring.rows["start_ns"] < end_ns)]
@@ -195,11 +194,11 @@ class RowSnapshot:
         start_ns: int | None = None,
         marks: bool = False,
     ) -> tuple[Columns, int]:
-        """Return the spans, the open ones cut at the end, and the number of rows whose further facts are overwritten.
+        """Return the spans, the open ones cut at the end, and the number of rows whose details are overwritten.
 
-        With a `start_ns`, spans are those with a part in the window, clipped to it. A clipped span's self time is its
-        time without its children within the window. `device_of` returns the device intervals of spans by their ids.
-        With `marks`, open spans have the attribute `OPEN`.
+        With a `start_ns`, spans are clipped to the window, and those outside of it are left out. The self time of a
+        clipped span excludes its children within the window. `device_of` returns the device intervals of spans by their
+        ids. With `marks`, open spans have the attribute `OPEN`.
         """
         rows = np.concatenate([np.zeros(0, ROWS), *(ring.rows for ring in self.rings)])
         threads = np.repeat([ring.thread_id for ring in self.rings], [len(ring.rows) for ring in self.rings])
@@ -276,7 +275,7 @@ class RowSnapshot:
 
 
 class _Further:
-    """The errors, attributes, active times and remote parents of rows, from their details."""
+    """The errors, attributes, active times and remote parents of rows, read from their details."""
 
     def __init__(self, count: int) -> None:
         self.error = np.full(count, NONE, np.int32)
@@ -287,7 +286,7 @@ class _Further:
         self.lacking = 0
 
     def add(self, row: int, written_detail: tuple[int, bytes] | None, span: OpenSpan | None, *, marks: bool) -> None:
-        """Add the details of a row. None means that they are overwritten, or that an open `span` has none."""
+        """Add the details of a row, None if they were overwritten or if an open `span` has none."""
         self.lacking += written_detail is None and span is None
         detail = _NOTHING if written_detail is None else detail_of(written_detail[0], facts_in(written_detail[1]))
         if detail.active_ns >= 0:
@@ -306,7 +305,7 @@ class _Further:
 
 
 def _children_ns(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
-    """Return the time of the children of each open span, with the open children."""
+    """Return the time of the children of each open span, including open children."""
     children_ns = {span.span_id: span.children_ns for span in opened}
     line = {span.span_id: (span.thread_id, span.task_id) for span in opened}
     for span in opened:
@@ -316,7 +315,7 @@ def _children_ns(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
 
 
 def _sites(tree: CallTree, node: Int64s) -> tuple[tuple[Site, ...], Int32s]:
-    """Return the sites of some nodes, and the place of each node's site among them."""
+    """Return the distinct sites of some nodes, and the index of each node's site."""
     numbers = np.array(tree.site_of, dtype=np.int64)[node]
     used = np.bincount(numbers, minlength=len(tree.sites)) > 0
     places = (np.cumsum(used) - 1).astype(np.int32)

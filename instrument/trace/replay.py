@@ -1,12 +1,11 @@
-"""A replay of recorded arrivals through a model of their engine. It predicts the queue without some of the requests.
+"""A replay of recorded arrivals through a model of the engine. It predicts queue times without some requests.
 
-The engine serves the requests in the order of their arrival. Up to its largest recorded number are in service at once.
-A request in service takes part in batches of the recorded names and weights, one after another. In a turn of the engine
-each name has its batches once, in the order in which requests meet the names. A batch takes a time that is linear in
-its members and its weight, fitted to the recorded batches of its name. It is multiplied by the ratio that the recorded
-batch of its heaviest member had to that line. Blocked loops stop the engine for their length. A request reaches the
-engine after the shortest recorded queue time. An engine with another order, or one that waits for batches to fill, is
-not reproduced (`Replay.is_sound`).
+The model serves requests in the order of arrival, and at once up to the largest number that was recorded at once. A
+request passes through batches of its recorded names and weights. In each turn the model runs the batches of each name
+once, in the order in which requests meet the names. The time of a batch is linear in its members and weight, fitted to
+the recorded batches of its name. It is multiplied by the recorded ratio to that fit for the heaviest member's batch.
+Blocked loops stop the model. A request reaches the engine after the shortest recorded queue time. Engines with another
+order, or that wait for batches to fill, are not reproduced (`Replay.is_sound`).
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ MOST_PAIRS = 40_000
 """The most pairs of a request and a batch that are replayed. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The largest difference of the mean queue time, as a share, at which a replay of all requests is sound."""
+"""The largest relative error of the mean queue time in a replay of all requests that counts as sound."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The replayed requests by arrival: their places, and their queue times as recorded and as replayed."""
+    """The replayed requests by arrival: their indices, and their queue times as recorded and as replayed."""
 
     place: Int64s
     queue_ns: Int64s
@@ -43,13 +42,13 @@ class Replay:
 
     @property
     def is_sound(self) -> bool:
-        """True if the model reproduces the mean of the recorded queue times."""
+        """True if the model reproduces the recorded mean queue time within `TOLERANCE`."""
         recorded = float(self.queue_ns.mean()) if len(self.queue_ns) else 0.0
         return recorded > 0 and abs(float(self.replayed_ns.mean()) - recorded) <= TOLERANCE * recorded
 
 
 class Engine:
-    """The model of the engine that served the requests of a trace."""
+    """A model of the engine that served the requests of a trace."""
 
     def __init__(self, trace: Columns, joined: Joined, all_turns: Turns, lanes: Lanes) -> None:
         served = joined.served
@@ -93,7 +92,7 @@ class Engine:
         self._steps = [steps[begin:end] for begin, end in zip(first[order].tolist(), last[order].tolist(), strict=True)]
 
     def replay(self, is_present: Bools) -> Replay:
-        """Return the replay of the requests that are present, by their places."""
+        """Return a replay of only those requests for which `is_present` is True. It is by the request's index."""
         present = np.flatnonzero(is_present[self._place])
         arrivals, costs = self._arrival.tolist(), self._costs
         stops = self._stops(is_present)
@@ -123,12 +122,12 @@ class Engine:
         return Replay(self._place[present], self._queue_ns[present], replayed_ns)
 
     def _next(self, item: Sequence[int]) -> int:
-        """Return the name of a request's next batch, `NONE` after its last one."""
+        """Return the name of a request's next batch, `NONE` after the last one."""
         steps = self._steps[item[0]]
         return steps[item[1]][0] if item[1] < len(steps) else NONE
 
     def _stops(self, is_present: Bools) -> deque[tuple[int, int]]:
-        """Return the begin and length of the stretches in which no absent request blocked the engine's loop."""
+        """Return the begin and length of each time in which a loop was blocked, but not by an absent request."""
         lanes = self._lanes
         has_batches = np.isin(lanes.pieces.groups, lanes.pieces.groups[~lanes.is_blocked])
         is_stop = lanes.is_blocked & has_batches & np.append(is_present, [True])[lanes.blocker]
@@ -137,7 +136,7 @@ class Engine:
 
 
 def _main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
-    """Return True for the batches of the thread with the most, without those below another batch."""
+    """Return True for the outermost batches on the thread that has most of them."""
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[batch_rows] = True
     is_batch &= nearest_above(trace.parent, is_batch) == NONE
@@ -146,7 +145,7 @@ def _main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
 
 
 class _Costs:
-    """The cost of batches of a name, linear in members and weight. `ratios` are those of the recorded times to it."""
+    """The cost of batches of one name, linear in members and weight. `ratios` are the recorded times over it."""
 
     def __init__(self, sizes: Int64s, weights: Int64s, took_ns: Int64s) -> None:
         self.most = int(sizes.max())
@@ -165,7 +164,7 @@ class _Costs:
 
 
 def _gap_ns(trace: Columns, batches: Int64s) -> float:
-    """Return the mean time between two batches of a thread, without the gaps longer than a batch."""
+    """Return the mean time between two batches of a thread. Gaps longer than a batch do not count."""
     order = np.lexsort((trace.start_ns[batches], trace.thread_id[batches]))
     rows = batches[order]
     gaps = trace.start_ns[rows[1:]] - trace.end_ns[rows[:-1]]

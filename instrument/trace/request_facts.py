@@ -1,6 +1,6 @@
 """Facts of requests: values that rules read at calls, moved to the requests that the calls serve.
 
-A span has its facts as attributes, and lists them in `FACTS`. It may serve the request in another process.
+A span has its facts as attributes, and lists them in `FACTS`. Its request may be in another process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 
 
 def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
-    """Return the trace whose requests have the facts that spans of theirs read. Facts of no request here stay.
+    """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved.
 
-    `requests` are rows in the order of their begins, `of` is the place of each row's request among them, and `keys_of`
-    has the keys of requests by place.
+    `requests` are rows ordered by begin, `of` is the index of each row's request among them, and `keys_of` has the keys
+    of requests by index.
     """
     rows = trace.attributes.having(FACTS)
     if not len(rows):
@@ -60,7 +60,7 @@ def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[in
 
 
 def _facts_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Yield each value of a fact: its word of `KEEPS`, its name, its request's key (None for that of the span)."""
+    """Yield each fact's word of `KEEPS`, name, key of its request (None for the span's own request), and value."""
     for text in _fact_texts(attributes):
         keep, _, name = text.partition(" ")
         value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
@@ -76,7 +76,7 @@ def _fact_texts(attributes: Mapping[str, Any]) -> list[str]:
 
 
 def _without_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
-    """Return the attributes of a span whose requests have its facts, without those that no reader needs any more."""
+    """Return a span's attributes without the lists of facts, which are now attributes of requests."""
     names = [text.partition(" ")[2] for text in _fact_texts(attributes)]
     lists = [name for name in names if name + FACT_KEYS in attributes]
     read_names = {FACTS, *lists, *(name + FACT_KEYS for name in lists)}
@@ -84,7 +84,7 @@ def _without_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, Attrib
 
 
 def _kept(keep: str, before: Any, value: Any) -> Any:
-    """Return the value to keep of a fact, given the value kept before and a later one."""
+    """Return the value of a fact after a later value: the last, the largest, the sum or a list, by its word `keep`."""
     if keep == "list":
         return (*(before or ()), value)[:ATTRIBUTE_LIMIT]
     if before is None or keep == "last":

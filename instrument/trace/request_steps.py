@@ -21,7 +21,7 @@ from instrument.trace.joined import THOUSANDTHS
 
 
 class PartSeries(NamedTuple):
-    """Series: the batches of one request, name and thread, as runs of places in `order`, in the order of time.
+    """Series: the batches of one request, name and thread, as runs of indices in `order`, ordered by time.
 
     Series are ordered by request, then by name. `spent_ns` is the total time of a series' batches.
     """
@@ -35,17 +35,17 @@ class PartSeries(NamedTuple):
 
     @property
     def begin(self) -> Int64s:
-        """The first part of each series."""
+        """The first batch of each series."""
         return np.asarray(self.order[self.first])
 
     @property
     def last(self) -> Int64s:
-        """The last part of each series."""
+        """The last batch of each series."""
         return np.asarray(self.order[self.first + self.size - 1])
 
 
 class NamedParts(NamedTuple):
-    """The series of each request and name: the first and the longest series, and the first and the last part."""
+    """The batches of each request and name: the first and the longest series, and the first and the last batch."""
 
     first: Int64s
     longest: Int64s
@@ -55,9 +55,9 @@ class NamedParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The batches of requests, by request and time. `first` is the first part of each request.
+    """The batches of requests, ordered by request and time. `first` is the first batch of each request.
 
-    `name` is a place in `names`. `weight` is the request's weight in the batch, equal for all if the batch has no
+    `name` is an index into `names`. `weight` is the request's weight in the batch, equal for all if the batch has no
     weights.
     """
 
@@ -73,7 +73,7 @@ class Parts:
 
     @cached_property
     def series(self) -> PartSeries:
-        """The parts of each request, name and thread."""
+        """The batches grouped by request, name and thread."""
         if len(self.thread_id) and bool((self.thread_id == self.thread_id[0]).all()):
             threads, count = np.zeros(len(self.thread_id), dtype=np.int64), 1
         else:
@@ -89,7 +89,7 @@ class Parts:
 
     @cached_property
     def named(self) -> NamedParts:
-        """The parts of requests, grouped by request and batch name."""
+        """The batches grouped by request and name."""
         runs = self.series
         first = firsts_of(runs.request * len(self.names) + runs.name)
         of = np.repeat(np.arange(len(first)), np.diff(first, append=len(runs.first)))
@@ -100,10 +100,10 @@ class Parts:
 
 
 class StepKinds:
-    """The kinds of steps, as groups of batch names, learned from requests.
+    """The kinds of engine steps, as groups of batch names, learned from requests.
 
     Two names are of one kind if they alternate in at least half of the requests that have either name twice. Without
-    such requests, they are of one kind if they serve a request with the same weight, or if only one has weights.
+    such requests, they are of one kind if they serve a request with equal weights, or if only one has weights.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class StepKinds:
         self._alike, self._unlike = set[tuple[str, str]](), set[tuple[str, str]]()
         self._spent_ns, self._weighed = Counter[str](), set[str]()
         self.least = dict[str, int]()
-        """The least weight in a batch by its name, of batches with weights."""
+        """The least weight in a batch, by name, of batches with weights."""
 
     def learn(self, parts: Parts) -> None:
         """Learn from the batches of some requests."""
@@ -143,14 +143,14 @@ class StepKinds:
                 pairs_seen.update(_names(names, pair) for pair in np.unique(pairs[is_member]).tolist())
 
     def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
-        """Learn the least weight of each batch name. `name` has places in `names`."""
+        """Learn the least weight of each batch name. `name` has indices into `names`."""
         least = np.full(len(names), FARTHEST)
         np.minimum.at(least, name[weight > 0], weight[weight > 0])
         for place in np.flatnonzero(least < FARTHEST).tolist():
             self.least[names[place]] = min(self.least.get(names[place], FARTHEST), int(least[place]))
 
     def kinds(self) -> Mapping[str, tuple[str, str]]:
-        """Return the kind of each batch name, and the name of that kind's leading batch."""
+        """Return the kind of each batch name, and the name of the batch that represents steps of that kind."""
         counts, turns = self._counts, self._turns
         kind = {name: name for name in self._spent_ns}
         for a, b in sorted({*counts, *self._alike}):
@@ -165,16 +165,16 @@ class StepKinds:
 
 
 def _names(names: Sequence[str], pair: int) -> tuple[str, str]:
-    """Return the two names of a pair, in the alphabetical order of `names`."""
+    """Return the two names of a numbered pair."""
     first, second = divmod(pair, len(names))
     return names[first], names[second]
 
 
 APART = 8
-"""A batch is a prompt's if its weight is at least this multiple of the lightest batch's."""
+"""The least ratio of a prompt batch's weight to the weight of the lightest batch."""
 
 LEAST_CHUNKS = 2
-"""A prompt in chunks of equal weight, except the last, is recognised if it has more chunks than this."""
+"""A prompt in chunks of equal weight, except the last one, is recognised only with more chunks than this."""
 
 CLEARLY = 2
 """The ratio of weights beyond which a batch is clearly heavier than another one."""
@@ -182,9 +182,9 @@ CLEARLY = 2
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of each request, in the order of time. `first` is the first step of each request.
+    """The steps of each request, ordered by time. `first` is the first step of each request.
 
-    `lead` is the place of the step's leading batch among the parts. A step ends with its last part.
+    `lead` is the index of the batch that represents the step. A step ends with its last batch.
     """
 
     request: Int64s
@@ -194,17 +194,17 @@ class Steps:
 
     @cached_property
     def count(self) -> Int64s:
-        """The number of steps of each request."""
+        """The number of steps per request."""
         return np.diff(self.first, append=len(self.lead))
 
     @cached_property
     def ordinal(self) -> Int64s:
-        """The place of each step among the steps of its request."""
+        """The number of each step in its request, from 0."""
         return np.arange(len(self.lead)) - np.repeat(self.first, self.count)
 
 
 def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
-    """Return the steps that served each request. `kinds` has the kind and the leading name of each batch name."""
+    """Return the steps that served each request. `kinds` has the kind and the representing name of each batch name."""
     series, per_name = parts.series, parts.named
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
     pairs = [kinds.get(name, (name, name)) for name in parts.names]
@@ -235,13 +235,13 @@ def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
 
 
 def _spread(firsts: Int64s, counts: Int64s) -> Int64s:
-    """Return runs of consecutive numbers: run `i` begins at `firsts[i]` and has `counts[i]` numbers."""
+    """Return several runs of consecutive numbers: run `i` has `counts[i]` numbers from `firsts[i]` on."""
     begins = np.cumsum(counts) - counts
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts))
 
 
 def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the leading batch of each step, by request and kind of step, and the number of steps of each.
+    """Return the batch that represents each step, by request and kind of step, and the number of steps of each.
 
     Threads that run equally many batches of a name at once are workers of the same steps. Others take turns.
     """
@@ -295,12 +295,11 @@ def _merged(parts: Parts, series_places: Sequence[int]) -> list[int]:
 def prefills(
     parts: Parts, steps: Steps, streamed_ns: Callable[[Int64s], Int64s], least: Mapping[str, int] = MappingProxyType({})
 ) -> Int64s:
-    """Return the number of steps of each request that make its first token.
+    """Return, for each request, the number of steps that make its first token.
 
-    `least` is the least weight of any request by batch name. If all steps of a request are clearly heavier, they are a
-    prompt's, of which one token was made.
-
-    `streamed_ns` returns the times at which requests sent the first part of their answer, `FARTHEST` without a stream.
+    `least` is the least weight of any request, by batch name. If all steps of a request are clearly heavier, they are
+    the prompt of an answer with one token. `streamed_ns` returns the times at which requests sent the first part of
+    their answer, `FARTHEST` without a stream.
     """
     counts = np.ones(len(steps.first), dtype=np.int64)
     if not len(counts):
@@ -335,7 +334,7 @@ def prefills(
 
 
 def _prefills(weights: Sequence[int]) -> int:
-    """Return the number of a request's steps that make its first token, by their unequal weights."""
+    """Return the number of a request's steps that make its first token, judged by their unequal weights."""
     least, most = max(min(weights), 1), max(weights)
     count = 0
     if (
@@ -357,13 +356,13 @@ def _prefills(weights: Sequence[int]) -> int:
 
 
 def usual_ns(parts: Parts, steps: Steps) -> Int64s:
-    """Return the median length of each request's steps, by their leading batches."""
+    """Return the median length of each request's steps."""
     lengths = (parts.end_ns - parts.start_ns)[steps.lead]
     order = np.lexsort((lengths, steps.request))
     return np.asarray(lengths[order][steps.first + steps.count // 2])
 
 
 def last_of_firsts(steps: Steps, counts: Int64s) -> Int64s:
-    """Return the time at which the last of each request's first steps ended."""
+    """Return the time at which the first `counts` steps of each request had ended."""
     is_first: Bools = steps.ordinal < np.repeat(counts, steps.count)
     return np.asarray(np.maximum.reduceat(np.where(is_first, steps.end_ns, -FARTHEST), steps.first))

@@ -1,12 +1,12 @@
 """Self times, and the innermost open span per thread and time.
 
-A self time is the part of a span's time that no child took on its thread and task. A suspended coroutine waits, and so
-do its callers. The time is the self waiting of the innermost one. A generator is suspended between two items while its
-consumer runs. This is no part of its self time.
+A self time is the part of a span's time that no child took on its thread and task. While coroutines are suspended, the
+innermost one has waiting time. While a generator is suspended between two items, its consumer runs, so this is no part
+of its self time.
 
-The innermost span depends on the thread, and on the task if several tasks of an event loop alternate on the thread. A
-suspended generator's span is skipped, because its consumer may have been at work instead. Turns assign each instant to
-one of the overlapping intervals, so it counts once.
+The innermost span is that of a thread, and of a task if several tasks alternate on the thread. A suspended generator is
+skipped, because its consumer may have run instead. Turns assign each instant to one of several overlapping intervals,
+so that it counts once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from instrument.trace.layout import in_order
 
 
 def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the total of some rows, without the union of the children on the row's line, clipped to the row."""
+    """Return the self time of some rows: their total without the union of their children on the same track."""
     is_wanted = np.zeros(len(trace), dtype=np.bool_)
     is_wanted[rows] = True
     return trace.total_ns[rows] - _within_children(trace, trace.on_line_of_parent & is_wanted[trace.parent])[rows]
 
 
 def waiting_times(trace: Columns) -> Int64s:
-    """Return the waiting part of each span's self time: the self time without the active time of its own.
+    """Return the waiting part of each span's self time, in which the span was not active.
 
-    A span that was active all the time has not waited.
+    A span that was always active has not waited.
     """
     if not (trace.active_ns < trace.total_ns).any():
         return np.zeros(len(trace), dtype=np.int64)
@@ -56,7 +56,7 @@ def were_suspended(trace: Columns) -> Bools:
 
 
 def _of_children(trace: Columns, times_ns: Int64s) -> Int64s:
-    """Return the sum of the times of each span's children on its line."""
+    """Return, for each span, the sum of its children's times on the same track."""
     sums_ns = np.zeros(len(trace), dtype=np.int64)
     children = np.flatnonzero(trace.on_line_of_parent)
     np.add.at(sums_ns, trace.parent[children], times_ns[children])
@@ -64,7 +64,7 @@ def _of_children(trace: Columns, times_ns: Int64s) -> Int64s:
 
 
 def _within_children(trace: Columns, is_child: Bools) -> Int64s:
-    """Return the time of each span within its marked children."""
+    """Return, for each span, the time in those children for which `is_child` is True."""
     children = np.flatnonzero(is_child)
     parents = trace.parent[children]
     starts = np.maximum(trace.start_ns[children], trace.start_ns[parents])
@@ -76,10 +76,10 @@ def _within_children(trace: Columns, is_child: Bools) -> Int64s:
 
 
 def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the turns of intervals by group and time: the interval's place, the begin and the end of each turn.
+    """Return the turns of intervals by group and time: the index of the interval, and each turn's begin and end.
 
-    An instant belongs to the open interval of the group with the highest rank. Ranks are distinct. The cost is n log n,
-    for any number of simultaneous intervals.
+    An instant belongs to the group's open interval with the highest rank. Ranks are distinct. The time is n log n for
+    any number of simultaneous intervals.
     """
     filled = np.flatnonzero(starts < ends)
     if not len(filled):
@@ -93,9 +93,9 @@ def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[
 
 
 def _edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the distinct times at which intervals of each group begin or end, by group.
+    """Return the distinct times at which intervals of each group begin or end, ordered by group.
 
-    The second result has the places of all begins among these times, then of all ends.
+    The second result has the index of each interval's begin among these times, then of each end.
     """
     times, of_edges = np.concatenate([starts, ends]), np.concatenate([groups, groups])
     order = np.lexsort((times, of_edges))
@@ -107,10 +107,10 @@ def _edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s
 
 
 def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
-    """Return the highest rank of the intervals that cover each place, `NONE` without any.
+    """Return the highest rank among the intervals that cover each index, `NONE` without any.
 
-    An interval equals the union of two blocks of a power of two places, which may overlap. Ranks pass from each block
-    to its two halves, down to single places.
+    An interval is the union of two blocks of a power of two indices, which may overlap. Ranks pass from each block to
+    its two halves, down to single indices.
     """
     exponents = np.frexp((ends - firsts).astype(np.float64))[1] - 1
     by_exponent = np.argsort(exponents, kind="stable")
@@ -128,13 +128,13 @@ def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[
 
 
 SEVERAL = -2
-"""The result for a moment at which several tasks had open spans."""
+"""The result for a time at which several tasks had open spans."""
 
 
 class _Open(NamedTuple):
-    """The spans that were open at queried moments, the innermost last: each from `first` to before `end`.
+    """The spans that were open at some moments, the innermost last: each from moment `first` to before `end`.
 
-    A moment is a time on a thread. Moments are numbered by thread and time.
+    A moment is a time on a thread. Moments are numbered by thread, then by time.
     """
 
     row: Int64s
@@ -143,17 +143,17 @@ class _Open(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Numbers pairs of a thread and a time, in the order of threads, then times."""
+    """A numbering of pairs of a thread and a time, ordered by thread, then by time."""
 
     threads: Int64s
     least_ns: int
     width: int
     distinct_ns: Int64s | None
-    """The sorted times if numbers are made of their places, None if the times themselves fit 64 bits."""
+    """The sorted distinct times if numbers use their indices, None if numbers use the times themselves."""
 
     @classmethod
     def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:
-        """Return the clock of at least one time."""
+        """Return the clock for some times, at least one."""
         threads, least_ns, most_ns = distinct(thread_ids), int(times_ns.min()), int(times_ns.max())
         width = most_ns - least_ns + 2
         if least_ns > -FARTHEST_NS and most_ns < FARTHEST_NS and len(threads) * width < FARTHEST_NS:
@@ -162,13 +162,13 @@ class Clock(NamedTuple):
         return cls(threads, 0, len(distinct_ns) + 1, distinct_ns)
 
     def knows(self, thread_ids: Int64s) -> Bools:
-        """Return True for the threads of the clock."""
+        """Return True for threads that the clock has."""
         places = np.searchsorted(self.threads, thread_ids).clip(max=len(self.threads) - 1)
         return np.asarray(self.threads[places] == thread_ids)
 
     def numbers(self, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the numbers of times on known threads. Times before the first one share a number, and so do times
-        after the last one."""
+        """Return the numbers of times on threads of the clock. All times before the clock's first time share a number,
+        as do all after its last one."""
         thread = np.searchsorted(self.threads, thread_ids)
         if self.distinct_ns is not None:
             return np.asarray(thread * self.width + np.searchsorted(self.distinct_ns, times_ns))
@@ -177,12 +177,10 @@ class Clock(NamedTuple):
 
 
 def innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-    """Return the row of the innermost wanted span that was open per thread and time, `NONE` where none was.
+    """Return the row of the innermost wanted span that was open at each time on each thread, `NONE` without any.
 
-    It is `SEVERAL` where spans of other tasks were open that are not all around it.
-
-    Spans are half-open: a span does not contain its end. The shorter one of two that begin at once is the inner one.
-    The cost is n log n for any depth.
+    It is `SEVERAL` if other tasks had open spans, unless these are all around that span. A span does not contain its
+    end. Of two that begin at once, the shorter is the inner one. The time is n log n for any depth.
     """
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)
@@ -209,7 +207,7 @@ def _opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s) -> 
 
 
 def _of_several(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
-    """Return the moments at which another task had a span open, except spans around the innermost open span."""
+    """Return the moments at which another task had an open span that is not around the innermost open span."""
     line, firsts = numbered(trace.thread_id[opened.row], trace.task_id[opened.row])
     if len(firsts) == len(distinct(trace.thread_id[opened.row[firsts]])):
         return np.zeros(0, dtype=np.int64)  # no thread has several tasks
@@ -221,7 +219,7 @@ def _of_several(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
 
 
 def _open_of_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: Int64s) -> Int64s:
-    """Count the open spans of other lines than the innermost span's at each moment."""
+    """Return, for each moment, the number of open spans on other tracks than the innermost span's."""
     count = len(last)
     changes = np.bincount(opened.first, minlength=count + 1) - np.bincount(opened.end, minlength=count + 1)
     by_line = [np.sort(line * (count + 1) + edges) for edges in (opened.first, opened.end)]
@@ -232,9 +230,9 @@ def _open_of_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: Int
 
 
 def _around_of_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
-    """Count the open spans of other lines around each span at its moment.
+    """Return, for each span at its moment, the number of open spans around it on other tracks.
 
-    The walk goes up run by run. A run is spans of one line that were each open for all the time of the span below.
+    The walk goes up run by run. A run is spans of one track, each open for all the time of the span below.
     """
     up, level = _parents(trace, opened), trace.level[opened.row]
     is_run = (up != NONE) & (line[up] == line) & (opened.first[up] <= opened.first) & (opened.end <= opened.end[up])
@@ -253,7 +251,7 @@ def _around_of_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: I
 
 
 def _parents(trace: Columns, opened: _Open) -> Int32s:
-    """Return the place of each span's parent, `NONE` if that is not an open span of its thread."""
+    """Return the index of each open span's parent, `NONE` if it was not open or is on another thread."""
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int32)
     place_of[opened.row] = np.arange(len(opened.row))
     up = place_of[trace.parent[opened.row]]

@@ -1,4 +1,4 @@
-"""The rows that are sent, with ids, callers and links as a collector needs them, and spans for stages of requests."""
+"""The rows to send, with ids, callers and links as a collector needs them, and spans for stages of requests."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from instrument.trace.unsettled import PASSED
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
-"""The bits for the place of a stage in the id of its span. Other bits are those of the request's id. The sign is
-negative, as in no id of a recorded span or device interval."""
+"""The bits for the index of a stage in its span's id. The other bits are from the request's id. The id is negative,
+unlike ids of recorded spans and device intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that batches served, with its time in the queue and the mean size of its batches. `sampled_ids` are its
-    trace id and span id at a collector, None if dropped."""
+    """A request that batches served, its time in the queue in ns, and the mean size of its batches. `sampled_ids` are
+    its trace id and span id at a collector, None if dropped."""
 
     span: Span
     queue_ns: int
@@ -39,9 +39,9 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class Settled:
-    """The outcome for one process: rows and spans of stages to send, and the requests that batches served.
+    """The outcome of settling for one process: rows and spans of stages to send, and requests that batches served.
 
-    The rows of `trace` have the ids of the process, tree after tree, the root of each first. `links` has the requests
+    The rows of `trace` have the process's own ids. They are ordered by tree, the root first. `links` has the requests
     that each row serves as a batch.
     """
 
@@ -52,10 +52,9 @@ class Settled:
 
 
 class SentRows:
-    """The rows that decisions send. `outcome` has those of each process, and its stages, by the place of the process.
+    """The rows to send. `outcome` has the rows and stages of each process, by the index of the process.
 
-    `root_id` and `caller_of` have the ids of the roots of sent rows and the number of each one's caller among
-    `callers`, `NONE` for none.
+    `root_id` has the root's id of each sent row, and `caller_of` the index of its caller in `callers`, `NONE` for none.
     """
 
     def __init__(self, decisions: Decisions, kinds: StepKinds, *, asks_queues: bool) -> None:
@@ -79,7 +78,7 @@ class SentRows:
         return self.outcome.setdefault(member, Settled())
 
     def _send(self) -> None:
-        """Add the rows that are sent, with the ids that they get at the collector, to the outcome of their process."""
+        """Add the rows to send, with their ids at the collector, to the outcomes of their processes."""
         gathered, trace = self._gathered, self._found
         parent, count = trace.parent, len(self._unit)
         crosses = parent != NONE
@@ -149,7 +148,7 @@ class SentRows:
             settled.links = {at: links[row] for at, row in enumerate(picked.tolist()) if row in links} if links else {}
 
     def _remotes_of_share(self) -> dict[int, RemoteParent]:
-        """Return the traces of requests of the random share, whose `tracestate` has the share."""
+        """Return the traces of randomly sampled requests, with the sampling ratio in their `tracestate`."""
         remotes = {}
         for unit, state in self._decisions.states.items():
             if state:
@@ -158,7 +157,7 @@ class SentRows:
         return remotes
 
     def _sent_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
-        """Return the attributes of the rows that are sent and have any, with links to what they came from."""
+        """Return the attributes of the sent rows that have any, including links to the spans that caused them."""
         trace = self._found
         having = np.asarray(trace.attributes.rows(), np.int64)
         attributes = {row: trace.attributes[row] for row in having[self._out[having]].tolist()}
@@ -178,7 +177,7 @@ class SentRows:
         return attributes
 
     def _remotes_of_unknown(self) -> Mapping[int, tuple[int, RemoteParent]]:
-        """Return the root and the trace, by the key, of rows below a key that names no request here."""
+        """Return root and trace of rows below a key that names no request here. The trace is made from the key."""
         run = self._decisions.run
         trace = self._found
         keyed = np.zeros(len(self._unit), np.bool_)
@@ -197,7 +196,7 @@ class SentRows:
         return parent_by_row
 
     def _caller(self, piece: int) -> RemoteParent:
-        """Return the parent, in another process, of the topmost span of a part of a request."""
+        """Return the parent of a row whose parent is in another process."""
         unit = int(self._unit[piece])
         remote = self._remotes.get(unit)
         flags, state = (OF_OURS, "") if remote is None else (remote.flags, remote.state)
@@ -205,7 +204,7 @@ class SentRows:
         return RemoteParent(self._decisions.trace_id(unit), self._decisions.span_id(above), flags, state=state)
 
     def _links(self) -> Mapping[int, tuple[LinkedSpan, ...]]:
-        """Return the requests that each batch serves and that are not dropped, as a collector knows them."""
+        """Return links from each batch to the requests that it serves, without dropped requests."""
         served, links_by_batch = self._joined.served, dict[int, dict[LinkedSpan, None]]()
         pairs = np.flatnonzero((served.request != NONE) & self._out[served.batch])
         linked: dict[int, LinkedSpan | None] = {}
@@ -223,7 +222,7 @@ class SentRows:
         return {batch: tuple(row_links) for batch, row_links in links_by_batch.items()}
 
     def _where_began(self) -> Mapping[int, Mapping[str, AttributeValue]]:
-        """Return, by row, a link from each nested request with a key to the span in which it began."""
+        """Return, for each nested request with a key, a link to the span in which it began, by row."""
         link_by_row: dict[int, Mapping[str, AttributeValue]] = {}
         for place in self._joined.keys:
             row = int(self._joined.rows[place])
@@ -239,7 +238,7 @@ class SentRows:
     # ---------------------------------------------------------------- stages
 
     def _stages(self, units: set[int]) -> list[Stages]:
-        """Return the stages of the requests of the given trees."""
+        """Return the stages of the requests in some trees."""
         served = self._joined.served
         theirs = np.append(self._decisions.marked(units)[self._joined.rows], False)
         request = np.where(theirs[served.request], served.request, NONE)
@@ -249,7 +248,7 @@ class SentRows:
         return [entry for entry in all_stages if theirs[entry.place]]
 
     def _send_stages(self, its_stages: Sequence[Stages]) -> None:
-        """Make spans of the stages of requests that are sent."""
+        """Add spans for the stages of sent requests to the outcomes of their processes."""
         gathered = self._gathered
         sent_stages = [entry for entry in its_stages if self._out[self._joined.rows[entry.place]]]
         if not sent_stages:
@@ -264,7 +263,7 @@ class SentRows:
             self._of(int(gathered.member[row])).derived += spans
 
     def _count_served(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
-        """Note the time in the queue of each request that batches served, kept or not."""
+        """Add each request that batches served, kept or not, to the outcome of its process."""
         served = self._joined.served
         sizes = np.bincount(served.batch, minlength=len(self._unit)) if len(served.batch) else np.zeros(0, np.int64)
         starts, ends = self._found.start_ns, self._found.end_ns

@@ -1,6 +1,6 @@
-"""Settled requests of running processes as tables of the dataset, as a conversion of their recordings makes them.
+"""Settled requests of running processes as dataset tables, equal to those of a conversion of their recordings.
 
-`requests`, `batches` and `members` have all requests and batches. `spans` and `intervals` have what capture keeps.
+`requests`, `batches` and `members` have all requests and batches. `spans` and `intervals` have those of kept requests.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from instrument.trace.trace import MergedProcess
 from instrument.trace.unsettled import WAITING
 
 IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
-"""Returns device intervals by row: of spans with ids, for some of the rows, by the begins of the spans."""
+"""A function that returns device intervals by row, from span ids, some of the rows, and the begins of spans."""
 
 
 class SettledRows(TraceRows):
-    """The rows that one round of settling has decided about. `members` and `intervals_of` are by recording.
+    """The rows that one round of settling has decided. `members` and `intervals_of` are by recording.
 
-    `remembered` has the keys of earlier rounds. Spans that are open count as open until now.
+    `remembered` has the keys of earlier rounds. Open spans end now.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SettledRows(TraceRows):
         super().__init__(trace, decisions.joined, process, members, keys, base_ns)
 
     def tables(self, is_wanted: Bools) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the rows of each table that has any, of the wanted processes."""
+        """Yield the name and the rows of each table that has any, for the processes that are wanted."""
         trace, joined, of_wanted = self.trace, self._joined, is_wanted[self.process]
         is_new, out = self._is_new & of_wanted, self._out & of_wanted
         order = np.flatnonzero(out)
@@ -105,7 +105,7 @@ class SettledRows(TraceRows):
 
 
 def _with_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
-    """Give requests the traces of their keys, as files do: the first one of a key over all rounds."""
+    """Return the trace with trace ids made from keys. Over all rounds, only a key's first request gets its id."""
     remotes = remotes_by_key(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
     rows = decisions.joined.rows
     for place, keys in decisions.joined.keys.items():
@@ -124,7 +124,7 @@ def _with_traces(trace: Columns, decisions: Decisions, remembered: RememberedTra
 def _device_times(
     trace: Columns, own_id: Int64s, process: Int64s, intervals_of: Sequence[IntervalsOf]
 ) -> DeviceIntervals:
-    """Return the device intervals of all rows, including rows that were settled before."""
+    """Return the device intervals of all rows, including rows settled in earlier rounds."""
     asking = trace.of_sites([bool(site.device) for site in trace.sites])
     parts = []
     for number in np.unique(process[asking]).tolist():
@@ -140,7 +140,7 @@ def _device_times(
 
 
 def _absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
-    """Return the numbers that each process gave parents and roots without a row, by their ids here."""
+    """Return maps from the ids of missing parents and roots to the numbers that their process gave them."""
     gathered, trace = decisions.gathered, decisions.found
     absent: dict[int, dict[int, int]] = {}
     above = (trace.parent_id, trace.parent, gathered.own_parent), (trace.root_id, decisions.unit, gathered.own_root)
@@ -151,7 +151,7 @@ def _absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
 
 
 def _callers_of_absent(decisions: Decisions) -> Mapping[int, RemoteParent]:
-    """Return the callers of requests that were settled and released before their last rows came, by their ids here."""
+    """Return the callers of requests that were released before their last rows came, by the request's id here."""
     trace = decisions.found
     callers: dict[int, RemoteParent] = {}
     for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():

@@ -1,8 +1,8 @@
 """Settling: due requests are joined with the batches that served them, kept or dropped, and removed from memory.
 
-A request comes due a decision wait after its end. By then the rows of all processes up to its end have been read. Its
-rows, the rows with its keys and the batches that served it become one columnar trace. The functions for files join it:
-`join`, `grafted` and `stages`. Each row is settled once.
+A request comes due when a decision wait has passed after its end. By then the rows of all processes up to its end have
+been read. Its rows, the rows with its keys and the batches that served it become one columnar trace, which `join`,
+`grafted` and `stages` process as they process files. Each row is settled once.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from instrument.trace.sent_rows import SentRows, Settled
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
 
 DECISION_WAIT_NS = 2 * 10**9
-"""Nanoseconds after its end at which a request comes due."""
+"""The time from a request's end until it comes due, in ns."""
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""The ns for which settled requests and rows with keys remain for late rows. The newest `MOST_CONTEXT` rows with keys
-of each process remain longer."""
+"""The ns for which settled requests and rows with keys remain, for rows that come late. Of rows with keys, the newest
+`MOST_CONTEXT` per process remain longer."""
 
 MOST_AT_ONCE = 6_000
-"""The most rows settled in one round, the oldest first. It bounds the memory of a round."""
+"""The most rows that one round settles, the oldest first. It bounds the memory of a round."""
 
 
 class Settling:
-    """Settles the requests of all processes of a run together. Used by one thread."""
+    """Settles the requests of all processes of a run together. Only one thread may use it."""
 
     def __init__(self) -> None:
         self.members: list[UnsettledRows] = []
         self._kinds = StepKinds()
         self._remembered = RememberedTraces()
         self.taken: Sequence[Callable[[Decisions, int], object]] = ()
-        """Called with the decisions of each round, and its time, before rows are released."""
+        """Functions that are called with the decisions and the time of each round, before rows are released."""
         self.settled_ns = 0
-        """Requests that ended before this time are settled, except those that wait for others."""
+        """The time up to which ended requests are settled, except those that wait for others."""
         self.has_more = False
         """True if the last round left due requests unsettled."""
 
     def settle(
         self, now_ns: int, *, at_once: bool = False, is_last: bool = False, asks_queues: bool = False
     ) -> dict[int, Settled]:
-        """Settle what has come due by `now_ns`, with `at_once` all that has ended, and with `is_last` everything.
+        """Settle what is due at `now_ns`; with `at_once` everything that has ended, with `is_last` everything.
 
-        Returns the outcome by the place of the process, without processes that have none.
+        Return the outcome of each process that has one, by its index.
         """
         living = [member.read_ns for member in self.members if not member.is_over]
         read_ns = min([now_ns, *living])
@@ -73,7 +73,7 @@ class Settling:
         return sent_rows.outcome
 
     def _most_ns(self, horizon_ns: int) -> int:
-        """Return the time up to which rows are settled in one round."""
+        """Return the time up to which this round settles rows."""
         ends = [member.rows["end_ns"][member.state != SETTLED] for member in self.members]
         due = np.concatenate([np.zeros(0, np.int64), *ends])
         due = due[due <= horizon_ns]
@@ -85,7 +85,7 @@ def _has_due(member: UnsettledRows, horizon_ns: int) -> bool:
 
 
 def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
-    """Drop settled rows, except those that decide to which request other rows belong."""
+    """Drop settled rows, except those that later decide which request other rows belong to."""
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
     out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root
     for row in np.flatnonzero(is_root & (out | dropped)).tolist():
@@ -129,7 +129,7 @@ def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_l
 
 
 def _stay_recent(decisions: Decisions, units: set[int]) -> Bools:
-    """Mark the rows of dropped requests that a later, notable request may need."""
+    """Return an array over the rows, True for rows of dropped requests that a later notable request may need."""
     member, end_ns = decisions.gathered.member, decisions.found.end_ns
     newest: dict[int, int] = {}
     for unit in units:
@@ -145,7 +145,7 @@ def _stay_recent(decisions: Decisions, units: set[int]) -> Bools:
 
 
 def _has_undecided_rows(decisions: Decisions, number: int) -> bool:
-    """Return True if rows of a process wait that will still be decided about."""
+    """Return True if a process has waiting rows that can still be decided."""
     gathered, unit = decisions.gathered, decisions.unit
     waits = (gathered.member == number) & decisions.is_undecided & (gathered.state == WAITING)
     is_open = np.append(gathered.state == OPEN, True)[unit]

@@ -1,19 +1,17 @@
-"""Stages of requests that batches serve: queue, prefill, decode and stalls, from the ledger.
+"""Stages of requests that batches serve: queue, prefill, decode and stalls.
 
-Prefill and decode are stages of generations. A request is a generation if its route, rule or attributes have `gen_ai`.
-It is one, too, if its answer is sent in parts and batches of one name serve it several times. Other requests have a
-first batch and later ones.
+Prefill and decode are stages of generations. A request is a generation if its route, rule or attributes have `gen_ai`,
+or if it streams its answer and batches of one name serve it several times. Other requests have a first batch and later
+batches.
 
-An engine may record several batches per step, for its scheduling, execution and output, and in each of its workers.
-Batches that alternate are parts of one step. A step is represented by its batch with weights, the longest such batch,
-of one worker.
+An engine may record several batches per step: for scheduling, execution and output, and in each worker. Batches that
+alternate belong to one step. The longest batch with weights, of one worker, represents the step.
 
-A request with one step has a queue only. The first steps of others make its first token, the prefill. These are the
-steps that are clearly heavier than later ones, for instance by the tokens of a prompt. If all weights are equal, they
-are the steps with another name than later ones. Else they are the steps that ended before the first part of a streamed
-answer, else the first step. The prefill ends with the last part of its last step. The rest is the decode. A stall is a
-time between two batches that is at least the median length of the request's steps. It names the batches of other
-requests that took most of it.
+A request with one step has only a queue. Otherwise its first steps, which make the first token, are the prefill. These
+are the steps that are clearly heavier than later ones, such as those with the tokens of a prompt. If all weights are
+equal, they are the steps with another name than later ones. Else they are the steps that ended before the first part of
+a streamed answer, else the first step. All later steps are the decode. A stall is a time between two batches of at
+least the median length of the request's steps. It names the batches of other requests that took most of it.
 """
 
 from __future__ import annotations
@@ -35,19 +33,19 @@ from instrument.trace.request_steps import Parts, StepKinds, Steps, last_of_firs
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
-"""The names of prefill and decode in a request without a generating model."""
+"""The names of prefill and decode in a request that is no generation."""
 
 STALLED_BY = "instrument.stalled_by"
-"""The attribute of a stall: the name of the batches that took most of it, if there were any."""
+"""The attribute of a stall with the name of the batches that took most of it."""
 
 STEPS = "instrument.decode.steps"
-"""The attribute of a decode span with its number of steps, each of one or more tokens."""
+"""The attribute of a decode span with its number of steps. A step makes one or more tokens."""
 
 LATER_STEPS = "instrument.later_batches.steps"
-"""The attribute of later batches: the number of their steps."""
+"""The attribute of later batches with their number of steps."""
 
 MOST_STALLS = 16
-"""The number of stalls of a request that are reported, the longest ones."""
+"""The most stalls of a request that are reported, the longest ones."""
 
 SITES: Mapping[str, Site] = {
     name: Site(name, "phase", attributes=(("instrument.derived", True),))
@@ -66,16 +64,16 @@ LATENCIES = {
         LATER_BATCHES: "instrument.latency.time_in_later_batches",
     },
 }
-"""The metric of each stage's time in s, for generations (True) and other requests (False). vLLM and SGLang use these
-names for generations, which are proposed for OpenTelemetry."""
+"""The metric for each stage's time in s, for generations (True) and other requests (False). vLLM and SGLang use these
+names for generations, and they are proposed for OpenTelemetry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The stages of the request at a place: begin and end of each, in order of time.
+    """The stages of the request with the index `place`: begin and end of each, in ns.
 
-    `steps` is the number of steps after the prefill, each of one or several tokens. Another request than a generation
-    has its first batch as `prefill` and its later batches as `decode`.
+    `steps` is the number of steps after the prefill. A request that is no generation has its first batch as `prefill`
+    and its later batches as `decode`.
     """
 
     place: int
@@ -97,11 +95,11 @@ class Stages:
 
 
 def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
-    """Return the stages of each request that a batch serves and that is complete in the trace.
+    """Return the stages of each complete request that a batch serves.
 
-    A request that ended in the queue has the queue only.
+    A request that ended in the queue has only a queue.
 
-    The kinds of steps are learned from these requests. `kinds` has those learned before, and is updated.
+    The kinds of steps are learned from these requests. `kinds` has those learned earlier, and is updated.
     """
     batches, between = served_intervals(trace, joined)
     queues = _queues(between)
@@ -155,21 +153,21 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
 
 
 def _generation_places(trace: Columns, joined: Joined) -> set[int]:
-    """Return the places of requests that are generations by a rule or by an attribute of the service."""
+    """Return the indices of requests that are generations by a rule or an attribute."""
     rows = [trace.attributes.having(name) for name in GENERATION]
     rows.append(np.flatnonzero(trace.of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites])))
     return set(joined.of[np.concatenate(rows)].tolist())
 
 
 def _have_loops(parts: Parts, steps: Steps) -> Bools:
-    """Return True for each request that steps of one name served several times."""
+    """Return True for each request that several steps of one name served."""
     groups, firsts = numbered(steps.request, parts.name[steps.lead])
     several = steps.request[firsts][np.bincount(groups, minlength=len(firsts)) > 1]
     return np.isin(steps.request[steps.first], several)
 
 
 def _streamed_ns(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the time of the first part of each request's answer, `FARTHEST` for an answer in one part."""
+    """Return the time at which each request sent the first part of its answer, `FARTHEST` without a stream."""
     firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
     after_ns = [
         first if isinstance(first, int) and isinstance(count, int) and 0 <= first < FARTHEST and count > 1 else None
@@ -189,7 +187,7 @@ def _queues(between: Intervals) -> Mapping[int, tuple[int, int]]:
 
 
 def _stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
-    """Return the longest stalls of the requests at these places, without those shorter than `least_ns`."""
+    """Return the longest stalls of requests with these indices, without stalls shorter than `least_ns`."""
     lengths = between.end_ns - between.start_ns
     rows = np.flatnonzero(between.row == 1)
     rows = rows[lengths[rows] >= least_ns[np.searchsorted(place, between.request[rows])]]
@@ -207,7 +205,7 @@ def _stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping[int,
 
 
 class _Batches:
-    """An index of all batches by begin, for queries of the batch name that took most of an interval."""
+    """An index of all batches by begin, to find the batch name that took most of an interval."""
 
     def __init__(self, trace: Columns, joined: Joined) -> None:
         rows = np.unique(joined.served.batch)
@@ -217,7 +215,7 @@ class _Batches:
         self._names = [trace.sites[site].name for site in trace.site[rows].tolist()]
 
     def taking_most(self, times: Sequence[tuple[int, int]]) -> list[str]:
-        """Return the name of the batches that took most of each interval, "" without any."""
+        """Return the name of the batches that took most of each interval, "" if none ran."""
         starts, ends = np.array(times, dtype=np.int64).reshape(-1, 2).T
         firsts = np.searchsorted(self._reach, starts, side="right").tolist()
         lasts = np.searchsorted(self._starts, ends).tolist()
@@ -233,15 +231,13 @@ class _Batches:
 
 
 def stage_spans(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
-    """Return the spans of the stages of all requests, as `spans_of_stages` does."""
+    """Return the spans of the stages of all requests, by the request's row."""
     return spans_of_stages(trace, joined, stages(trace, joined))
 
 
 def spans_of_stages(trace: Columns, joined: Joined, all_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
-    """Return spans of stages as children of their request, by its row, on its thread and task.
-
-    Their ids begin after the largest id of the trace.
-    """
+    """Return spans for stages, by the request's row. They are children of the request on its thread and task, and their
+    ids follow the largest id of the trace."""
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     spans: dict[int, list[Span]] = {}
     stalled_by = iter(_Batches(trace, joined).taking_most([stall for item in all_stages for stall in item.stalls]))

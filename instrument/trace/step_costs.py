@@ -1,10 +1,11 @@
 """The expected cost of each engine step by its load, and the excess over it by call path.
 
-A step is an outermost batch. The expected time of a step is linear in the number of its members and in their weight. It
-is fitted over the steps of its name. The fit is relative, so a step's weight is its share and not its length. Steps far
-from the fit are left out of it.
+A step is an outermost batch. Its expected time is linear in the number of its members and in their weight, fitted to
+the steps of its name. The fit minimises relative errors, so long steps count no more than short ones. Steps far from
+the fit are left out of it.
 
-An engine pads if uneven steps follow the members times the heaviest weight, and not the sum of the weights.
+An engine pads if the time of uneven steps follows the members times the heaviest weight, rather than the sum of the
+weights.
 """
 
 from __future__ import annotations
@@ -23,43 +24,42 @@ from instrument.trace.joined import THOUSANDTHS, Served
 Floats = NDArray[np.float64]
 
 REFERENCES = 10_000
-"""The most steps of one name that a fit of their costs uses, spread evenly over the recording."""
+"""The most steps of one name in a fit, spread evenly over the recording."""
 
 LEAST_STEPS = 20
-"""The least number of steps in a fit. Fewer steps of a name have no expected time."""
+"""The least number of steps in a fit. A name with fewer steps has no expected time."""
 
 ROUNDS = 3
-"""The number of fits, each without the steps that are far from the fit before."""
+"""The number of fits in succession. Each leaves out steps that are far from the fit before."""
 
 FAR = 4.0
-"""The distance in median deviations from which on a step is left out of the fit."""
+"""The distance from which on a step is far from the fit, in median deviations."""
 
 PATHS = 64
-"""The most call paths with a time of their own, those with the most time. One more has the rest."""
+"""The most call paths with a time of their own, the longest ones. One more has the rest."""
 
 CELLS = 8_000_000
-"""The most pairs of a step and a call path with a time. With more steps there are fewer paths."""
+"""The most pairs of a step and a call path. With more steps there are fewer paths."""
 
 UNEVEN = 1.2
-"""The least ratio of padded weight to weight of a step for the test whether an engine pads."""
+"""The least ratio of padded to real weight at which a step counts in the test for padding."""
 
 PADS = 0.7
-"""An engine pads if the error of the fit with padding is below this share of the error without, over uneven steps."""
+"""An engine pads if the fit with padding has an error below this share of the error without it, over uneven steps."""
 
 HEAVY = 4.0
-"""The ratio of a member's weight to the usual weight of the heaviest member, above which it counts as unusual."""
+"""The ratio of a member's weight to the usual largest weight of requests, above which it is unusually heavy."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The steps of a trace by begin, with the parts of their lengths.
+    """The steps of a trace by begin, with the parts of their lengths in ns, which add up to the length.
 
     `load_ns` is the expected time without the unusually heavy member and without padding. `heavy_ns` is the time for
-    that member, and `padding_ns` for the padding of members to the heaviest one. `heavy` is the place of the unusually
-    heavy member's request, `NONE` without one. `excess_ns` is the rest by step and path. A path is a place
-    in `sites`: the place of a site in the trace, `NONE` for the rest. The parts of a step add up to its length.
-    `is_first` marks cells that contain the first row of their site. `is_fitted` is False for steps without an expected
-    time: all of it is load.
+    that member, `padding_ns` the time to pad members to the heaviest one. `heavy` is the index of the unusually heavy
+    member's request, `NONE` without one. `excess_ns` is the remaining time by step and path. `sites` has the site of
+    each path, `NONE` for the path of the rest. `is_first` is True for a step and path with the first call of its site.
+    `is_fitted` is False for steps without an expected time: all of it is load.
     """
 
     rows: Int64s
@@ -74,11 +74,11 @@ class StepCosts:
     sites: Int64s
     is_fitted: Bools
     step_of: Int64s
-    """The place of the step of each row of the trace, `NONE` outside of steps, and one more `NONE` at the end."""
+    """The index of each row's step, `NONE` outside of steps. One more `NONE` follows."""
 
 
 def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
-    """Return the parts of each step of a trace."""
+    """Return the steps of a trace with the parts of their lengths."""
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[served.batch] = True
     rows = np.flatnonzero(is_batch & (nearest_above(trace.parent, is_batch) == NONE))
@@ -122,9 +122,9 @@ def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
 
 
 def _spent(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
-    """Return the self time of each step by path, cells with the first row of their site, and the site of each path.
+    """Return the self time of each step by path, cells with the first call of their site, and the site of each path.
 
-    Rows on other threads than the step's are no part of its time. The last path has the rest of the step.
+    Only rows on the step's thread count. The last path has the remaining time of the step.
     """
     inner = np.flatnonzero(step_of[:-1] != NONE)
     step_row = rows[step_of[inner]] if len(rows) else inner
@@ -152,7 +152,7 @@ def _spent(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools
 def _loads(served: Served, place: Int64s, count: int, requests: int) -> tuple[Floats, Floats, Floats, Floats, Int64s]:
     """Return the members, the weight and the largest weight of each step, and its unusually heavy member.
 
-    That member is a weight and the place of its request.
+    That member is given by its weight and the index of its request.
     """
     pairs = np.flatnonzero(place[served.batch] != NONE)
     steps, request, weights = place[served.batch[pairs]], served.request[pairs], served.weight[pairs] / THOUSANDTHS
@@ -173,7 +173,7 @@ def _loads(served: Served, place: Int64s, count: int, requests: int) -> tuple[Fl
 
 
 def _expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
-    """Return the expected time of each step by path, and the time per unit of weight, None with too few steps."""
+    """Return the expected time of each step by path, and the time per unit of weight; None with too few steps."""
     count = len(length_ns)
     if count < LEAST_STEPS or not length_ns.all():
         return None
@@ -198,7 +198,7 @@ def _expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[F
 
 
 def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven: Bools) -> bool:
-    """Return True if the first expected times by path are clearly nearer to the lengths of uneven steps."""
+    """Return True if the first expected times are clearly nearer to the lengths of uneven steps than the second."""
     if int(is_uneven.sum()) < LEAST_STEPS:
         return False
     lengths = length_ns[is_uneven]
@@ -207,9 +207,9 @@ def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven
 
 
 def cells_of(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
-    """Return the load and the heavy member's time of steps, as a request sees them.
+    """Return the load of some steps and the time of their heavy members, from one request's point of view.
 
-    The time of a heavy member that is the request itself is load. The second result is then 0.
+    If the heavy member is the request itself, its time is load.
     """
     is_own = costs.heavy[steps] == request
     load_ns = costs.load_ns[steps] + np.where(is_own, costs.heavy_ns[steps], 0.0)

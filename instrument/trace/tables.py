@@ -1,7 +1,7 @@
 """A trace as tables of an in-memory database, for `query` and data frames.
 
 DuckDB reads the columns without a copy. Names and attributes are values in its tables, never part of a statement. A
-statement reaches these tables only: no file, no network, no extension.
+statement can use only these tables: no file, no network, no extension.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[query]"
 
 ROWS_AT_ONCE = 50_000
-"""The number of spans whose attributes are read together."""
+"""The number of spans whose attributes are read at once."""
 
 # Views cast the texts, because DuckDB infers the type of Python's objects from their values.
 _SPANS = """
@@ -56,7 +56,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def duckdb() -> ModuleType:
-    """Import DuckDB. Raises `InstrumentError` with the extra's name if it is not installed."""
+    """Import DuckDB. Raises `InstrumentError`, which names the package extra, if it is not installed."""
     try:
         import duckdb
     except ImportError as problem:
@@ -65,7 +65,7 @@ def duckdb() -> ModuleType:
 
 
 def opened(facts: Trace, *, attributes: bool = True) -> Any:
-    """Return a connection to a database with the tables of `query`. `attributes` is empty unless asked for."""
+    """Return a connection to a database with the tables of `query`. `attributes` is empty unless requested."""
     connection = duckdb().connect(":memory:")
     try:
         if connection.execute("select current_setting('enable_progress_bar')").fetchall()[0][0]:
@@ -91,7 +91,7 @@ def opened(facts: Trace, *, attributes: bool = True) -> Any:
 
 
 def closed_off(connection: Any) -> Any:
-    """Restrict a connection: its statements reach its tables only. Return the connection."""
+    """Restrict the statements of a connection to its tables. Return the connection."""
     for setting in ("autoinstall_known_extensions", "autoload_known_extensions", "enable_external_access"):
         connection.execute(f"set {setting} = false")
     connection.execute("set lock_configuration = true")
@@ -99,7 +99,7 @@ def closed_off(connection: Any) -> Any:
 
 
 def frame(trace: Trace) -> Any:
-    """Return the spans as a relation of DuckDB, which makes data frames of it."""
+    """Return the spans as a DuckDB relation, which can be converted to a data frame."""
     return opened(trace).sql(_WITH_INTERVALS)
 
 
@@ -121,7 +121,7 @@ from spans s join given_members m using (span_id) group by all order by s.start_
 
 
 def frame_of_batches(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
-    """Return the batches as a relation of DuckDB. The shares of a batch add up to the time that it had for itself."""
+    """Return the batches as a DuckDB relation. The shares of a batch add up to its own time."""
     served, connection = joined.served, opened(facts, attributes=False)
     members = {
         "span_id": facts.columns.span_id[served.batch],
@@ -138,7 +138,7 @@ PARTS = {name: name.partition(" ")[0] for name in (QUEUE, SHARE, WAITING, STALL,
 
 
 def frame_of_requests(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
-    """Return the requests as a relation of DuckDB. The parts of a request's time add up to `total_ns`."""
+    """Return the requests as a DuckDB relation. The parts of a request's time add up to `total_ns`."""
     span_id, names = facts.columns.span_id[joined.rows], ledger.names
     columns = {f"{name}_ns": np.zeros(len(span_id), dtype=np.int64) for name in PARTS.values()}
     is_phase = np.array([name not in PARTS for name in names] or [False], dtype=np.bool_)[ledger.part]
@@ -159,7 +159,7 @@ def frame_of_requests(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
 
 
 def as_pandas(result: Any) -> Any:
-    """Return a result of DuckDB as a `pandas.DataFrame`. An empty column of texts keeps its type."""
+    """Return a DuckDB result as a `pandas.DataFrame`. Empty columns of texts keep their type."""
     frame = result.df()
     of_texts = type(frame["name"])(["text"]).dtype
     kinds = zip(result.columns, map(str, result.types), strict=True)

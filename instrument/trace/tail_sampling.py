@@ -20,22 +20,22 @@ from instrument.recording.spans import AttributeValue, Site
 from instrument.recording.tally import Tally
 
 LEAST_CALLS = 100
-"""The number of an endpoint's requests from which on its usual time is known. Its first requests wait for that."""
+"""The number of requests after which an endpoint's usual time is known. Its first requests wait for that."""
 
 USUAL_FOR_NS = 10**9
-"""Nanoseconds for which a usual time is not computed again."""
+"""The ns after which the usual times are computed again."""
 
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
 
 
 def are_sampled(trace_lows: NDArray[np.uint64], sample: float) -> NDArray[np.bool_]:
-    """Return `is_sampled` for each of some traces, by the lower halves of their ids."""
+    """Return the result of `is_sampled` for each trace, given by the lower half of its id."""
     random = trace_lows & np.uint64((1 << RANDOM_BITS) - 1)
     return np.asarray(random >= np.uint64(threshold_of(sample)))
 
 
 class EndedRequest(NamedTuple):
-    """A request that has ended, with the attributes and the caller's span that decide about it."""
+    """A request that has ended, with the facts that decide if it is kept."""
 
     root_id: int
     site: Site
@@ -47,9 +47,9 @@ class EndedRequest(NamedTuple):
 
 
 class TailSampler:
-    """Decides about the requests of one process. Used by one thread.
+    """Decides which requests of one process are kept. Only one thread may use it.
 
-    `totals` returns the process's totals up to now. The usual times of endpoints come from them.
+    `totals` returns the current totals of the process, which give the usual times of endpoints.
     """
 
     def __init__(self, capture: Capture, totals: Callable[[], Tally]) -> None:
@@ -62,11 +62,11 @@ class TailSampler:
 
     @property
     def capture(self) -> Capture:
-        """The settings in force."""
+        """The current settings."""
         return self._capture
 
     def change(self, capture: Capture) -> None:
-        """Decide by other settings from now on."""
+        """Use other settings from now on."""
         if capture.limit != self._capture.limit:
             self._allowance = _Allowance(capture.limit)
         if capture.slow_over != self._capture.slow_over:
@@ -74,18 +74,18 @@ class TailSampler:
         self._capture = capture
 
     def look(self, ended: Iterable[EndedRequest]) -> None:
-        """Learn the usual times of the endpoints of some requests."""
+        """Update the usual times for the endpoints of some requests."""
         self._usual.look(ended)
 
     def is_asked_for(self, request: EndedRequest) -> bool:
-        """Return True if a request is kept for reasons of its own, or because its caller's trace is."""
+        """Return True if a request is kept in any case, or because its caller's trace is kept."""
         if request.root_id in self.wanted:
             self.wanted.discard(request.root_id)
             return True
         return request.remote is not None and bool(request.remote.flags & 1) and not self._capture.is_off
 
     def is_notable(self, request: EndedRequest) -> bool:
-        """Return True for a request that failed, was slow, or bears the attributes that are asked for."""
+        """Return True for a request that failed, was slow, or has the attributes in `capture.where`."""
         capture = self._capture
         return (
             (capture.errors and request.has_error)
@@ -95,16 +95,16 @@ class TailSampler:
         )
 
     def is_allowed(self, end_ns: int) -> bool:
-        """Take one of the requests that `capture.limit` allows at a time; False if none is left."""
+        """Return True, and use up one request, if `capture.limit` allows another one at this time."""
         return self._allowance.take(end_ns)
 
     def is_early(self, request: EndedRequest) -> bool:
-        """Return True if the usual time of its endpoint is not known yet."""
+        """Return True if the usual time of the request's endpoint is not known yet."""
         return self._usual.is_early(request)
 
 
 def _condition_holds(condition: Where, request: EndedRequest) -> bool:
-    """Return True if a condition holds for the request's attributes, or else for its site's."""
+    """Return True if a condition is true for the request's attributes or, if they lack it, for its site's."""
     value = request.attributes.get(condition.attribute)
     if value is None:
         value = dict(request.site.attributes).get(condition.attribute)
@@ -119,9 +119,9 @@ def _compares_true(value: object, comparison: str, bound: str | bool | float) ->
 
 
 class _UsualTimes:
-    """The times after which requests of each endpoint are slow, by the tally's histograms.
+    """The time from which on a request is slow, by endpoint, computed from the tally's histograms.
 
-    An endpoint is a site of requests. The tally counts them since the session began.
+    An endpoint is a site of requests. The tally has counted its requests since the session began.
     """
 
     def __init__(self, totals: Callable[[], Tally], usual: PercentileThreshold | None) -> None:
@@ -155,12 +155,12 @@ class _UsualTimes:
 
 
 def _endpoint(site: Site) -> object:
-    """Return the endpoint of a site, None for a site of no requests."""
+    """Return the endpoint of a site, None if it is no site of requests."""
     return site.key if site.kind == "request" else None
 
 
 class _Allowance:
-    """A token bucket: at most `count` in any `per_ns`, refilled evenly. None allows everything."""
+    """A token bucket: up to `count` requests per `per_ns`, refilled evenly. The rate None allows everything."""
 
     def __init__(self, rate: Rate | None) -> None:
         self._rate = rate

@@ -10,26 +10,26 @@ from decimal import Decimal
 from typing import Any
 
 INT64 = 1 << 63
-"""The bound of signed 64-bit integers, which viewers accept."""
+"""The bound of signed 64-bit integers, beyond which viewers read no number."""
 
 # Bounds for hostile files: the characters of one value, and the microseconds of a time, so that ns since 1970 fit into
 # int64.
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
 LONGEST_PLAIN = 4_000
-"""The most bytes of JSON that need no check. A longer text may have a number with more digits than Python reads."""
+"""The most bytes of JSON that need no check. A longer text may have a number with more digits than Python accepts."""
 
 LIMIT_BYTES = 2 << 30
-"""The default limit of `load` in bytes of text. Browsers fail with far less."""
+"""The most bytes of text that `load` accepts by default. Browsers fail with far less."""
 
 LIMIT_SPANS = 10_000_000
-"""The largest number of slices of a kind in a file."""
+"""The most slices of a kind in a file."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-"""Return the strict JSON of a value that is `safe`."""
+"""Return the strict JSON of a value that `safe` has returned."""
 
 encode_numbers: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""Return the JSON of a value, with NaN and Infinity as Python's `json` writes and reads them."""
+"""Return the JSON of a value, with NaN and Infinity as Python's `json` writes them."""
 
 
 # Out
@@ -41,8 +41,8 @@ def clean(text: str) -> str:
 
 
 def safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
-    """Return a value for strict JSON and viewers. Without `finite`, infinities and NaN stay. It
-    never fails and runs no code of foreign types. A tensor's text would wait for the device and expose its data."""
+    """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain. It never fails
+    and runs no code of foreign types: the text of a tensor would wait for the device and expose its data."""
     if isinstance(value, str):
         return clean(value)
     if value is None or isinstance(value, bool):
@@ -58,7 +58,7 @@ def safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
 
 
 def _safe_number(value: numbers.Real, finite: bool) -> int | float | str:
-    """Return the number, or its text if JSON or int64 cannot represent it."""
+    """Return the number or, if JSON or int64 cannot represent it, its text."""
     try:
         number = int(value) if isinstance(value, numbers.Integral) else float(value)
     except (ArithmeticError, TypeError, ValueError):
@@ -83,7 +83,7 @@ def is_number(value: float | None) -> bool:
 
 
 def nanoseconds(time_us: object) -> int:
-    """Convert microseconds to nanoseconds, exactly for three decimals. Raises `ValueError` beyond `LIMIT_US`."""
+    """Return microseconds as nanoseconds, exact for three decimals. Raises `ValueError` beyond `LIMIT_US`."""
     time = time_us if type(time_us) is Decimal else checked(time_us, float, int)
     if not -LIMIT_US < time < LIMIT_US:
         raise ValueError(f"it has {time} for a time in microseconds; write times relative to the start")
@@ -91,21 +91,21 @@ def nanoseconds(time_us: object) -> int:
 
 
 def checked(value: object, *kinds: type) -> Any:
-    """Return the value. Raises `ValueError` unless its type is exactly one of `kinds`, and for ints beyond int64."""
+    """Return the value. Raises `ValueError` for a type that is not in `kinds`, and for ints beyond int64."""
     if type(value) not in kinds or (isinstance(value, int) and not -INT64 <= value < INT64):
         raise ValueError(f"it has {value!r:.40} where {kinds[0].__name__} belongs; give a Chrome trace in JSON")
     return value
 
 
 def whole(values: Sequence[Any]) -> Sequence[int]:
-    """Return the values. Raises `ValueError` unless all are ints of 64 bits. It is faster than `checked` for each."""
+    """Return the values. Raises `ValueError` unless all are 64-bit ints. It is faster than `checked` for each value."""
     if set(map(type, values)) != {int} or not -INT64 <= min(values) <= max(values) < INT64:
         return [checked(value, int) for value in values]
     return values
 
 
 def index(value: object) -> int:
-    """Return a place in a list. Raises `ValueError` for a negative one."""
+    """Return an index into a list. Raises `ValueError` for a negative one."""
     place: int = checked(value, int)
     if place < 0:
         raise ValueError(f"it has {place} for a place in a list; it is damaged")

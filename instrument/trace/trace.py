@@ -1,4 +1,4 @@
-"""A trace: columns of spans, and the facts of their process. A span is a view of a row."""
+"""A trace: spans as columns, and the facts on their process. A span object is a view of a row."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ from instrument.trace.forest import NONE
 
 
 def columns_of_spans(spans: Sequence[Span]) -> Columns:
-    """Return the columns of spans, in the same order, at 1.2 us a span.
-
-    Raises `ValueError` for an unsound trace.
-    """
+    """Return the columns of spans, in the same order, at 1.2 us a span. Raises `ValueError` for inconsistent spans."""
     sites: dict[Site, int] = {}
     errors: dict[str | None, int] = {None: NONE}
     site_numbers = _numbered(map(attrgetter("site"), spans), sites)
@@ -64,7 +61,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
 
 
 def with_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
-    """Return the trace with more spans after its rows. These have no device intervals and no remote parents."""
+    """Return the trace with additional spans. These have no device intervals and no remote parents."""
     if not spans:
         return trace
     more = columns_of_spans(spans)
@@ -96,7 +93,7 @@ def _numbers(values: Iterable[int], count: int) -> Int64s:
 
 
 def _numbered(values: Iterable[Any], numbers: dict[Any, int]) -> Int32s:
-    """Return the number of each value. New values get the next numbers, in the order of first use."""
+    """Return the number of each value. A new value gets the next number and is added to `numbers`."""
     all_values, first = list(values), min(numbers.values(), default=0)
     for value in dict.fromkeys(all_values):
         numbers.setdefault(value, len(numbers) + first)
@@ -118,11 +115,11 @@ def _intervals_of(spans: Sequence[Span]) -> DeviceIntervals:
 
 
 ROWS_AT_ONCE = 20_000
-"""The number of rows that become objects together. It bounds the temporary objects of their numbers."""
+"""The number of rows that become objects at once. It bounds the memory for temporary objects."""
 
 
 def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
-    """Return a span object for each row, or for each of the given rows, in their order."""
+    """Return a span object for each row, or for each of the given rows, in order."""
     names: list[str | None] = [*trace.errors, None]
     make: Callable[..., Span] = Span
     rows = np.arange(len(trace)) if rows is None else rows
@@ -148,7 +145,7 @@ def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
 
 
 def _devices_of(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
-    """Yield the device intervals of rows with any, each with the row's place in `rows`."""
+    """Yield the device intervals of rows that have any, each with the row's index in `rows`."""
     device = trace.device
     begins, ends = np.searchsorted(device.row, rows), np.searchsorted(device.row, rows, side="right")
     counts = ends - begins
@@ -162,10 +159,10 @@ def _devices_of(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[Devic
 
 
 class SpanViews(Sequence[Span]):
-    """The spans of columns, as objects that are made on access.
+    """The spans of columns as objects, made when they are read.
 
-    Access to one place makes one object. Other access makes all, which are kept. `columns` do not see changes of
-    objects.
+    Reading one index makes one object. Any other access makes and keeps all objects. Changes to objects do not change
+    `columns`.
     """
 
     def __init__(self, columns: Columns) -> None:
@@ -210,12 +207,11 @@ NO_NOTES = OwnNotes()
 
 @dataclass(frozen=True, slots=True)
 class MergedProcess:
-    """A process of a merged trace. `facts` is a trace without spans, on the process's own clock. It has the gauges of
-    this process alone, if the trace has several.
+    """A process of a merged trace. `facts` is a trace without spans, on the process's own clock.
 
-    `windows` are the intervals of its files. `threads`, `devices`, `streams` and `absent` spans have the process's own
-    numbers by the merged ones. Its times were moved by `moved_ns`. torch.profiler's data is of the process that
-    `is_watched`.
+    If the trace has several processes, `facts` has the gauges of this one alone. `windows` are the intervals of its
+    files. `threads`, `devices`, `streams` and `absent` spans map merged numbers to the process's own. Its times were
+    moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from this process.
     """
 
     facts: Trace
@@ -232,15 +228,14 @@ class MergedProcess:
 class Trace:
     """A trace: columns of saved or collected spans, with the facts that are needed to interpret them.
 
-    `spans` are views of the rows of `columns`. A list of spans becomes columns here, at 1.2 us a span.
-    `threads` maps native thread ids to names. `losses` counts lost data by reason. `notes` are sentences on data that
-    could not be observed. `window` is the index of the recording window. `samples` are in the order of time, device and
-    name, `gpus` are their devices. No span from `held_from_ns` on was overwritten by a newer one, 0 if none was at all.
-    `kernels` and `allocations`, in the order of time, are torch.profiler's data of the interval `watched`, None without
-    any. `flops` are those of operators that it saw with our spans. `startup` is of the process, None for a trace
-    without a session. `died` describes the end of a process that ended without notice. `apart_ns` is the largest
-    difference of the processes' clocks. `processes` are those of a merged trace, empty for a trace of one process.
-    `own_notes` has the `notes` that hold for the process alone.
+    `spans` are views of the rows of `columns`. A list of spans becomes columns here, at 1.2 us a span. `threads` maps
+    native thread ids to names. `losses` counts lost data by reason. `notes` are sentences on data that could not be
+    observed. `window` is the index of the recording window. `samples` are ordered by time, device and name, `gpus` are
+    their devices. No span from `held_from_ns` on was overwritten; it is 0 if none was at all. `kernels` and
+    `allocations`, ordered by time, are torch.profiler's data in the interval `watched`, None without any. `flops` are
+    from operators in that data. `startup` has the process's start-up, None without a session. `died` describes the
+    abnormal end of a process. `apart_ns` is the largest difference of the processes' clocks. `processes` are those of a
+    merged trace, empty for a trace of one process. `own_notes` has the `notes` that are true for this process alone.
     """
 
     origin: Origin
@@ -267,18 +262,18 @@ class Trace:
     columns: Columns = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Make columns of a list of spans. Raises `ValueError` for an unsound trace."""
+        """Convert a list of spans to columns. Raises `ValueError` for inconsistent spans."""
         views = self.spans if isinstance(self.spans, SpanViews) else SpanViews(columns_of_spans(self.spans))
         self.spans, self.columns = views, views.columns
 
     def with_columns(self, columns: Columns) -> Trace:
-        """Return the facts of this trace with other columns."""
+        """Return a trace with the same facts and other columns."""
         return replace(self, spans=SpanViews(columns))
 
     def readings(self) -> Iterator[tuple[int, Sample]]:
         """Yield the readings of all gauges on the trace's clock, each with the pid of its process.
 
-        The pid is 0 for a gauge of several processes of a merged trace.
+        The pid is 0 for a gauge that all processes of a merged trace share.
         """
         pid = 0 if self.processes else self.origin.pid
         yield from ((pid, sample) for sample in self.samples)
@@ -288,6 +283,6 @@ class Trace:
 
     @property
     def coverage(self) -> Interval:
-        """The part of the window without overwritten spans. Shares of time refer to it."""
+        """The part of the window without missing spans, the base of shares of time."""
         first = max(self.start_ns, self.held_from_ns)
         return first, max(self.end_ns, first)

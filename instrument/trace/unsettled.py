@@ -1,7 +1,7 @@
 """Unsettled rows: rows of one recording that have been read and await a decision, as columns.
 
 They are rows of requests, and of spans that may serve requests of other processes. They are removed when their requests
-are settled. Rows with keys stay longer, so that late rows find their request. Rows that are not needed before are
+are settled. Rows with keys remain longer, so that late rows find their request. Rows that are not needed until then are
 packed.
 """
 
@@ -24,13 +24,13 @@ from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.trace.tail_sampling import EndedRequest, TailSampler, are_sampled
 
 MOST_ROWS = 200_000
-"""Rows of a recording that wait; beyond them the rows of the requests that are open longest are dropped."""
+"""The most waiting rows of a recording. Beyond them, rows of the requests that have been open longest are dropped."""
 
 LEAST_PACKED = 500
-"""The least rows of a thread that are packed, to 3 to 8 bytes a row instead of 73, at 0.25 us a row."""
+"""The least rows of a thread for which packing pays: to 3 to 8 bytes a row instead of 73, at 0.25 us a row."""
 
 MOST_ROOTS = 10_000
-"""Requests whose decision is remembered; the oldest are forgotten."""
+"""The most requests whose decision is remembered. The oldest are forgotten."""
 
 EARLY_BYTES = 2
 """The most bytes of details that wait for their rows, as a multiple of the recording's room for details."""
@@ -39,13 +39,13 @@ BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"
 
 WAITING, SETTLED, PASSED, ADOPTED = 0, 1, 2, 3
-"""The states of a row: undecided; kept only for its key; dropped unless a later request asks for it; or read by an
-earlier reader, which may have settled it."""
+"""The states of a row: undecided; settled and kept only for its key; dropped unless a later request needs it; or read
+by an earlier reader, which may have settled it."""
 
 _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
 
 Details = Mapping[int, tuple[int, bytes]]
-"""The active time, -1 for the whole span, and the text of each span with details, by span id."""
+"""The active time in ns, -1 for the whole span, and the encoded details, by span id."""
 
 
 class ProcessIds(Protocol):
@@ -54,17 +54,17 @@ class ProcessIds(Protocol):
     run: str
 
     def span_id(self, number: int, /) -> int:
-        """Return the id, 64 bits, of a span."""
+        """Return the 64-bit id of a span, given by its number."""
 
     def trace_id(self, number: int, /) -> int:
-        """Return the id, 128 bits, of the tree whose root has this number."""
+        """Return the 128-bit id of a tree, given by the number of its root."""
 
     def trace_lows(self, numbers: NDArray[np.uint64], /) -> NDArray[np.uint64]:
-        """Return the lower halves of the ids of trees by the numbers of their roots."""
+        """Return the lower halves of the ids of trees, given by the numbers of their roots."""
 
 
 class RowDetail(NamedTuple):
-    """The active time (-1: all of it), the error, the attributes and the caller's span of a row that has any."""
+    """The details of a row: active time in ns (-1: all of it), error, attributes, and the caller's span."""
 
     active_ns: int
     error: str | None
@@ -76,7 +76,7 @@ NO_DETAIL = RowDetail(-1, None, {}, None)
 
 
 class Decided(NamedTuple):
-    """The decision about a request, and the trace and parent that its late spans go below."""
+    """The decision about a request, and the root and caller that its late spans get."""
 
     is_kept: bool
     root_id: int
@@ -84,7 +84,7 @@ class Decided(NamedTuple):
 
 
 class _PackedRows(NamedTuple):
-    """Rows of one thread, packed, and the first of the times at which they ended."""
+    """Packed rows of one thread, and the earliest end among them."""
 
     data: bytes
     size: int
@@ -93,7 +93,7 @@ class _PackedRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: NDArray[np.void], thread_id: int) -> _PackedRows:
-        """Pack rows: bytes of one place in all rows are alike, and so lie in a row."""
+        """Pack rows. Each byte position of all rows becomes one run of similar bytes, which compresses well."""
         by_place = np.ascontiguousarray(rows.view(np.uint8).reshape(len(rows), -1).T)
         return cls(zlib.compress(by_place.data, 1), len(rows), thread_id, int(rows["end_ns"].min()))
 
@@ -105,9 +105,9 @@ class _PackedRows(NamedTuple):
 
 
 class UnsettledRows:
-    """The rows of one recording that are not settled. Used by one thread.
+    """The rows of one recording that are not settled. Only one thread may use them.
 
-    `site_of` returns the site of a call path by its number.
+    `site_of` returns the site of a call path, given by its number.
     """
 
     def __init__(
@@ -123,26 +123,26 @@ class UnsettledRows:
         self._packed: list[_PackedRows] = []
         self.details: dict[int, RowDetail] = {}
         self.opened: Mapping[int, OpenSpan] = {}
-        """The spans that were open as rows were read last, by their ids."""
+        """The spans that were open when rows were last read, by id."""
         self.decided: OrderedDict[int, Decided] = OrderedDict()
         self.traces: OrderedDict[int, int] = OrderedDict()
-        """The traces of sent trees that are not the process's own, by their roots."""
+        """The traces with which trees were sent, if they are not the process's own, by root."""
         self.sent_apart: OrderedDict[int, None] = OrderedDict()
-        """Spans outside of the sample, in trees that are no request's, that were sent with the requests they served."""
+        """Spans outside of the random sample that were sent with the requests they served, without their own tree."""
         self.read_ns = 0
         """The time up to which the recording has been read."""
         self.is_over = False
-        """True if its process has ended and all of it has been read."""
+        """True if the process has ended and everything was read."""
         self.counts: Counter[str] = Counter()
         self.passed = 0
-        """Rows that were dropped because no decision kept them."""
+        """The number of rows that were dropped because no decision kept them."""
         self.early: set[int] = set()
         """The roots of requests that waited for the usual time of their endpoint."""
         self.has_keys = False
         self.lingers = False
-        """True if rows wait that will still be decided about."""
+        """True if undecided rows are waiting."""
         self.adopted = 0
-        """Rows that an earlier reader had read and not settled."""
+        """The number of rows that an earlier reader had read but not settled."""
         self.adopted_until_ns = 0
         """The time up to which the earlier reader had settled requests."""
         self.caller: RemoteParent | None = None
@@ -150,12 +150,12 @@ class UnsettledRows:
         self.served_from_ns = 1 << 62
         """The begin of the first request, or of the first span with keys, as far as `caller` needs it."""
         self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
-        """Details that wait for their rows."""
+        """Details whose rows are not read yet."""
         self._early_bytes = 0
         self._sizes: OrderedDict[int, int] = OrderedDict()
 
     def leave_out(self, root_ids: set[int]) -> None:
-        """Drop the waiting rows of some requests, which somebody else sends."""
+        """Drop the waiting rows of some requests, given by their roots. Somebody else sends them."""
         self.unpack()
         theirs = np.isin(self.rows["root_id"], np.fromiter(root_ids, np.uint64, len(root_ids)))
         theirs &= self.state != SETTLED
@@ -163,13 +163,13 @@ class UnsettledRows:
         self.state[theirs] = SETTLED
 
     def has(self, span_id: int) -> bool:
-        """Return True if the row of a span waits."""
+        """Return True if the row of a span is waiting."""
         self.unpack()
         return bool(((self.rows["span_id"] == span_id) & (self.state == WAITING)).any())
 
     @property
     def waiting(self) -> int:
-        """The number of rows that nobody has decided about."""
+        """The number of undecided rows."""
         return int(np.count_nonzero(self.state != SETTLED)) + self.packed
 
     @property
@@ -184,7 +184,7 @@ class UnsettledRows:
     ) -> None:
         """Add rows that were read. `opened` are the spans that were open before the read.
 
-        Details are written before their rows. Up to twice `room_bytes` of them wait for rows.
+        Details are written before their rows. Up to twice `room_bytes` of them are kept until their rows come.
         """
         self.opened = opened
         self._add_details(details, room_bytes)
@@ -235,7 +235,7 @@ class UnsettledRows:
         return are_of_share
 
     def _append(self, pieces: Sequence[tuple[NDArray[np.void], int]]) -> None:
-        """Add rows that wait for a decision, each piece with its thread."""
+        """Add waiting rows, each batch of them with its thread."""
         count = sum(len(rows) for rows, _ in pieces)
         if count:
             self.lingers = True
@@ -245,9 +245,9 @@ class UnsettledRows:
             self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
 
     def _pack(self, rows: NDArray[np.void], thread_id: int) -> NDArray[np.void]:
-        """Pack rows, except those that are needed before they are settled. Return these.
+        """Pack those rows that are not needed until they are settled. Return the others.
 
-        They are roots of requests, and rows that have details.
+        These are roots of requests, and rows with details.
         """
         is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
         is_plain = ~(is_root | _have_details(rows))
@@ -259,9 +259,9 @@ class UnsettledRows:
         return left_over
 
     def unpack(self, horizon_ns: int = 1 << 62, most: int = 1 << 62) -> int:
-        """Unpack the rows that had ended by a time, and no more once there are as many as `most`.
+        """Unpack rows that had ended by a time, until there are `most` of them.
 
-        Returns the time up to which all are unpacked.
+        Return the time up to which all rows are unpacked.
         """
         packed = sorted(self._packed, key=attrgetter("first_ns"))
         count = end = 0
@@ -279,9 +279,9 @@ class UnsettledRows:
         undecided: NDArray[np.uint64],
         settled_ns: int,
     ) -> None:
-        """Take in rows that an earlier reader had read, which settled the requests that had ended by `settled_ns`.
+        """Add rows from an earlier reader, which had settled the requests that ended by `settled_ns`.
 
-        `undecided` are the roots of the requests that ended later or are open.
+        `undecided` are the roots of requests that ended later or are open.
         """
         self.opened, self.adopted_until_ns = opened, settled_ns
         if self.caller is not None:
@@ -307,7 +307,7 @@ class UnsettledRows:
             self.lingers = bool((self.state != SETTLED).any())
 
     def ended_request(self, row: Any) -> EndedRequest:
-        """Return the request of a root's row."""
+        """Return the request whose root has this row."""
         span_id = int(row["span_id"])
         detail = self.details.get(span_id, NO_DETAIL)
         return EndedRequest(
@@ -316,7 +316,7 @@ class UnsettledRows:
         )  # fmt: skip
 
     def _are_kept(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Mark the rows that a request may ask for, within its limit, and those of other trees that are sampled."""
+        """Return True for rows of requests, up to the limit of spans, and for sampled rows of other trees."""
         roots = rows["root_id"]
         is_request = roots & np.uint64(REQUEST_BIT) != 0
         is_kept = is_request.copy()
@@ -364,7 +364,7 @@ class UnsettledRows:
                 self.details[span_id] = _parsed(*detail)
 
     def _make_room(self) -> None:
-        """Drop rows of the oldest open requests, and then other old rows, until three quarters of the limit remain."""
+        """Drop rows of the oldest open requests, then other old rows, until three quarters of `MOST_ROWS` remain."""
         roots = self.rows["root_id"]
         open_roots = np.array(
             [root for root in dict.fromkeys(span.root_id for span in self.opened.values()) if root & REQUEST_BIT],
@@ -388,7 +388,7 @@ class UnsettledRows:
     # ---------------------------------------------------------------- settling
 
     def keep(self, is_kept: NDArray[np.bool_]) -> None:
-        """Drop all rows but the marked ones."""
+        """Drop all rows for which `is_kept` is False."""
         is_dropped = ~is_kept
         if not is_dropped.any():
             return
@@ -398,25 +398,25 @@ class UnsettledRows:
         self.rows, self.thread_id, self.state = self.rows[is_kept], self.thread_id[is_kept], self.state[is_kept]
 
     def decide(self, root_id: int, decided: Decided) -> None:
-        """Remember the decision about a request."""
+        """Store the decision about a request."""
         self.decided[root_id] = decided
         if len(self.decided) > MOST_ROOTS:
             self.decided.popitem(last=False)
 
     def note_trace(self, root_id: int, trace_id: int) -> None:
-        """Remember the trace with which a tree was sent."""
+        """Store the trace with which a tree was sent."""
         self.traces[root_id] = trace_id
         if len(self.traces) > MOST_ROOTS:
             self.traces.popitem(last=False)
 
     def note_sent_apart(self, span_ids: Iterable[int]) -> None:
-        """Remember spans that were sent though their own trees were not."""
+        """Store spans that were sent although their trees were not."""
         self.sent_apart.update(dict.fromkeys(span_ids))
         while len(self.sent_apart) > MOST_ROWS:
             self.sent_apart.popitem(last=False)
 
     def with_details(self) -> NDArray[np.bool_]:
-        """Mark the rows that have details."""
+        """Return an array over the rows, True for rows with details."""
         return _have_details(self.rows)
 
 
@@ -430,12 +430,12 @@ def _parsed(active_ns: int, text: bytes) -> RowDetail:
 
 
 def detail_of_open(span: OpenSpan) -> RowDetail:
-    """Return the attributes and the caller's span of a span that is open."""
+    """Return the attributes and the caller's span of an open span."""
     return RowDetail(-1, None, *_split_remote(span.attributes))
 
 
 def _split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
-    """Return the attributes without the caller's span, and the caller's span, None without one."""
+    """Return the attributes without the caller's span, and that span, None without one."""
     if REMOTE not in attributes:
         return attributes, None
     noted = attributes[REMOTE]

@@ -1,6 +1,6 @@
 """The kernels and allocations in torch.profiler's record, as columns of a file.
 
-Both are in the order of time, so their times are stored as steps. Thread ids are stored once in a table.
+Both are ordered by time, so their times are stored as differences. Thread ids are stored once in a table.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from instrument.trace.trace import Trace
 
 
 AT_ONCE = 20_000
-"""The number of kernels that become objects together."""
+"""The number of kernels that become objects at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelColumns(Sequence[Kernel]):
-    """The work of device streams with the fields of `Kernel`. `name` is a place in `names`, `kind` in `kinds`."""
+    """Device work as columns, with the fields of `Kernel`. `name` is an index into `names`, `kind` into `kinds`."""
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -46,7 +46,7 @@ class KernelColumns(Sequence[Kernel]):
 
     @classmethod
     def of(cls, kernels: Sequence[Kernel]) -> KernelColumns:
-        """Return kernels as columns. Raises `OverflowError` for a number beyond 64 bits."""
+        """Return kernels as columns. Raises `OverflowError` for numbers beyond 64 bits."""
         if isinstance(kernels, KernelColumns):
             return kernels
         names, kinds = dict[str, int](), dict[str, int]()
@@ -57,7 +57,7 @@ class KernelColumns(Sequence[Kernel]):
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
 
     def moved(self, by_ns: int) -> KernelColumns:
-        """Return the kernels later by some ns. Raises `ValueError` for times beyond all clocks."""
+        """Return the kernels with later times. Raises `ValueError` for times that no clock reads."""
         times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
         edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
         if not all(-FARTHEST_NS < edge_ns + by_ns < FARTHEST_NS for edge_ns in edges_ns):
@@ -71,7 +71,7 @@ class KernelColumns(Sequence[Kernel]):
         )
 
     def place_of_kind(self, kind: str) -> int:
-        """Return the place of a kind, `NONE` without work of that kind."""
+        """Return the index of a kind, `NONE` without work of that kind."""
         return self.kinds.index(kind) if kind in self.kinds else NONE
 
     def __len__(self) -> int:
@@ -108,19 +108,19 @@ class KernelColumns(Sequence[Kernel]):
 
 
 ROW = np.dtype([(item.name, np.int64) for item in fields(Allocation)])
-"""An allocation, with the names of `Allocation`."""
+"""The type of an allocation's record, with the fields of `Allocation`."""
 
 INT64 = np.iinfo(np.int64)
 
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
-"""The fields of an allocation that change in almost every row, so that they are stored as differences."""
+"""The fields of an allocation that change in almost every row. They are stored as differences."""
 
 
 def moved_watched(
     facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
 ) -> dict[str, Any]:
-    """Return the work that torch.profiler saw, later by some time, with other numbers of devices and threads."""
+    """Return torch.profiler's data with later times, and with other numbers of devices and threads."""
     kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
     rows = np.frombuffer(allocations.rows, dtype=ROW).copy()
     rows["device"], rows["thread_id"] = devices(rows["device"]), threads(rows["thread_id"])
@@ -137,9 +137,9 @@ def moved_watched(
 
 
 def rows_and_times(allocations: Sequence[Allocation]) -> tuple[NDArray[Any], Int64s]:
-    """Return the rows of allocations, whose times count from their own base, and their times on the clock.
+    """Return the records of allocations, and their times on the clock. Times in the records count from a base.
 
-    A time beyond the range of clocks is cut to that range. Raises `OverflowError` for numbers beyond 64 bits.
+    A time that no clock reads is clipped. Raises `OverflowError` for numbers beyond 64 bits.
     """
     packed = Allocations.of(allocations)
     rows, base_ns = np.frombuffer(packed.rows, dtype=ROW), packed.base_ns
@@ -148,7 +148,7 @@ def rows_and_times(allocations: Sequence[Allocation]) -> tuple[NDArray[Any], Int
 
 
 def packed_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
-    """Return the columns of kernels, with times from a base, and the table of their names."""
+    """Return the packed columns of kernels, with times from a base, and the table of their names."""
     work = KernelColumns.of(kernels)
     names: dict[str, int] = {}
     of_name = np.array([names.setdefault(clean(name), len(names)) for name in work.names], dtype=np.int64)
@@ -168,7 +168,7 @@ def packed_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, C
 
 
 def unpacked_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
-    """Return the kernels of packed columns. Raises `ValueError` and `LookupError` for damaged ones."""
+    """Return the kernels in packed columns. Raises `ValueError` and `LookupError` for damaged columns."""
     start_ns = summed(columns["kernel_start_ns_steps"]) + base_ns
     thread_id = _of_table(columns, "kernel_thread")
     end_ns = start_ns + columns["kernel_total_ns"]
