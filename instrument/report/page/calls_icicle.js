@@ -1,4 +1,4 @@
-// The call tree as an icicle: each call path a box, as wide as the self times at and below it. A click opens a box.
+// The call tree as an icicle chart: each call path is a box, as wide as the self times at and below it. A click opens a box.
 
 const BOX_HEIGHT = 21, LEAST_WIDTH = 0.8;
 
@@ -11,7 +11,7 @@ const WIDTHS = [
 const calls = columnsOf(report.calls, ["name", "depth", "width", "running", "on_device", "calls", "errors", "total_ns", "self_ns", "waiting_ns",
   "device_ns", "min_ns", "max_ns", "p50_ns", "p99_ns", "remaining"]);
 
-/** Return the rows as a tree below one root for all of them. */
+/** Return the rows as a tree with one root. */
 function callTree() {
   const root = { row: -1, children: [] };
   const above = [root];
@@ -68,7 +68,7 @@ class Icicle {
     this.open(this.nodes.get(this.opened ?? -1));
   }
 
-  /** Give a box the whole width. */
+  /** Show a box at full width, with the boxes below it. */
   open(node, focus = false) {
     this.opened = node.data.row;
     this.node = node;
@@ -150,7 +150,7 @@ class Icicle {
     this.draw();
   }
 
-  /** What the view `events` says of a call path. */
+  /** Return the figures of the view `events` for a call path. */
   facts(node) {
     const { row } = node.data;
     const facts = [["width", `${timeText(node.value)}, ${shareText(node.value, this.root.value)} of all`]];

@@ -2,7 +2,7 @@
 
 const ROW_HEIGHT = 18, LABEL_HEIGHT = 17, LANE_GAP = 7, AXIS_HEIGHT = 24;
 
-/** Rows for bars of one lane, so that none covers another: each below the one it was called by, or the next free row. */
+/** Set a row for each bar of a lane, so that none covers another: below its caller's row, or in the next free row. */
 function stackBars(bars) {
   const ends = [];
   const ordered = bars.slice().sort((a, b) => a.start - b.start || b.end - a.end);
@@ -18,7 +18,7 @@ function stackBars(bars) {
 
 /**
  * A chart of `lanes`. Each has a `label` and `bars` with `start`, `end`, `colour`, `text` and the other fields for
- * `describe`; as high as the `ratio` of its `own` it has another colour. Times are ns after `zero`; `length` of them are shown at first.
+ * `describe`; the share `own.ratio` of its height has another colour. Times are ns after `zero`; the first `length` ns are shown.
  */
 class LaneChart {
   constructor({ label, lanes, length, describe, pick }) {
@@ -55,7 +55,7 @@ class LaneChart {
     themeListeners.push(this.redraw = () => this.node.isConnected && this.draw());
   }
 
-  /** Forget the chart, which another one takes the place of. */
+  /** Remove the chart, so that another one can replace it. */
   close() {
     this.observer.disconnect();
     themeListeners.splice(themeListeners.indexOf(this.redraw), 1);
@@ -87,7 +87,7 @@ class LaneChart {
     this.draw();
   }
 
-  /** From times to places across the canvas. */
+  /** Return the scale from times to x coordinates on the canvas. */
   scale() {
     return this.transform.rescaleX(d3.scaleLinear([0, this.length], [0, this.width]));
   }
@@ -248,7 +248,7 @@ class LaneChart {
     if (bar) this.pick?.(bar);
   }
 
-  /** Show a bar that may lie outside of what is shown. */
+  /** Scroll and zoom to a bar. */
   reveal(bar) {
     const [first, last] = this.scale().domain(), width = this.width;
     if (bar.end < first || bar.start > last || (bar.end - bar.start) / (last - first) < 0.002) {
@@ -282,7 +282,7 @@ class LaneChart {
     event.preventDefault();
   }
 
-  /** Dim the bars that a test is false of (null: none). Returns those it is true of, by begin. */
+  /** Dim the bars for which a test is false (no test: none). Return the other bars, ordered by begin. */
   find(wanted) {
     const found = wanted ? this.lanes.flatMap((lane) => lane.bars.filter(wanted)) : [];
     this.matching = wanted ? new Set(found) : null;
@@ -291,7 +291,7 @@ class LaneChart {
   }
 }
 
-/** A chart, its tools (a search for bars by name, of which Enter shows the next, and zoom) and the facts of the chosen bar. */
+/** Return a chart with its tools (search by name, in which Enter shows the next bar, and zoom) and the facts on the selected bar. */
 function searchableChart(options, placeholder, noun) {
   const detail = element("div", { class: "detail", role: "status" }, `Hover over a ${noun}, or choose one. Drag to move, Ctrl and the wheel to zoom.`);
   const chart = new LaneChart({ ...options, pick: (bar) => {
@@ -316,7 +316,7 @@ function searchableChart(options, placeholder, noun) {
   return { chart, detail, tools: element("div", { class: "tools" }, field, count, chart.buttons()) };
 }
 
-/** The place of the first bar that ends after a time; those of a row do not overlap. */
+/** Return the index of the first bar that ends after a time. The bars of a row do not overlap. */
 function firstEndingAfter(row, time) {
   let low = 0, high = row.length;
   while (low < high) {
@@ -327,7 +327,7 @@ function firstEndingAfter(row, time) {
   return low;
 }
 
-/** As much of a text as some pixels have room for, in the font of a canvas. */
+/** Return a text, cut to a width in pixels in the font of a canvas. */
 function fitted(context, text, width) {
   const whole = context.measureText(text).width;
   if (whole <= width) return text;

@@ -1,9 +1,9 @@
-// What each stream of each device did over the whole window, and what the gauges read.
+// The work of each stream of each device over the whole window, and the readings of gauges.
 
 const device = columnsOf(report.device, ["start", "length", "lane", "name", "span", "label"], ["start", "span"]);
 const DEVICE_COLOURS = ["own-1", "layer", "own-3", "comm", "own-5", "copy", "own-2", "step", "loader", "own-4"];
 
-/** The stretches of each span of the page, by its place. */
+/** The indices of each span's device intervals, by the number of the span. */
 const stretchesOf = new Map();
 for (let at = 0; at < device.start.length; at++) if (device.span[at] >= 0) push(stretchesOf, device.span[at], at);
 
@@ -12,7 +12,7 @@ function intervalBar(at, zero) {
   return { start, end: start + device.length[at], colour: DEVICE_COLOURS[device.name[at] % DEVICE_COLOURS.length], text: name, interval: at };
 }
 
-/** The lanes of streams that worked for some spans. */
+/** Return the lanes of streams that worked for some spans. */
 function deviceLanesOf(bars, zero) {
   const lanes = new Map();
   for (const span of bars.keys()) for (const at of stretchesOf.get(span) ?? []) push(lanes, device.lane[at], intervalBar(at, zero));
@@ -62,7 +62,7 @@ function gaugeText(value, unitOf) {
   return unitOf === "%" ? `${compact(value)}%` : `${compact(value)} ${unitOf}`;
 }
 
-/** A line for each gauge that was read more than once, over the window. */
+/** Return a line chart for each gauge with several readings. */
 function startGauges() {
   const gauges = report.device.gauges.filter((gauge) => gauge.values.length > 1);
   for (const gauge of gauges) gauge.at = summedNumbersOf(gauge.at);
@@ -90,7 +90,7 @@ function startGauges() {
   }
 }
 
-// The page: its head, its summary, what was left out; and each part in turn.
+// The page: its head, its summary, notes on omitted data, and each section.
 
 function startSummary() {
   const { about } = report;
@@ -115,7 +115,7 @@ function startSummary() {
   byId("instrumentation").textContent = report.instrumentation.join("\n") || "The trace does not say it.";
 }
 
-/** An endpoint and what the walls of its requests went to. */
+/** Return an endpoint with the parts of its requests' wall time. */
 function endpointNode({ name, requests, times, parts }) {
   const list = element("ul", { class: "parts" });
   for (const [part, , share, mean] of parts) {

@@ -1,6 +1,6 @@
 // The document of the page, and its columns of numbers.
 
-/** What the page shows: JSON, deflated, in base64. */
+/** The data of the page, from deflated JSON in base64. */
 async function unpackedReport() {
   const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -14,29 +14,29 @@ if (typeof DecompressionStream === "undefined") {
 }
 const report = await unpackedReport();
 
-/** The numbers of a column that was written by their differences. */
+/** Return the numbers of a column that is stored as differences. */
 function summedNumbersOf(steps = []) {
   let sum = 0;
   return steps.map((step) => (sum += step));
 }
 
-/** Where the numbers of each of some groups begin, and at last where they end. */
+/** Return the index at which each group's numbers begin, and the end of the last one. */
 function beginsOf(counts) {
   const begins = new Float64Array(counts.length + 1);
   for (let at = 0; at < counts.length; at++) begins[at + 1] = begins[at] + counts[at];
   return begins;
 }
 
-/** All the columns of an object, by name; those of `summed` by their differences. */
+/** Return the columns of an object, by name. Those in `summed` are stored as differences. */
 function columnsOf(object, names, summed = []) {
   const found = {};
   for (const name of names) found[name] = summed.includes(name) ? summedNumbersOf(object[name]) : object[name] ?? [];
   return found;
 }
 
-// What all parts of the page share: elements, numbers as text, colours, the tip, the theme.
+// Shared by all parts of the page: elements, numbers as text, colours, the tooltip, the theme.
 
-/** An element with attributes, listeners (`on...`), and children, of which texts stay texts. */
+/** Return an element with attributes, listeners (`on...`), and children. Strings become text, never markup. */
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -50,14 +50,14 @@ function element(tag, attributes = {}, ...children) {
 
 const byId = (id) => document.getElementById(id);
 
-/** Return a number that later rounds to `digits` digits (0: to a whole one) as in Python: a half to the even digit. */
+/** Return a number that rounds to `digits` digits (0: to an integer) as in Python: a half to the even digit. */
 function halfToEven(value, digits) {
   const [mantissa, exponent] = Math.abs(value).toExponential(60).split("e");
   const all = mantissa.replace(".", ""), kept = digits || Number(exponent) + 1;
   return kept > 0 && /^50+$/.test(all.slice(kept)) && Number(all[kept - 1]) % 2 === 0 ? value * (1 - 1e-15) : value;
 }
 
-/** Four significant digits in at most seven columns, as `compact` of report/table.py has it. */
+/** Return four significant digits in at most seven columns, like `compact` in report/table.py. */
 function compact(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "-";
   const isWhole = Math.abs(value) >= 1000 || Number.isInteger(value);
@@ -75,10 +75,10 @@ function compact(value) {
 
 const { unit, unit_ns: unitNs } = report.about;
 
-/** A time in the page's unit, with it. */
+/** Return a time in the page's unit, followed by the unit. */
 const timeText = (ns) => `${unit === "ns" ? Math.round(ns) : compact(ns / unitNs)} ${unit}`;
 
-/** A share in tenths of a per cent. */
+/** Return a share as a percentage with one decimal. */
 const shareText = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)}%` : "-");
 
 const counted = (count, what) => `${count.toLocaleString("en")} ${what}${count === 1 ? "" : what.endsWith("ch") ? "es" : "s"}`;
@@ -93,7 +93,7 @@ const PART_COLOURS = {
 const colourOfPart = new Map();
 let ownParts = 0;
 
-/** The name of the colour of a part of requests: those of the ledger have their own, phases take turns. */
+/** Return the name of the colour for a part of requests. Parts of the ledger have fixed colours, phases take turns. */
 function partColour(name) {
   if (!colourOfPart.has(name)) {
     const own = Object.hasOwn(PART_COLOURS, name) ? PART_COLOURS[name] : null;
@@ -102,11 +102,11 @@ function partColour(name) {
   return colourOfPart.get(name);
 }
 
-/** The colour of a kind of spans has its name: `page.css` alone lists them. */
+/** Return the colour for a kind of span. Colours are named after kinds and defined in `page.css`. */
 const kindColour = (kind) => (colour(kind) ? kind : "user");
 
 let colours = new Map();
-/** The value of a colour in the theme that is on. */
+/** Return the value of a colour in the current theme. */
 function colour(name) {
   if (!colours.has(name)) {
     colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
@@ -114,7 +114,7 @@ function colour(name) {
   return colours.get(name);
 }
 
-/** The colour of text on another one: those that stand back are dark in the dark. */
+/** Return the colour of text on a background colour. Muted colours are dark in the dark theme. */
 const inkOn = (name) => (name === "unknown" || name === "waiting" ? "ink" : "bar-ink");
 
 function swatch(name) {
@@ -123,7 +123,7 @@ function swatch(name) {
   return made;
 }
 
-/** A bar of the parts of a whole, `[name, share, text]` each, to be read as one text. */
+/** Return a bar of parts, `[name, share, text]` each. Screen readers read it as one text. */
 function stack(parts, size = "") {
   const shown = parts.filter(([, ratio]) => ratio > 0);
   const label = shown.map(([name, ratio, text]) => `${name} ${text ?? shareText(ratio, 1)}`).join(", ");
@@ -138,7 +138,7 @@ function stack(parts, size = "") {
   return made;
 }
 
-// The tip
+// The tooltip
 
 const tip = byId("tip");
 
@@ -177,17 +177,17 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const listener of themeListeners) listener();
 });
 
-// Tables that are sorted by a click on a heading: first the way that is mostly wanted, then the other, then as they came.
+// Tables. A click on a heading sorts them: first in the usual direction, then in the other, then in the original order.
 
 const ROWS_AT_ONCE = 100, ROWS_OF_A_VIEW = 25, NAME_CHARACTERS = 63;
 
-/** A text whose middle gives way where it is long: paths differ in their ends. */
+/** Return an element whose text is cut in its middle if it is long, since paths differ at their ends. */
 const shortened = (text) => (text.length <= NAME_CHARACTERS ? text
   : `${text.slice(0, NAME_CHARACTERS / 3)}…${text.slice(1 + NAME_CHARACTERS / 3 - NAME_CHARACTERS)}`);
 
 /**
- * A table of `count` rows. A column has a `label`, perhaps a `unit`, its `kind`, the `value` of a row to sort by (null for
- * none) and its `text`, or a `node`. `pick` is called with the row that was chosen, and `more` rows are shown on demand.
+ * A table of `count` rows. A column has a `label`, an optional `unit`, a `kind`, the `value` of a row to sort by (null for
+ * none) and its `text`, or a `node`. `pick` is called with the selected row. `more` rows are shown on demand.
  */
 class SortableTable {
   constructor({ label, columns, count, depths = [], pick = null, tall = false, atFirst = ROWS_AT_ONCE }) {
@@ -215,7 +215,7 @@ class SortableTable {
     return element("th", { scope: "col", class: column.kind === "text" ? null : "number" }, button);
   }
 
-  /** Sort by a column, or by it in the next way. */
+  /** Sort by a column or, if sorted by it, change the direction. */
   sortBy(at) {
     const ways = this.columns[at].kind === "text" ? ["ascending", "descending", "none"] : ["descending", "ascending", "none"];
     const before = this.sorted.column === at ? ways.indexOf(this.sorted.way) : -1;
@@ -223,7 +223,7 @@ class SortableTable {
     this.show();
   }
 
-  /** Show the rows that a test is true of. */
+  /** Show only the rows for which a test is true. */
   filter(wanted) {
     this.kept = this.order.filter(wanted);
     this.show();
@@ -293,7 +293,7 @@ class SortableTable {
   }
 }
 
-/** A table of a view: its cells are texts, or a number and its text. */
+/** Return the table of a view. Its cells are texts, or pairs of a number and its text. */
 function viewTable(data) {
   const columns = data.columns.map((column, at) => {
     const isText = column.kind === "text";
@@ -309,7 +309,7 @@ function viewTable(data) {
     data.note ? element("p", { class: "note" }, data.note) : null);
 }
 
-/** The views, one at a time, and why the others are empty. */
+/** Show the views, one at a time, and the reason for each empty view. */
 function startViews() {
   const full = report.views.filter((view) => view.tables.length);
   const tabs = byId("view-tabs"), panel = byId("view-panel");

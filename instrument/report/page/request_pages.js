@@ -1,4 +1,4 @@
-// The list of requests, and the life of the one that is chosen: its parts, and its spans in all processes and batches.
+// The list of requests, and the selected request: its parts, and its spans in all processes and batches.
 
 const MOST_LANES = 120;
 const SPAN_ROWS = 2000;
@@ -20,7 +20,7 @@ const errorOf = (row) => (row in report.listed.error ? report.errors[report.list
 const errorOfSpan = (span) => (span in report.spans.error ? report.errors[report.spans.error[span]] || "error" : "");
 const selfOf = (span) => spans.length[span] - spans.children[span];
 
-/** What each span calls, by its place. */
+/** The numbers of each span's children, by the span's number. */
 const below = new Map();
 /** The spans of each listed request, in all processes. */
 const spansOfRequest = new Map();
@@ -34,7 +34,7 @@ function push(map, key, value) {
   else map.set(key, [value]);
 }
 
-/** The parts of a request as `[name, share, text, ns]`, in the order in which they mostly follow each other. */
+/** Return the parts of a request as `[name, share, text, ns]`, in their usual order. */
 function partsOf(request) {
   const found = [];
   for (let at = partBegins[request]; at < partBegins[request + 1]; at++) {
@@ -46,7 +46,7 @@ function partsOf(request) {
   return found.map(([part, ns]) => [report.listed.part_names[part], ns / (wall || 1), shareText(ns, wall), ns]);
 }
 
-/** The part that most of a request's time went to. */
+/** Return the part that took most of a request's time. */
 const heaviestPart = (request) => partsOf(request).reduce((a, b) => (b[3] > a[3] ? b : a), ["", 0, "", -1])[0];
 
 const WHAT = { request: "Requests", step: "Steps", span: "Topmost spans" };
@@ -104,7 +104,7 @@ function startRequests() {
 
 let lifeChart = null;
 
-/** Show one request: what it was, what its time went to, and when what ran. */
+/** Show one request: its facts, the parts of its time, and a chart of its spans. */
 function showLife(request) {
   lifeChart?.close();
   lifeChart = null;
@@ -136,7 +136,7 @@ function showLife(request) {
   lifeChart?.resize();
 }
 
-/** The bars of a request by lane: its own spans, the batches that served it and what ran in these, its device work. */
+/** Return the bars of a request by lane: its own spans, its batches with the spans in them, and its device work. */
 function waterfallOf(request) {
   const zero = listed.start[request], bars = new Map();
   const add = (span, more = {}) => {
@@ -170,7 +170,7 @@ function waterfallOf(request) {
   return { lanes: [...lifeLane(request), ...found, ...deviceLanesOf(bars, zero)], count: bars.size };
 }
 
-/** A lane of the turns of a request: what it was, instant by instant. */
+/** Return a lane with the turns of a request. */
 function lifeLane(request) {
   if (!turns.count.length) return [];
   const its = [], given = new Map();
@@ -211,7 +211,7 @@ function legendOf(lanes) {
   return element("div", { class: "legend" }, ...[...kinds].sort().map((kind) => element("span", {}, swatch(kind), kind)));
 }
 
-/** What there is to say of a bar: a title, and facts with names. */
+/** Return a title and named facts for a bar. */
 function tellBar(bar, request) {
   const facts = [["at", timeText(bar.start)], ["took", timeText(bar.end - bar.start)]];
   if (bar.part) {
@@ -232,13 +232,13 @@ function tellBar(bar, request) {
   return [bar.text, facts];
 }
 
-/** How many requests a batch served, and which part of it is given to this one. */
+/** Return the number of requests of a batch, and the share of this one. */
 function factsOfPair(pair) {
   const given = pairs.given[pair];
   return [["serves", counted(pairs.size[pair], "request")], ["its share", `${timeText(given)}, ${shareText(given, spans.length[pairs.span[pair]])}`]];
 }
 
-/** The same spans as a table, for readers without pictures. */
+/** Return the same spans as a table, for screen readers. */
 function spansTable(lanes, request, count) {
   const details = element("details", {}, element("summary", {}, `${counted(count, "span")} as a table`));
   details.addEventListener("toggle", () => {
