@@ -22,7 +22,7 @@ from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Expl
 from instrument.report.requests_view import joined_requests
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.apart import unmerged
+from instrument.trace.apart import split_by_process
 from instrument.trace.merge import merge
 from instrument.trace.request_facts import CACHED_TOKENS, PREEMPTIONS
 from instrument.trace.trace import Trace
@@ -142,7 +142,7 @@ def test_the_gauges_of_a_request_s_processes_show_contention_in_a_merged_run(tmp
             )  # fmt: skip
             file.dump(path, part)
         merged = merge([file.load(path) for path in paths]).saved
-        assert [len(part.trace.samples) for part in unmerged(merged)] == [
+        assert [len(part.trace.samples) for part in split_by_process(merged)] == [
             len(trace.samples) * (number == process) for number in range(3)
         ]
         file.dump(tmp_path / "merged.npz", merged.trace)

@@ -16,7 +16,7 @@ import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
 from instrument.recording.spans import Origin, Site, Span
 from instrument.report.benchmark_view import benchmark
-from instrument.report.loops import Loops, counted, line_of
+from instrument.report.loops import Loops, line_of, loops_of_benchmark
 from instrument.report.step_counts import Benchmark, LoopTimes, Spread
 from instrument.report.summary import summary_document
 from instrument.report.view import Options, Recording
@@ -280,7 +280,11 @@ def test_a_profiler_counts_all_its_steps_and_a_window_those_in_it() -> None:
 
 
 def test_without_steps_it_says_how_to_get_some() -> None:
-    for view in (benchmark(Recording.of_trace(trace_of(made(WORK, 0, 1))), Options()), counted(Benchmark(), Options())):
+    views = (
+        benchmark(Recording.of_trace(trace_of(made(WORK, 0, 1))), Options()),
+        loops_of_benchmark(Benchmark(), Options()),
+    )
+    for view in views:
         assert isinstance(view, Loops)
         assert "No step was recorded. A step is the time between two calls of `Profiler.step()`" in text_of(view)
     document = summary_document(["benchmark"], Recording.of_trace(training()), Options())

@@ -36,7 +36,7 @@ from instrument.report.memory_view import (
     MemoryView,
     Peak,
     PlaceMemory,
-    counted,
+    count_allocations,
     memory,
 )
 from instrument.report.table import LINE, columns
@@ -378,7 +378,7 @@ def test_allocations_of_any_kind_are_counted_as_one_after_the_other(
     trace.allocations = Allocations.of(found) if packed else found
     recording = Recording.of_trace(trace)
     all_spans = np.ones(len(spans), dtype=np.bool_)
-    assert counted(recording, state, apart, all_spans) == counted_one_by_one(recording, state, apart)
+    assert count_allocations(recording, state, apart, all_spans) == counted_one_by_one(recording, state, apart)
 
 
 def test_memory_is_reported_for_many_tasks_that_take_turns_on_threads() -> None:

@@ -36,7 +36,7 @@ from instrument.recording.spans import (
     Span,
     Startup,
 )
-from instrument.report.summary import VIEW_OF, made, summary, summary_document
+from instrument.report.summary import VIEW_OF, make_views, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, named_table, safe, section_title
 from instrument.report.view import UNITS, InstrumentationStats, Options, Recording
 from instrument.trace.trace import Trace
@@ -339,7 +339,7 @@ def is_there(shown: str, known: list[float]) -> bool:
 def test_every_number_of_the_text_is_in_the_document(view: str, trace: str, options: str) -> None:
     for recording in (Recording.of_trace(TRACES[trace]), running(TRACES[trace])):
         document = json.loads(json.dumps(summary_document([view], recording, OPTIONS[options])))
-        text = "\n".join(made([view], recording, OPTIONS[options])[view].lines())
+        text = "\n".join(make_views([view], recording, OPTIONS[options])[view].lines())
         known = list(numbers_of(document))
         shown = shown_numbers(text, document)
         assert len(shown) >= 2
@@ -349,7 +349,7 @@ def test_every_number_of_the_text_is_in_the_document(view: str, trace: str, opti
 @pytest.mark.parametrize("view", [view for view in VIEWS if view != "events"])
 def test_nanoseconds_are_whole_numbers(view: str) -> None:
     """In a line of 100 columns the seven numbers of an event leave a name no room for all digits of each."""
-    text = "\n".join(made([view], running(service()), Options(unit="ns"))[view].lines())
+    text = "\n".join(make_views([view], running(service()), Options(unit="ns"))[view].lines())
     assert re.findall(r"(?m)(?<!\w)\d[\d.]*e\+?\d+(?!\w)", text) == []
 
 

@@ -16,11 +16,11 @@ from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
 from instrument.recording.spans import DeviceInterval, Site, Span
-from instrument.report.operator_rows import PlaceCalls, every_place, place_tree
+from instrument.report.operator_rows import PlaceCalls, iterate_places, place_tree
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
-from instrument.trace.forest import NONE, levels, nearest, rows_of, tops
+from instrument.trace.forest import NONE, levels, nearest, rows_of, topmost_rows
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.self_times import self_times_of, turns
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
@@ -56,8 +56,8 @@ def test_the_algebra_of_intervals_is_that_of_instants(
     assert (ours.starts[1:] > ours.ends[:-1]).all()
     assert ours.length_ns() == len(a)
     assert intervals.shared_ns(ours, theirs) == len(a & b)
-    assert instants(intervals.common(ours, theirs)) == a & b
-    assert instants(intervals.without(ours, theirs)) == a - b
+    assert instants(intervals.intersect(ours, theirs)) == a & b
+    assert instants(intervals.subtract(ours, theirs)) == a - b
     assert ours.until(np.array([0, 33])).tolist() == [len([at for at in a if at < end]) for end in (0, 33)]
 
 
@@ -65,7 +65,7 @@ def test_the_algebra_of_intervals_is_that_of_instants(
 def test_simultaneous_spans_are_counted_by_instants(each: list[list[tuple[int, int]]]) -> None:
     unions = [union_of(parts) for parts in each]
     counts = [sum(at in instants(one) for one in unions) for at in range(-20, 80)]
-    assert intervals.at_once(unions) == (sum(count >= 2 for count in counts), max(counts, default=0))
+    assert intervals.measure_overlap(unions) == (sum(count >= 2 for count in counts), max(counts, default=0))
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-20, 60), st.integers(0, 15)), max_size=20), st.booleans())
@@ -179,7 +179,7 @@ def test_levels_tops_and_the_nearest_are_those_of_a_walk_up(data: st.DataObject)
         while parents[way[-1]] != NONE:
             way.append(int(parents[way[-1]]))
         assert levels(parents)[row] == len(way) - 1
-        assert tops(parents)[row] == way[-1]
+        assert topmost_rows(parents)[row] == way[-1]
         assert nearest(parents, wanted)[row] == next((one for one in way if wanted[one]), NONE)
 
 
@@ -188,7 +188,7 @@ def test_levels_tops_and_the_nearest_are_those_of_a_walk_up(data: st.DataObject)
 def test_a_circle_is_found_whatever_its_length_and_what_hangs_below_it(length: int, more: int) -> None:
     circle = [(place + 1) % length for place in range(length)]
     parents = np.array([*circle, *range(length - 1, length - 1 + more), NONE], dtype=np.int32)
-    for find in (levels, tops):
+    for find in (levels, topmost_rows):
         with pytest.raises(ValueError, match="its own ancestor"):
             find(parents)
 
@@ -269,7 +269,7 @@ def facts(place: Any) -> list[Any]:
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
     window = trace.coverage if is_bounded else None
-    ours = list(every_place(place_tree(trace.columns, kinds, window)))
+    ours = list(iterate_places(place_tree(trace.columns, kinds, window)))
     theirs = list(call_trees_by_hand.every_place(call_trees_by_hand.call_tree(trace.spans, kinds, window)))
     assert list(map(facts, ours)) == list(map(facts, theirs))
     assert [one.parent and one.parent.site.key for one in ours] == [
@@ -281,8 +281,8 @@ def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kind
 def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace: Trace, chance: Any) -> None:
     columns = trace.columns
     some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
-    ours = list(every_place(place_tree(columns, OPERATORS, among=some)))
-    assert list(map(facts, ours)) == list(map(facts, every_place(place_tree(columns.only(some), OPERATORS))))
+    ours = list(iterate_places(place_tree(columns, OPERATORS, among=some)))
+    assert list(map(facts, ours)) == list(map(facts, iterate_places(place_tree(columns.only(some), OPERATORS))))
 
 
 @pytest.mark.parametrize("levels_of_it", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])

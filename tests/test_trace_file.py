@@ -30,7 +30,7 @@ from instrument.recording.tally import Tally
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.layout import GatheredAttributes, decoded
+from instrument.trace.layout import GatheredAttributes, decode_texts
 from instrument.trace.trace import Trace, columns_of_spans
 
 
@@ -185,7 +185,7 @@ def test_a_recording_with_an_infinite_cost_is_refused(tmp_path: Path) -> None:
 def test_attributes_that_are_damaged_are_refused_as_they_are_read() -> None:
     for text in (b'{"a": "\xb8"}', b'{"a": "\x01"}', b"[1]", b'{"a": '):
         with pytest.raises(TraceError, match="attributes"):
-            decoded([text])
+            decode_texts([text])
 
 
 def test_the_values_of_an_attribute_are_those_of_the_rows() -> None:

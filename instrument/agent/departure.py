@@ -480,7 +480,7 @@ def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
     the count of unreadable files."""
     from instrument.errors import TraceError
     from instrument.trace import file
-    from instrument.trace.merge import folded
+    from instrument.trace.merge import fold
 
     read, unread = [], 0
     for path in paths:
@@ -490,7 +490,7 @@ def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
             unread += 1
     if not read:
         raise TraceError(f"none of {len(paths)} recordings can be read")
-    saved = folded(read)
+    saved = fold(read)
     file.dump(into, saved.trace, saved.counted())
     for read_path in map(Path, paths):
         if read_path.parent == Path(into).parent:

@@ -24,7 +24,7 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import is_interruption, is_request
 from instrument.recording.tally import Tally
-from instrument.report.function_times import topmost, topmost_by_name
+from instrument.report.function_times import are_topmost, topmost_by_name
 from instrument.report.headlines import in_flight_headline
 from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
@@ -283,7 +283,7 @@ def _endpoints(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) 
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in topmost_by_name(part, is_request).items():
             rates[name] += share(totals.calls, window_ns / 1e9) or 0.0
-    nodes, is_topmost = defaultdict[str, list[int]](list), topmost(tally, is_request)
+    nodes, is_topmost = defaultdict[str, list[int]](list), are_topmost(tally, is_request)
     for node in np.flatnonzero(is_topmost).tolist():
         nodes[tally.paths[node][-1].name].append(node)
     endpoints = []

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from instrument.recording.remote_parents import RemoteParent
-from instrument.trace.layout import written
+from instrument.trace.layout import to_json
 from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds
 
 # Text
@@ -412,7 +412,7 @@ def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent 
     fields |= {key: text_of(value[key]) for key in ("cat", "name") if key in value}
     fields |= {key: lane_of(value[key]) for key in ("pid", "tid") if key in value}
     args = value.get("args", {})
-    return TraceEvent(**fields, args=msgspec.Raw(written(args)) if isinstance(args, dict) else msgspec.Raw(b"0"))
+    return TraceEvent(**fields, args=msgspec.Raw(to_json(args)) if isinstance(args, dict) else msgspec.Raw(b"0"))
 
 
 def _with_valid_escapes(text: bytes) -> bytes:
@@ -506,7 +506,7 @@ def text_of(value: Any) -> str | None:
     """Return a name or a category as text. Other types, which some writers use, become JSON."""
     if value is None or isinstance(value, str):
         return value
-    return written({"": value})[4:-1].decode("utf-8", "replace")
+    return to_json({"": value})[4:-1].decode("utf-8", "replace")
 
 
 def lane_of(value: Any) -> int | str | None:

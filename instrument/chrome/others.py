@@ -20,9 +20,9 @@ from instrument.profile.model import KINDS
 from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.forest import NONE, nearest, tops
+from instrument.trace.forest import NONE, nearest, topmost_rows
 from instrument.trace.intervals import lengths_by_group
-from instrument.trace.layout import GatheredAttributes, column, written
+from instrument.trace.layout import GatheredAttributes, column, to_json
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 from instrument.trace.trace import SpanViews, Trace
 from instrument.trace.watched import KernelColumns
@@ -345,9 +345,9 @@ class ForeignSlices:
             attributes[FLOPS] = flops
             self._counts_flops = True
         if FLOPS in attributes:
-            self._with_flops[at] = written(attributes)
+            self._with_flops[at] = to_json(attributes)
         elif attributes:
-            self._attributes.add(at, written(attributes))
+            self._attributes.add(at, to_json(attributes))
         if event.ph == "X":
             self._add_work(at, facts, args, lane, start_ns, end_ns)
         return start_ns, end_ns
@@ -436,7 +436,7 @@ class ForeignSlices:
             errors=(),
             span_id=np.arange(1, 1 + len(parent)),
             parent_id=parent + np.int64(1),
-            root_id=tops(parent) + np.int64(1),
+            root_id=topmost_rows(parent) + np.int64(1),
             thread_id=rows.thread_id,
             task_id=rows.task_id,
             start_ns=rows.start_ns,
@@ -507,7 +507,7 @@ class ForeignSlices:
         for at, text in self._with_flops.items():
             above = parent[rank[at]]
             if above != NONE and outer[above] != NONE:
-                text = written({key: value for key, value in json.loads(text).items() if key != FLOPS})
+                text = to_json({key: value for key, value in json.loads(text).items() if key != FLOPS})
             if len(text) > 2:
                 self._attributes.add(at, text)
 

@@ -35,8 +35,8 @@ from instrument.chrome.paddle_traces import thread_of
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
-from instrument.trace.forest import NONE, rows_of, tops
-from instrument.trace.layout import GatheredAttributes, as_tuples, column, rank_of, written
+from instrument.trace.forest import NONE, rows_of, topmost_rows
+from instrument.trace.layout import GatheredAttributes, as_tuples, column, rank_of, to_json
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 from instrument.trace.trace import SpanViews, Trace
@@ -325,7 +325,7 @@ class OwnSlices:
                 self._clipped.append(row)
             if entry.attributes is not UNSET:
                 text = bytes(entry.attributes)
-                self._attributes.add(row, written(json.loads(text)) if b"\\" in text else text)
+                self._attributes.add(row, to_json(json.loads(text)) if b"\\" in text else text)
             if entry.remote:
                 self._remote[row] = entry.remote.parent()
         tids: list[Any] = [event.tid for event in slices]
@@ -423,7 +423,7 @@ def _roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
     """Return the root id of each row: the given one, else the parent's, else its own."""
     parent: NDArray[np.int32] = rows_of(span_id, parent_id)
     parent[(parent_id == 0) | (root_id != UNTOLD)] = NONE
-    top = tops(parent)
+    top = topmost_rows(parent)
     return _with_default(root_id[top], np.where(parent_id[top] == 0, span_id[top], parent_id[top]))
 
 

@@ -111,7 +111,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.comparison import write_page
     from instrument.report.view import Options, document
 
-    effects.special()  # before memory is bounded
+    effects.scipy_special()  # before memory is bounded
     most = None if options.json else MOST
     view_options = Options(unit=options.unit, rows=options.rows or None, most=most, requests_by=options.by or "")
     paths = [Path(side) for side in (*befores, options.sides[-1])]

@@ -256,7 +256,7 @@ def query(options: argparse.Namespace, host: list[str]) -> int:
     errors = tables.duckdb().Error
     saved = read_merged("query", files_of("query", options), options)
     asks_for_attributes = "attributes" in options.statement.lower()  # a second for a million of them
-    connection = tables.closed_off(tables.opened(saved.trace, attributes=asks_for_attributes))
+    connection = tables.restrict_access(tables.open_database(saved.trace, attributes=asks_for_attributes))
     try:
         connection.execute(options.statement)
         names = [column[0] for column in connection.description or ()]

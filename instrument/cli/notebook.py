@@ -48,10 +48,10 @@ class LoadedTrace:
 
     def view(self, name: str, **options: Any) -> View:
         """Return a view of `instrument report`, such as `requests`. The options are those of `instrument.summary`."""
-        from instrument.report.summary import made
+        from instrument.report.summary import make_views
         from instrument.report.view import Options
 
-        return made([name], self.recording, Options.of({"most": MOST, **options}))[name]
+        return make_views([name], self.recording, Options.of({"most": MOST, **options}))[name]
 
     def request(self, key: str, **options: Any) -> RequestLife:
         """Return the life of a request by its key, or by the number of its span."""

@@ -199,14 +199,14 @@ def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
     from instrument.report.view import Recording
     from instrument.trace.apart import processes_of
     from instrument.trace.merge import merge
-    from instrument.trace.merged_facts import called
+    from instrument.trace.merged_facts import label_of
 
     files = list(map(read_saved, options.traces)) if run is None else run.read
     if options.by == PROCESS:
         for of_process in processes_of(files):
             origin = of_process[0].trace.origin
             facts = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(of_process)}
-            yield f"Process: {called(of_process[0])}", {"process": facts}, Recording.of_saved(merge(of_process).saved)
+            yield f"Process: {label_of(of_process[0])}", {"process": facts}, Recording.of_saved(merge(of_process).saved)
         return
     merged = merge(files, by_wall_clock=options.clock == WALL)
     facts = {

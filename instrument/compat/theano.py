@@ -31,7 +31,7 @@ from instrument.native import OFF
 from instrument.recording.paths import NOT_BELOW, CallPath
 from instrument.recording.spans import Site, is_operator
 from instrument.recording.tally import Tally, Totals, total_of
-from instrument.report.summary import made
+from instrument.report.summary import make_views
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS, logger
@@ -339,7 +339,7 @@ def _sections(tally: Tally, rows: int | None = None, instances: int | None = Non
     rows, instances = rows or config.profiling.n_ops, instances or config.profiling.n_apply
     lines: list[str] = []
     for views, most in ((SECTIONS[:2], rows), (SECTIONS[2:], instances)):
-        for view in made(views, recording, Options(rows=most, sorted_by="total")).values():
+        for view in make_views(views, recording, Options(rows=most, sorted_by="total")).values():
             lines += view.lines()
     return lines
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import Interval
-from instrument.report.loops import Loops, counted
+from instrument.report.loops import Loops, loops_of_benchmark
 from instrument.report.section import Coverage
 from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.units import LOADER, PROFILERS, begins_of, step_number, waits_of
@@ -34,7 +34,7 @@ def benchmark(recording: Recording, options: Options) -> Loops:
     does not apply to the steps of a running `Profiler`.
     """
     if recording.benchmark is not None:
-        return counted(recording.benchmark, options)
+        return loops_of_benchmark(recording.benchmark, options)
     loops = _loops(recording.columns, recording.trace.coverage, options.skip_first)
     return Loops(Coverage.of_recording(recording), loops, options)
 

@@ -110,7 +110,7 @@ class Brief(View):
         *served, places = self.sections()
         lines += [line for section in served for line in section.table(unit)]
         if self.requests.requests:
-            lines += [*_slowest(self.requests, unit), *_blocked_line(self.requests, unit)]
+            lines += [*_slowest_line(self.requests, unit), *_blocked_line(self.requests, unit)]
         elif served and self.steps is not None:
             lines += _more_line(len(self.steps.loops), "loops: --view benchmark")
         lines += [""] * bool(served)
@@ -246,7 +246,7 @@ def _request_rows(times: RequestTimes) -> list[WorkRow]:
     return rows
 
 
-def _slowest(times: RequestTimes, unit: str) -> list[str]:
+def _slowest_line(times: RequestTimes, unit: str) -> list[str]:
     request = times.slowest[0]
     name = shorten(safe(request.name) or "(no name)", LINE // 4)
     at = f"began {request.began}" if request.began else f"began {number(request.begin_ns / 1e9)} s after the start"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from instrument.recording.spans import Cost, Site
-from instrument.report.section import NO_EVENTS, Coverage, Section, View, uncached
+from instrument.report.section import NO_EVENTS, Coverage, Section, View, describe_uncached_cost
 from instrument.report.table import (
     MISSING,
     Ratio,
@@ -164,7 +164,7 @@ class InstrumentationCost(View):
             return []
         calls = f"{self.cost.calls} calls x {number(self.cost.per_call_ns)} ns"
         text = f"{calls} in the mean; the window is {number(self.window_ns / 1e9)} s of wall time"
-        return wrapped(text + uncached(self.cost, self.window_ns))
+        return wrapped(text + describe_uncached_cost(self.cost, self.window_ns))
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:

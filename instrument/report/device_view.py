@@ -18,7 +18,7 @@ import numpy as np
 
 from instrument.recording.spans import GAUGES, HOST, UNTIMED, Gauge, Gpu, Sample
 from instrument.report.request_groups import GroupShare, group_shares, shares_section
-from instrument.report.section import Coverage, Section, View, none_held
+from instrument.report.section import Coverage, Section, View, explain_empty
 from instrument.report.table import (
     GAP,
     LINE,
@@ -264,7 +264,7 @@ class DeviceView(View):
 
     def _no_device_time(self) -> list[str]:
         complete = self.coverage.complete or self.asked > 0 or not self.is_ours
-        return none_held("span with device time", self.why_none(), complete=complete)
+        return explain_empty("span with device time", self.why_none(), complete=complete)
 
     def _untimed_section(self) -> list[Section]:
         """Return the table of spans without device time. It is empty if neither a device nor a reason is known."""

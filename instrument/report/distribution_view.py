@@ -27,7 +27,7 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
-from instrument.trace.intervals import NOTHING, Union, clipped, common, lie_in, shared_ns, together, union, without
+from instrument.trace.intervals import NOTHING, Union, clipped, intersect, overlap, shared_ns, subtract, union, unite
 
 COMPUTES = frozenset({"op", "layer", "phase"})
 """Kinds of span with computation on the host."""
@@ -137,8 +137,8 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     coverage = Coverage.of_recording(recording)
     if not work.communicates:
         return DistributionView(coverage, work.of, base_ns, (), (), options)
-    communicates = {place: common(union_of_place, work.base) for place, union_of_place in work.communicates.items()}
-    computes = {place: common(union_of_place, work.base) for place, union_of_place in work.computes.items()}
+    communicates = {place: intersect(union_of_place, work.base) for place, union_of_place in work.communicates.items()}
+    computes = {place: intersect(union_of_place, work.base) for place, union_of_place in work.computes.items()}
     on_host, by_host = communicates.pop(HOST, NOTHING), computes.pop(HOST, NOTHING)
     devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
     places: list[DistributionUse] = []
@@ -151,14 +151,14 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
         ]
     if devices and options.state == "All":
         overlaps = [
-            common(together([on_host, communicates.get(device, NOTHING)]), computes.get(device, NOTHING))
+            intersect(unite([on_host, communicates.get(device, NOTHING)]), computes.get(device, NOTHING))
             for device in devices
         ]
-        everywhere = together([on_host, *communicates.values()])
-        computing = together([computes.get(device, NOTHING) for device in devices])
+        everywhere = unite([on_host, *communicates.values()])
+        computing = unite([computes.get(device, NOTHING) for device in devices])
         if not len(computing.starts):
-            computing, overlaps = by_host, [common(everywhere, by_host)]
-        overlap_ns = together(overlaps).length_ns()
+            computing, overlaps = by_host, [intersect(everywhere, by_host)]
+        overlap_ns = unite(overlaps).length_ns()
         places.append(DistributionUse(TOGETHER, base_ns, everywhere.length_ns(), computing.length_ns(), overlap_ns))
     operations = tuple(_operations(trace, work.calls, options))
     return DistributionView(coverage, work.of, base_ns, tuple(places), operations, options)
@@ -177,7 +177,7 @@ class _PlaceTimes:
         self.communicates: dict[str, Union] = {}
         self.computes: dict[str, Union] = {}
         self.calls = np.flatnonzero(trace.of_kind("comm"))
-        inside = lie_in(trace.start_ns, trace.end_ns, window)
+        inside = overlap(trace.start_ns, trace.end_ns, window)
         starts, ends = clipped(trace.start_ns, trace.end_ns, window)
         in_steps = inside & trace.of_kind("step")
         steps = union(starts[in_steps], ends[in_steps])
@@ -216,8 +216,8 @@ def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> U
     unions = [NOTHING]
     for of_thread in np.split(rows, np.flatnonzero(np.diff(trace.thread_id[rows])) + 1):
         works, pauses = of_thread[computing[of_thread]], of_thread[pausing[of_thread]]
-        unions.append(without(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
-    return together(unions)
+        unions.append(subtract(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
+    return unite(unions)
 
 
 def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:

@@ -83,16 +83,16 @@ class Effect:
 
     def interval(self, level: float) -> tuple[float, float]:
         """Return the limits of the change, which it exceeds with the probability `level` (Welch's t)."""
-        width = -self.error * float(special().stdtrit(self.freedom, level / 2))
+        width = -self.error * float(scipy_special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
     def detectable(self, level: float) -> float:
         """Return the smallest change that is detected with the probability `POWER`."""
-        width = -self.error * float(sum(special().stdtrit(self.freedom, [level / 2, 1 - POWER])))
+        width = -self.error * float(sum(scipy_special().stdtrit(self.freedom, [level / 2, 1 - POWER])))
         return math.expm1(min(width, MOST_LOGARITHM))
 
 
-def special() -> Any:
+def scipy_special() -> Any:
     """Return the module `scipy.special`. Raises `InstrumentError` if scipy is not installed."""
     try:
         from scipy import special as functions  # type: ignore[import-untyped]
@@ -103,7 +103,7 @@ def special() -> Any:
 
 def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
     """Return the `ratio` quantile of the number of successes in `count` trials with the probability `chance`."""
-    functions = special()
+    functions = scipy_special()
     number: int = math.ceil(functions.bdtrik(ratio, count, chance))
     return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
 

@@ -27,7 +27,7 @@ from instrument.recording.spans import (
     OUTCOME,
     is_blocked_loop,
 )
-from instrument.report.request_groups import ENDPOINT, grouped, values_of
+from instrument.report.request_groups import ENDPOINT, group_values, values_of
 from instrument.report.table import bounded, row_name, share
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
@@ -306,7 +306,7 @@ class CompleteRequests:
         """Return a row per value of the grouping attribute. One row has all small groups."""
         if options.requests_by in ("", ENDPOINT):
             return ()
-        names, groups = grouped(values_of(trace, self.rows, options.requests_by), options.at_most)
+        names, groups = group_values(values_of(trace, self.rows, options.requests_by), options.at_most)
         return tuple(self._times_of_groups(groups, names, options))
 
     def rest(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:

@@ -293,9 +293,9 @@ def _tree_table(
     longest, every = max(map(columns, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
         header, cells = section_of(every[:SAMPLE], digits).cells(unit)
-        if _room(header, cells, line) >= longest or digits == DIGITS[-1]:
+        if _name_width(header, cells, line) >= longest or digits == DIGITS[-1]:
             cells += section_of(every[SAMPLE:], digits).cells(unit)[1]
-        room = _room(header, cells, line)
+        room = _name_width(header, cells, line)
         if room >= longest and len(cells) == len(rows):
             break
     if room < longest:
@@ -308,7 +308,7 @@ def _names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]
     return [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
 
 
-def _room(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
+def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
     """Return the columns of a line that remain for a name."""
     widths = [max(columns(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP

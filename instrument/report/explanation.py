@@ -31,7 +31,7 @@ from instrument.report.like_requests import (
     NEAREST,
     POOL,
     alike,
-    evenly,
+    choose_evenly,
     is_endpoint,
     medians_alike,
     usual_most_ns,
@@ -300,8 +300,8 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     is_outside = (name_of == name) & ~trace.clipped[joined.rows]
     is_outside[places] = False
     outside = np.flatnonzero(is_outside)
-    targets = evenly(places, NEAREST)
-    typical = medians_alike(recording, targets, evenly(outside, POOL))
+    targets = choose_evenly(places, NEAREST)
+    typical = medians_alike(recording, targets, choose_evenly(outside, POOL))
     times = CauseTimes(recording, np.append(targets, typical))
     explanation = replace(_begun(recording, times, targets, options), requests=len(places))
     if len(outside) < ENOUGH:

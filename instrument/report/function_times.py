@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from instrument.recording.spans import Site
 from instrument.recording.tally import Records, Tally, Totals
 from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.forest import NONE, nearest, nearest_above, tops
+from instrument.trace.forest import NONE, nearest, nearest_above, topmost_rows
 from instrument.trace.groups import by_first_sight, numbered
 
 ORDERS = ("total", "calls", "ave")
 """The orders of a function's rows, largest first: self time, calls, or self time per call."""
 
 
-def topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
+def are_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
     """Return an array over the tally's nodes, True for topmost nodes among those whose site the function accepts."""
     marked = np.array([*tally.tree.by_site(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
@@ -32,14 +32,14 @@ def topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Tota
     """Return the totals of the topmost nodes whose site the function accepts, by name."""
     numbers: dict[str, int] = {}
     of_site = [numbers.setdefault(site.name, len(numbers)) for site in tally.tree.sites]
-    groups = np.where(topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
+    groups = np.where(are_topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
     sums = map(Totals._make, tally.by(groups, len(numbers)).tolist())
     return {name: totals for name, totals in zip(numbers, sums, strict=True) if totals.calls}
 
 
 def total_of_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
     """Return the sum over the topmost nodes whose site the function accepts."""
-    groups = np.where(topmost(tally, say), 0, NONE)
+    groups = np.where(are_topmost(tally, say), 0, NONE)
     totals = Totals._make(tally.by(groups, 1)[0].tolist())
     below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)
     return totals._replace(device_ns=totals.device_ns + below_ns)
@@ -150,7 +150,7 @@ def functions(
     counted[~is_work, 3] = 0
     ones = np.ones((len(lines), 1), dtype=np.int64)
     count = len(firsts) + 1
-    sums = _summed(np.concatenate([ones, counted], axis=1), number, count)
+    sums = _sum_by_group(np.concatenate([ones, counted], axis=1), number, count)
     groups, of_groups, of_line, at = _groups(lines, number, np.concatenate([rows, rows]), at)
     in_order = _order(groups, of_groups, order)
     sizes = np.bincount(of_groups, minlength=count)
@@ -174,19 +174,19 @@ def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[I
     ones = np.ones(len(line_numbers), dtype=np.int64)
     parts = np.stack([ones, own_ns, lines["calls"][line_numbers], on_device, is_waiting], axis=1)
     first, numbers = at[line_numbers][firsts][:, None], np.arange(len(firsts))[:, None]
-    rows_of_groups = np.concatenate([first, _summed(parts, of_group, len(firsts)), numbers], axis=1)
+    rows_of_groups = np.concatenate([first, _sum_by_group(parts, of_group, len(firsts)), numbers], axis=1)
     return rows_of_groups, number[line_numbers][firsts], of_group, at[line_numbers]
 
 
 def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
     """Return the node of each node's function, and the topmost node above each node."""
-    root_of = tops(parents)
+    root_of = topmost_rows(parents)
     topmost = is_request & (nearest_above(parents, is_request) == NONE)
     request = nearest(parents, topmost)
     return np.where(request == NONE, root_of, request).astype(np.int32), root_of
 
 
-def _summed(columns: Int64s, groups: Int64s, count: int) -> Int64s:
+def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
     """Return the sums of columns per group."""
     sums = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
     if len(groups):

@@ -34,7 +34,7 @@ from instrument.report.units import SHARED, UNKNOWN, UNKNOWN_NUMBER, NumberedPla
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Int64s
 from instrument.trace.groups import Groups, numbered
-from instrument.trace.intervals import clipped, enclosing_none, lengths_by_group, lie_in
+from instrument.trace.intervals import are_innermost, clipped, lengths_by_group, overlap
 from instrument.trace.watched import KernelColumns
 
 KERNELS = "torch.profiler"
@@ -352,7 +352,7 @@ def _work_of_torch(recording: Recording) -> _DeviceWork:
     """Return the device work from torch.profiler's record, which has every kernel."""
     window = recording.trace.watched or (0, 0)
     events = KernelColumns.of(recording.trace.kernels)
-    is_inside = lie_in(events.start_ns, events.end_ns, window)
+    is_inside = overlap(events.start_ns, events.end_ns, window)
     work = _Work(events.name, events.device, *clipped(events.start_ns, events.end_ns, window))
     by_kind = {kind: is_inside & (events.kind == number) for number, kind in enumerate(events.kinds)}
     counted = by_kind.pop("kernel", np.zeros(len(events), dtype=np.bool_))
@@ -368,7 +368,7 @@ def _work_of_events(recording: Recording) -> _DeviceWork:
     """Return the device work from spans: the innermost intervals of each stream, so that no time counts twice."""
     trace, window = recording.columns, recording.trace.coverage
     timed = trace.device.only(trace.device.timed)
-    inner = timed.only(enclosing_none(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
+    inner = timed.only(are_innermost(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
     inside = inner.within(window)
     names, of_site = trace.numbered_sites(name_of_site)
     work = _Work(of_site[trace.site[inside.row]], inside.device, inside.start_ns, inside.end_ns)

@@ -51,7 +51,7 @@ def alike(recording: Recording, place: int) -> tuple[Int64s, bool]:
         near = near[distances[near] <= LIKE]
         if len(near) >= ENOUGH:
             return np.sort(places[near]), True
-    return evenly(places, NEAREST), not len(work)
+    return choose_evenly(places, NEAREST), not len(work)
 
 
 def is_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
@@ -67,7 +67,7 @@ def is_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
     return is_named
 
 
-def evenly(places: Int64s, most: int) -> Int64s:
+def choose_evenly(places: Int64s, most: int) -> Int64s:
     """Return up to `most` of the indices, evenly spread."""
     chosen = np.unique(np.linspace(0, max(len(places) - 1, 0), min(len(places), most)).astype(np.int64))
     return places[chosen]

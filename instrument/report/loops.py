@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from instrument.report.section import Coverage, Section, View, none_held, value_of
+from instrument.report.section import Coverage, Section, View, explain_empty, value_of
 from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
 from instrument.report.table import MISSING, number, tenths
 from instrument.report.view import UNITS, Options
@@ -34,7 +34,7 @@ class Loops(View):
 
     def nothing(self) -> list[str]:
         complete = self.coverage is None or self.coverage.complete
-        return [] if self.loops else none_held("step", NO_STEP, complete=complete)
+        return [] if self.loops else explain_empty("step", NO_STEP, complete=complete)
 
     def sections(self) -> list[Section]:
         """Return a table per loop, with a row per measure."""
@@ -49,7 +49,7 @@ class Loops(View):
         return ["p50, p99: within 0.8 %. Averages are over the steps that were timed."]
 
 
-def counted(steps: Benchmark, options: Options) -> Loops:
+def loops_of_benchmark(steps: Benchmark, options: Options) -> Loops:
     """Return the view of the steps that a running loop has counted."""
     loop = steps.loop()
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)

@@ -129,7 +129,7 @@ class CountedAllocations(NamedTuple):
     outside: int
 
 
-def counted(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
+def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
     """Return the allocations of the watched time by device, place and, if `by_thread`, thread. Places are the wanted
     spans. `state` selects all allocations (All), those of the host (CPU), or of devices (GPU)."""
     facts = recording.trace
@@ -324,7 +324,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
-    totals = counted(recording, options.state, options.threads == "apart", is_wanted)
+    totals = count_allocations(recording, options.state, options.threads == "apart", is_wanted)
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     totals.uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
     shown = bounded(totals.uses, replace(options, least_ns=0), lambda use: 0, _merged_row)

@@ -102,11 +102,11 @@ def place_tree(
         places[number].streams[on_device, stream] = tuple(sums)
     for place in places:
         if place.parent is None:
-            _mark_again(place)
+            _mark_recursive_calls(place)
     return root
 
 
-def _mark_again(first: PlaceCalls) -> None:
+def _mark_recursive_calls(first: PlaceCalls) -> None:
     """Set `again` for the calls of a track that have a caller of the same name and kind."""
     around = Counter[tuple[str, str]]()
     pending = [(first, False)]
@@ -122,7 +122,7 @@ def _mark_again(first: PlaceCalls) -> None:
         pending += [(child, False) for child in place.children.values()]
 
 
-def every_place(root: PlaceCalls) -> Iterator[PlaceCalls]:
+def iterate_places(root: PlaceCalls) -> Iterator[PlaceCalls]:
     """Yield all places with calls below the root, parents first."""
     pending = [*reversed([*root.children.values(), *root.elsewhere.values()])]
     while pending:
@@ -218,7 +218,7 @@ def call_rows(
         total = row(f"(remaining {len(omitted)})", "", places, [row for row in places if not _is_among(row, names)])
         if depth:
             total = replace(
-                total, cpu_ratio=_added(r.cpu_ratio for r in omitted), gpu_ratio=_added(r.gpu_ratio for r in omitted)
+                total, cpu_ratio=_total(r.cpu_ratio for r in omitted), gpu_ratio=_total(r.gpu_ratio for r in omitted)
             )
         return replace(total, remaining=len(omitted))
 
@@ -244,7 +244,7 @@ def call_rows(
     return bounded(rows, options, heaviest_ns, rest)
 
 
-def _added(ratios: Iterable[float | None]) -> float | None:
+def _total(ratios: Iterable[float | None]) -> float | None:
     known_ratios = [ratio for ratio in ratios if ratio is not None]
     return sum(known_ratios) if known_ratios else None
 
@@ -265,7 +265,7 @@ def note_of_rest(blocks: Iterable[CallBlock]) -> list[str]:
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
-def sorting(options: Options) -> str:
+def describe_order(options: Options) -> str:
     """Return the order of the rows in words."""
     key = SortKey.of(options)
     column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)

@@ -38,10 +38,10 @@ from instrument.report.operator_rows import (
     blocks_of,
     by_name,
     call_rows,
-    every_place,
+    describe_order,
+    iterate_places,
     note_of_rest,
     place_tree,
-    sorting,
 )
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
@@ -61,7 +61,7 @@ from instrument.report.units import rows_open
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import lengths_below
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.forest import NONE, and_above
+from instrument.trace.forest import NONE, are_at_or_above
 from instrument.trace.groups import distinct, places_of
 from instrument.trace.self_times import Clock
 from instrument.trace.watched import KernelColumns
@@ -223,7 +223,7 @@ class _Tree:
 def _lines(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return some rows and all their callers on the same track, parents first. Return also the index of each row's
     parent, `NONE` without one."""
-    rows = np.flatnonzero(and_above(trace.around, np.array(some, dtype=np.int64)))
+    rows = np.flatnonzero(are_at_or_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
     return rows.tolist(), places_of(rows, len(trace))[trace.around[rows]].tolist()
 
@@ -337,7 +337,7 @@ class Operators(View):
     def head(self) -> list[str]:
         return [
             *self.coverage.lines(),
-            f"Time unit: {self._options.unit}; {sorting(self._options)}",
+            f"Time unit: {self._options.unit}; {describe_order(self._options)}",
             "Ratio: 100 % is the sum of all operators that are inside no other one. For a row below an operator,",
             "100 % is that operator. Work at the same time counts for each.",
             *note_of_rest(self.blocks),
@@ -365,7 +365,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     """
     facts = recording.trace
     root = place_tree(recording.columns, OPERATORS, facts.coverage)
-    places = [place for place in every_place(root) if place.site.kind in OPERATORS]
+    places = [place for place in iterate_places(root) if place.site.kind in OPERATORS]
     blocks = blocks_of(places, facts.threads, options, _block)
     in_order = _in_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
     operations = flop_table(recording, OPERATORS, options)
@@ -512,7 +512,7 @@ class User(View):
     def head(self) -> list[str]:
         return [
             *self.coverage.lines(),
-            f"Time unit: {self._options.unit}; {sorting(self._options)}",
+            f"Time unit: {self._options.unit}; {describe_order(self._options)}",
             "Ratio: of the window, or of its part with all spans; work at the same time counts for each.",
             *note_of_rest(self.blocks),
         ]
@@ -534,6 +534,6 @@ def user(recording: Recording, options: Options) -> User:
         return CallBlock(thread, name, window_ns, window_ns, rows)
 
     root = place_tree(recording.columns, ("user",), window)
-    places = [place for place in every_place(root) if place.site.kind == "user"]
+    places = [place for place in iterate_places(root) if place.site.kind == "user"]
     blocks = blocks_of(places, recording.trace.threads, options, block)
     return User(Coverage.of_recording(recording), window_ns, blocks, options)

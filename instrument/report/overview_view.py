@@ -21,7 +21,7 @@ from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
 from instrument.trace.groups import distinct
-from instrument.trace.intervals import Union, clipped, lie_in, shared_ns, together, union
+from instrument.trace.intervals import Union, clipped, overlap, shared_ns, union, unite
 
 ALL_DEVICES = -1
 """The device number of rows that sum up all devices."""
@@ -172,7 +172,7 @@ class _Stretches:
 
 def _kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
     """Return the intervals of spans by kind, without interruptions: these are part of the interrupted spans."""
-    inside = lie_in(trace.start_ns, trace.end_ns, window)
+    inside = overlap(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clipped(trace.start_ns, trace.end_ns, window)
     of_kinds = {kind: inside & trace.of_kind(kind) for kind in dict.fromkeys(site.kind for site in trace.sites)}
@@ -206,5 +206,5 @@ def _by_work(stretches: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[
         for work, parts in WORK.items():
             pieces = [stretches[key, part] for key in chosen for part in parts if (key, part) in stretches]
             if pieces:
-                merged = together([piece.union for piece in pieces])
+                merged = unite([piece.union for piece in pieces])
                 yield device, work, _Stretches(sum(piece.count for piece in pieces), merged)

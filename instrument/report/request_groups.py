@@ -69,7 +69,7 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
         names, of_site = trace.numbered_sites(attrgetter("name"))
         used, group = np.unique(of_site[trace.site[rows]], return_inverse=True)
         return RequestGroups(tuple(names[number] for number in used.tolist()), group.astype(np.int64))
-    names_of_values, group = grouped(values_of(trace, rows, options.requests_by), options.at_most)
+    names_of_values, group = group_values(values_of(trace, rows, options.requests_by), options.at_most)
     has_none = bool((group == NONE).any())
     names = [*names_of_values, *[f"(no {options.requests_by})"] * has_none]
     return RequestGroups(tuple(names), np.where(group == NONE, len(names_of_values), group))
@@ -106,7 +106,7 @@ ROWS_WITH_NAMES = 1_000
 """The most requests that are searched for an attribute whose name has a given end."""
 
 
-def grouped(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
+def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
     """Return the names of the largest groups and of one for the rest, and the group of each value, `NONE` for None."""
     values = list(values)
     counts = Counter(value for value in values if value is not None)

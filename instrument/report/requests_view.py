@@ -51,7 +51,7 @@ from instrument.report.request_groups import (
     request_ledger,
     shares_section,
 )
-from instrument.report.section import Coverage, Section, View, none_held
+from instrument.report.section import Coverage, Section, View, explain_empty
 from instrument.report.table import (
     LINE,
     bounded,
@@ -278,7 +278,7 @@ class RequestTimes(View):
             return []
         why = "No request ended within the window." if self.requests_cut else "No request was recorded."
         complete = self.coverage.complete or self.requests_cut > 0
-        return none_held("request", f"{why} {A_REQUEST}", complete=complete)
+        return explain_empty("request", f"{why} {A_REQUEST}", complete=complete)
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:

@@ -67,10 +67,10 @@ class Coverage:
 
     def none_held(self, noun: str, otherwise: str) -> list[str]:
         """Return the lines of an empty view: `otherwise` if all spans are kept, else a note on overwritten ones."""
-        return none_held(noun, otherwise, complete=self.complete)
+        return explain_empty(noun, otherwise, complete=self.complete)
 
 
-def none_held(noun: str, otherwise: str, *, complete: bool) -> list[str]:
+def explain_empty(noun: str, otherwise: str, *, complete: bool) -> list[str]:
     """Return the lines of an empty view: `otherwise` if all spans are kept, else a note on overwritten ones."""
     if complete:
         return wrapped(otherwise)
@@ -306,11 +306,11 @@ def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
         f"Cost of the instrumentation: {number(cost.total_ns / 1e9)} s "
         f"({cost.calls} calls x {number(cost.per_call_ns)} ns{thread}), "
         f"{percent(cost.total_ns, base_ns)} of the window of {number(base_ns / 1e9)} s{by}"
-        f"{uncached(cost, base_ns)}"
+        f"{describe_uncached_cost(cost, base_ns)}"
     )
 
 
-def uncached(cost: Cost, base_ns: int) -> str:
+def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
     """Return a text on the higher cost if other work displaces our data from the caches, "" if it is unknown."""
     if cost.most_ns <= cost.total_ns:
         return ""

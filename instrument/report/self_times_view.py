@@ -44,7 +44,7 @@ from instrument.report.table import (
     where_of,
 )
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.forest import NONE, and_above
+from instrument.trace.forest import NONE, are_at_or_above
 
 NO_CALL = "No call was counted: name functions or layers in the profile, or open a scope."
 
@@ -267,7 +267,7 @@ def class_of(site: Site) -> str:
 
 def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     tally = recording.tally.corrected().merged() if options.corrected else recording.totals(merged=True)
-    tree, lines = tally.tree, _own_lines(tally)
+    tree, lines = tally.tree, _lines_without_interruptions(tally)
     keys = np.asarray(tree.keys(), dtype=np.int64)
     kinds = np.array(tree.by_site(KIND)[: len(keys)], dtype=np.str_)
     rows = keys if of == "ops" else np.full(len(keys), NONE, dtype=np.int64)
@@ -290,7 +290,7 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     return SelfTimes(of, reports, omitted, left_ns, options.corrected, options)
 
 
-def _own_lines(tally: Tally) -> Records:
+def _lines_without_interruptions(tally: Tally) -> Records:
     """Return the tally lines without interruptions, whose time is already in the interrupted lines."""
     of_others = tally.tree.by_site(is_interruption)
     is_interrupting = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
@@ -323,7 +323,7 @@ class _Table:
         self._nodes, self._parents = lines["node"].tolist(), tally.parents.tolist()
         self._site_of: list[int] = tally.site_of.tolist()
         # The number of keys per label, for the keys of the lines and of their parents.
-        keys = np.unique(sites.keys[tally.site_of[and_above(tally.parents, lines["node"])]]).tolist()
+        keys = np.unique(sites.keys[tally.site_of[are_at_or_above(tally.parents, lines["node"])]]).tolist()
         called = tally.tree.by_site(_site_label)
         self._same = Counter(map(called.__getitem__, keys))
         self._names: dict[int, str] = {}

@@ -62,7 +62,7 @@ def refuse_unknown(views: Sequence[str]) -> None:
             raise ValueError(f"view is {view!r}; allowed: {', '.join(VIEWS)}{hint}")
 
 
-def made(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
+def make_views(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
     """Return the computed views in the given order, each once. Raises `ValueError` for an unknown view."""
     refuse_unknown(views)
     return {view: VIEW_OF[view](recording, options) for view in views}
@@ -72,7 +72,7 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
     """Return the views as one text in the given order, each once, then the cost and the losses of the instrumentation.
     The views `brief` and `cost` already have these, so that section is left out after them. Raises `ValueError` for an
     unknown view."""
-    parts = [view.lines() for view in made(views, recording, options).values()]
+    parts = [view.lines() for view in make_views(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
         parts.append(instrumentation(recording))
     if recording.died:
@@ -87,7 +87,7 @@ def summary_document(views: Sequence[str], recording: Recording, options: Option
         "recorder": recording.recorder,
         **({"died": recording.died} if recording.died else {}),
         "options": document(options),
-        "views": {name: document(view) for name, view in made(views, recording, options).items()},
+        "views": {name: document(view) for name, view in make_views(views, recording, options).items()},
         "cost": document(recording.cost),
         "losses": recording.losses,
         "notes": list(recording.notes),

@@ -106,11 +106,11 @@ def units_of(trace: Columns, interval: Interval, skip_first: int) -> Units:
     lines = np.arange(len(requests))
     line_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
     line_of[requests] = lines
-    clipped_units, is_whole = _clipped(trace, requests, lines, trace.start_ns[requests], interval)
+    clipped_units, is_whole = _clip(trace, requests, lines, trace.start_ns[requests], interval)
     return Units("request", clipped_units, is_whole, line_of[rows_of(trace.span_id, trace.root_id)], is_aside)
 
 
-def _clipped(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
+def _clip(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
     """Return steps or requests clipped to an interval, and True for each that was not clipped."""
     first, last = interval
     ends = trace.end_ns[rows]
@@ -140,7 +140,7 @@ def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: in
         np.minimum.at(first_of, line[step_rows], step_rows)
         skipped = _mark_first_steps(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
     remaining = np.flatnonzero(~skipped)
-    units, is_whole = _clipped(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
+    units, is_whole = _clip(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
     has_steps = np.zeros(len(firsts) + 1, dtype=np.bool_)
     has_steps[steps.groups] = True
     line_of = np.where(has_steps[line], line, NONE)

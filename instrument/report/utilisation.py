@@ -26,10 +26,10 @@ from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct, places_of
 from instrument.trace.intervals import (
     Union,
-    at_once,
     clipped,
     lengths_by_group,
-    lie_in,
+    measure_overlap,
+    overlap,
     shared_ns,
     union,
     union_by_group,
@@ -216,7 +216,7 @@ def utilisation(recording: Recording) -> Utilisation:
     in_flight = union(*clipped(trace.start_ns[is_request], trace.end_ns[is_request], window))
     intervals = trace.device
     is_timed = intervals.timed
-    is_inside = lie_in(intervals.start_ns, intervals.end_ns, window)
+    is_inside = overlap(intervals.start_ns, intervals.end_ns, window)
     devices = list[DeviceUse]()
     with_device = np.zeros(len(trace), dtype=np.bool_)
     for device in distinct(intervals.device).tolist():
@@ -305,7 +305,7 @@ def _device_use(
     starved_ns = in_flight_ns - shared_ns(busy, in_flight)
     streams = {stream: work.only(work.stream == stream) for stream in distinct(work.stream).tolist()}
     unions = {stream: intervals.union() for stream, intervals in streams.items()}
-    overlap_ns, most_streams = at_once(list(unions.values()))
+    overlap_ns, most_streams = measure_overlap(list(unions.values()))
     is_launching = np.array([label == "launch-bound" for label in work.labels], dtype=np.bool_)[work.label]
     surely_busy = work.only(~is_launching).union()
     uncertain_ns = work.uncertainty_ns

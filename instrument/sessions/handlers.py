@@ -23,7 +23,7 @@ from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.spans import BATCH_KEYS, Sample, Span
 from instrument.report.section import View
-from instrument.report.summary import made, refuse_unknown, summary
+from instrument.report.summary import make_views, refuse_unknown, summary
 from instrument.report.view import Options, Recording
 from instrument.runtime import atomic
 from instrument.runtime.cheap_start import dataclass, replace
@@ -117,7 +117,7 @@ class Window:
         self, views: Sequence[str] = ("events",), *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
         """Return the numbers of the same views, by name, as objects."""
-        return made(views, self._recording(torch_trace), self._options(options))
+        return make_views(views, self._recording(torch_trace), self._options(options))
 
     def _recording(self, torch_trace: str | os.PathLike[str] | None = None) -> Recording:
         trace = self.trace if torch_trace is None else chrome.join(self.own_trace(), chrome.read(torch_trace).trace)

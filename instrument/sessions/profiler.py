@@ -26,7 +26,7 @@ from instrument.instrumentors.loaders import Waiting, listen, loader
 from instrument.native import OFF
 from instrument.profile.model import STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.recording.spans import HOST, Sample
-from instrument.report.loops import counted, line_of
+from instrument.report.loops import line_of, loops_of_benchmark
 from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.summary import summary
 from instrument.report.view import Options
@@ -483,7 +483,7 @@ class Profiler:
             return f"{str(window).capitalize()}\n{text}"
         lines = [] if self._timer_only else [process.SWITCHED_OFF if OFF else "No window has ended yet."]
         if self._timer_only or "benchmark" in names:
-            lines += counted(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
+            lines += loops_of_benchmark(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:

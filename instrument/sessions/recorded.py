@@ -381,7 +381,7 @@ class Recorded:
         self, views: Sequence[str] | None = None, *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
         """Return the numbers of the same views, by name, as objects. Options and errors as for `summary`."""
-        return report.made(self._views(views, options), self.recording(torch_trace), self._options(options))
+        return report.make_views(self._views(views, options), self.recording(torch_trace), self._options(options))
 
     def _views(self, names: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
         if names is not None:

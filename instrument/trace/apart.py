@@ -14,7 +14,7 @@ from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, Int64s
 from instrument.trace.file import Saved
-from instrument.trace.forest import NONE, rows_of, tops
+from instrument.trace.forest import NONE, rows_of, topmost_rows
 from instrument.trace.groups import ranked
 from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import moved_watched
@@ -42,7 +42,7 @@ class DistinctNumbers:
         """Return the distinct number for each of an owner's numbers."""
         return _renumber(numbers, lambda number: self.number(number, owner))
 
-    def owned(self, owner: Hashable) -> dict[int, int]:
+    def own_numbers_of(self, owner: Hashable) -> dict[int, int]:
         """Return a map from distinct numbers to an owner's numbers."""
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
@@ -185,9 +185,9 @@ class Numbers:
     def of_process(self, process: int) -> dict[str, dict[int, int]]:
         """Return maps from merged numbers to a process's own numbers of threads, devices and streams."""
         return {
-            "threads": self._threads.owned(process),
+            "threads": self._threads.own_numbers_of(process),
             "devices": self._own_devices.get(process, {}),
-            "streams": self._streams.owned(process),
+            "streams": self._streams.own_numbers_of(process),
         }
 
 
@@ -205,12 +205,12 @@ def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
     """Return the recordings of each process, in the order of first appearance. Merged files are split by process."""
     groups: dict[Hashable, list[Saved]] = {}
     for saved in files:
-        for part in unmerged(saved):
+        for part in split_by_process(saved):
             groups.setdefault(process_key(part), []).append(part)
     return list(groups.values())
 
 
-def unmerged(saved: Saved) -> list[Saved]:
+def split_by_process(saved: Saved) -> list[Saved]:
     """Return a recording for each process in a merged recording. That of one process is returned unchanged."""
     processes = saved.trace.processes
     if not processes:
@@ -246,7 +246,7 @@ def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedPr
     # The process did not know parents and roots of other processes. Its own topmost span was the root.
     is_apart = trace.parent != NONE
     is_apart &= of_row != of_row[trace.parent] if len(trace) else is_apart
-    top = tops(np.where(is_apart, np.int32(NONE), trace.parent).astype(np.int32))
+    top = topmost_rows(np.where(is_apart, np.int32(NONE), trace.parent).astype(np.int32))
     root = rows_of(trace.span_id, trace.root_id)
     has_root = (root != NONE) & (of_row[root] == of_row) if len(trace) else is_apart
     root_id = np.where(has_root | (root == NONE), trace.root_id, trace.span_id[top] if len(trace) else trace.root_id)

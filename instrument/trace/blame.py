@@ -98,7 +98,7 @@ def _cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
     if part in (SHARE, WAITING):
-        return _of_batches(trace, joined, ledger, place, part, [moment for moment in moments if moment.pair != NONE])
+        return _batch_cause(trace, joined, ledger, place, part, [moment for moment in moments if moment.pair != NONE])
     turns = [(index, moment) for index, moment in enumerate(moments) if moment.part == part]
     times = union(*(np.array([edge[at] for _, edge in turns], dtype=np.int64) for at in (1, 2)))
     # Requests and coroutines are no candidates: they may only wait for the span below that takes the time.
@@ -212,7 +212,7 @@ def _request_of_span(joined: Joined, row: int) -> int:
     return int(served.request[first + int(np.argmax(served.weight[first:last]))])
 
 
-def _of_batches(
+def _batch_cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
     """Return the batches in which a request spent most time, with the other request that took most of it."""

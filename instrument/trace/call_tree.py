@@ -23,9 +23,9 @@ from instrument.recording.histogram import LAST_BUCKET, bucket_start
 from instrument.recording.spans import OUTCOME, Interval, Site
 from instrument.recording.tally import LARGEST, LARGEST_COPY_BYTES, TOTALS, Records, Tally, buckets_of
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
-from instrument.trace.forest import NONE, and_above, by_level, least_below, levels, nearest
+from instrument.trace.forest import NONE, are_at_or_above, by_level, least_below, levels, nearest
 from instrument.trace.groups import Groups, numbered, places_of
-from instrument.trace.intervals import clipped, lie_in, union_by_group
+from instrument.trace.intervals import clipped, overlap, union_by_group
 from instrument.trace.layout import in_order
 from instrument.trace.self_times import waiting_times
 
@@ -89,8 +89,8 @@ def call_tree(
     With a `window`, times are clipped to it. A node without a call in it exists only for the nodes below it.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
-    counted = lie_in(trace.start_ns, trace.end_ns, (first, last))
-    is_included = counted if counted.all() else and_above(trace.parent, np.flatnonzero(counted))
+    counted = overlap(trace.start_ns, trace.end_ns, (first, last))
+    is_included = counted if counted.all() else are_at_or_above(trace.parent, np.flatnonzero(counted))
     level = trace.level
     if among is not None:
         counted, is_included = counted & among, is_included & among
@@ -176,7 +176,7 @@ def _device_times(
         nothing = np.zeros(0, dtype=np.int64)
         return NodeTimes.of(Groups(nothing, count), nothing), []
     nodes = node_of[work.row]
-    is_kept = work.timed & counted[work.row] & (is_timed | inside)[nodes] & lie_in(work.start_ns, work.end_ns, window)
+    is_kept = work.timed & counted[work.row] & (is_timed | inside)[nodes] & overlap(work.start_ns, work.end_ns, window)
     rows, nodes = work.row[is_kept], nodes[is_kept]
     starts, ends = np.maximum(work.start_ns[is_kept], first), np.minimum(work.end_ns[is_kept], last)
     streams = _stream_times(nodes, work.device[is_kept], work.stream[is_kept], ends - starts)
@@ -210,7 +210,7 @@ def lengths_below(
     has_owner = owner != NONE
     owner, starts, ends = owner[has_owner], starts[has_owner], ends[has_owner]
     # The forest of the calls that have intervals, numbered from 0.
-    calls = np.flatnonzero(and_above(up, owner))
+    calls = np.flatnonzero(are_at_or_above(up, owner))
     number_of = places_of(calls, len(around)).astype(np.int32)
     up, owner = number_of[up[calls]], number_of[owner]
     has_intervals = np.bincount(owner, minlength=len(calls)) > 0

@@ -19,7 +19,7 @@ from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.trace.forest import NONE, levels, rows_of
 from instrument.trace.groups import places_of
-from instrument.trace.intervals import Union, clipped, lengths_by_group, lie_in, union
+from instrument.trace.intervals import Union, clipped, lengths_by_group, overlap, union
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -135,14 +135,14 @@ class ComposedAttributes(Attributes):
         return numbers, sets
 
 
-def changed(attributes: Attributes, count: int, more: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
+def override_rows(attributes: Attributes, count: int, more: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
     """Return the attributes of `count` rows. Those in `more` replace the attributes of their rows."""
     part = np.zeros(count, dtype=np.int32)
     part[list(more)] = 1
     return ComposedAttributes([attributes, AttributesOfRows(more)], part, np.arange(count))
 
 
-def extended(attributes: Attributes, count: int, more: Sequence[Mapping[str, AttributeValue]]) -> Attributes:
+def append_rows(attributes: Attributes, count: int, more: Sequence[Mapping[str, AttributeValue]]) -> Attributes:
     """Return the attributes of `count` rows, followed by the attributes of new rows."""
     row_in_part = np.concatenate([np.arange(count), np.arange(len(more))])
     part = np.repeat(np.array([0, 1], dtype=np.int32), [count, len(more)])
@@ -184,7 +184,7 @@ class DeviceIntervals:
 
     def within(self, window: Interval) -> DeviceIntervals:
         """Return the intervals clipped to a window, without those outside of it."""
-        inner = self.only(lie_in(self.start_ns, self.end_ns, window))
+        inner = self.only(overlap(self.start_ns, self.end_ns, window))
         start_ns, end_ns = clipped(inner.start_ns, inner.end_ns, window)
         return replace(inner, start_ns=start_ns, end_ns=end_ns)
 

@@ -14,7 +14,7 @@ from instrument.recording.spans import AttributeValue, Gpu, Origin, Sample
 from instrument.trace.columns import AttributesOfRows, Columns, DeviceIntervals, Int64s
 from instrument.trace.dataset import ATTRIBUTES, SpanKeys, UInt64s, pyarrow, schema
 from instrument.trace.file import Saved
-from instrument.trace.forest import NONE, levels, rows_of, tops
+from instrument.trace.forest import NONE, levels, rows_of, topmost_rows
 from instrument.trace.layout import as_tuples
 from instrument.trace.metadata import site_from
 from instrument.trace.trace import SpanViews, Trace
@@ -146,7 +146,7 @@ def _sorted(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dic
     is_elsewhere = np.isin(absent, everywhere)[places].reshape(2, -1)
     is_top = (ids.span == ids.root) | (ids.parent == 0)
     parent_id = np.where(parent != NONE, number[parent], np.where(is_top | is_elsewhere[0], 0, absent_number[0]))
-    top = tops(parent.astype(np.int32))
+    top = topmost_rows(parent.astype(np.int32))
     root_id = np.where(root != NONE, number[root], np.where(is_elsewhere[1], number[top], absent_number[1]))
     return order, {"span_id": number[order], "parent_id": parent_id[order], "root_id": root_id[order]}
 

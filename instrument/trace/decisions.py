@@ -24,7 +24,7 @@ from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceInt
 from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import numbered
 from instrument.trace.joined import grafted, join
-from instrument.trace.of_recording import numbers_in
+from instrument.trace.of_recording import active_times_in
 from instrument.trace.tail_sampling import EndedRequest
 from instrument.trace.unsettled import ADOPTED, NO_DETAIL, PASSED, SETTLED, WAITING, UnsettledRows, detail_of_open
 
@@ -97,7 +97,7 @@ class Gathered:
 
     def _part(self, member: UnsettledRows, horizon_ns: int) -> dict[str, NDArray[Any]]:
         """Return the columns of one recording: the rows that may matter now, followed by open spans."""
-        place = np.flatnonzero(_matters(member, horizon_ns))
+        place = np.flatnonzero(_are_relevant(member, horizon_ns))
         rows = member.rows[place]
         ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
         opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
@@ -105,7 +105,7 @@ class Gathered:
         nodes, inverse = np.unique(node, return_inverse=True)
         sites = [self._sites.setdefault(member.site_of(number), len(self._sites)) for number in nodes.tolist()]
         active_ns = np.full(len(node), -1, np.int64)
-        places, numbers = numbers_in(rows)
+        places, numbers = active_times_in(rows)
         active_ns[places] = numbers
         none = np.full(len(opened), NONE, np.int64)
         return {
@@ -172,7 +172,7 @@ class Gathered:
         return np.asarray((self.own == self.own_root) & (self.own & REQUEST_BIT != 0))
 
 
-def _matters(member: UnsettledRows, horizon_ns: int) -> Bools:
+def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     """Return an array over the rows, True for rows that may be settled now or that decide about other rows.
 
     In requests that are not due, these are roots, rows with details such as keys, and the rows above them.
@@ -277,7 +277,7 @@ class Decisions:
         self._mark_adopted()
         self.states: dict[int, str] = {}
         """The `tracestate` of randomly sampled requests, by their roots."""
-        self.kept, self.passed = self._decided()
+        self.kept, self.passed = self._decide_requests()
         self._settle_trees(self.kept, self.passed)
         self._settle_batches(self.served)
         self._settle_others()
@@ -321,7 +321,7 @@ class Decisions:
     def span_id(self, row: int) -> int:
         return self.member(row).ids.span_id(int(self.gathered.own[row]))
 
-    def _decided(self) -> tuple[set[int], set[int]]:
+    def _decide_requests(self) -> tuple[set[int], set[int]]:
         """Return the roots of due requests that are kept, and the roots of dropped ones."""
         gathered, state = self.gathered, self.gathered.state
         parts: dict[int, list[int]] = {}
@@ -393,7 +393,7 @@ class Decisions:
             return
         for sampler, request, row in ended:
             if sampler.is_notable(request):
-                if sampler.is_allowed(request.end_ns):
+                if sampler.take_allowance(request.end_ns):
                     if request.root_id not in self.member(row).early:  # what came before those is long gone
                         standing_out.append((int(self.gathered.member[row]), request.start_ns, request.end_ns))
                     self._keep(unit, kept_roots)
@@ -443,7 +443,7 @@ class Decisions:
         state = self.gathered.state
         return np.asarray(((state == WAITING) | (state == PASSED)) & ~self.out & ~self.gone)
 
-    def marked(self, units: set[int]) -> Bools:
+    def rows_of_trees(self, units: set[int]) -> Bools:
         """Return an array over the rows, True for rows of some trees."""
         is_marked = np.zeros(len(self.unit) + 1, np.bool_)
         is_marked[np.fromiter(units, np.int64, len(units))] = True
@@ -458,8 +458,8 @@ class Decisions:
         for unit in units[self.is_root[units] & (gathered.state[units] == SETTLED)].tolist():
             decided = self.member(unit).decided.get(int(gathered.own[unit]))
             late[decided is not None and decided.is_kept].add(unit)
-        self.out |= undecided & self.marked(kept_roots | late[True])
-        self.gone |= undecided & self.marked(passed | late[False])
+        self.out |= undecided & self.rows_of_trees(kept_roots | late[True])
+        self.gone |= undecided & self.rows_of_trees(passed | late[False])
         # Late rows of requests that are not here any more.
         rootless = undecided & (self.unit == NONE) & (gathered.own_root & REQUEST_BIT != 0)
         for row in np.flatnonzero(rootless).tolist():

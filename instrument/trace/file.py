@@ -29,7 +29,7 @@ from instrument.recording.spans import Sample
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic, compression
 from instrument.trace.call_tree import tally_of
-from instrument.trace.layout import Column, packed, unpacked
+from instrument.trace.layout import Column, pack_columns, unpack_columns
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
 from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, checked, encode, safe
 from instrument.trace.trace import SpanViews, Trace
@@ -114,7 +114,7 @@ def _write(file: Any, facts: Trace, tally: Tally | None) -> None:
     columns = facts.columns
     sites = Sites(columns.sites)
     places = np.array([sites.place(site) for site in columns.sites], dtype=np.int32)
-    arrays, more = packed(columns)
+    arrays, more = pack_columns(columns)
     arrays["site"] = places[arrays["site"]].astype(arrays["site"].dtype) if len(places) else arrays["site"]
     base_ns = facts.start_ns
     more["samples"] = [[s.name, s.device, s.at_ns - base_ns, s.value] for s in facts.samples if s.value is not None]
@@ -154,7 +154,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
             raise ValueError(f"its layout is {content['layout']!r:.20}; read it with the version that wrote it")
         read = Metadata(checked(content["trace"], dict))
         more = checked(content["spans"], dict)
-        columns = unpacked(arrays, more, read.sites)
+        columns = unpack_columns(arrays, more, read.sites)
         facts = read.trace(SpanViews(columns), [_sample(read.base_ns, *sample) for sample in more["samples"]])
         names = [checked(name, str) for name in more["kernel_names"]]
         facts.kernels = unpacked_kernels(arrays, names, read.base_ns)

@@ -58,7 +58,7 @@ def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
     raise ValueError("a span in it is its own ancestor; it is damaged")
 
 
-def tops(parents: NDArray[np.int32]) -> NDArray[np.int32]:
+def topmost_rows(parents: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the topmost row at or above each row. Raises `ValueError` for cyclic parents."""
     top = np.where(parents == NONE, np.arange(len(parents), dtype=np.int32), parents)
     for _ in range(len(parents).bit_length() + 1):
@@ -91,7 +91,7 @@ def nearest_above(parents: NDArray[np.int32], is_wanted: NDArray[np.bool_]) -> N
     return np.append(nearest(parents, is_wanted), np.int32(NONE))[parents]
 
 
-def and_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool_]:
+def are_at_or_above(parents: NDArray[np.int32], rows: NDArray[Any]) -> NDArray[np.bool_]:
     """Return an array over all rows, True for the given rows and their ancestors."""
     is_included = np.zeros(len(parents), dtype=np.bool_)
     while len(rows):

@@ -45,7 +45,7 @@ class Union(NamedTuple):
 NOTHING = Union(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
-def together(unions: Sequence[Union]) -> Union:
+def unite(unions: Sequence[Union]) -> Union:
     """Return the union of one or more unions."""
     return union(*(np.concatenate(edges) for edges in zip(*unions, strict=True)))
 
@@ -171,7 +171,7 @@ def lengths_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[A
     return Groups(grouped, count).sums(ends - starts)
 
 
-def lie_in(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
+def overlap(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
     """Return True for each interval that overlaps the window. An empty interval on an edge overlaps it."""
     first, last = window
     outside = ((ends <= first) & (starts < first)) | ((starts >= last) & (ends > last))
@@ -183,7 +183,7 @@ def clipped(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -
     return np.maximum(starts, window[0]), np.minimum(ends, window[1])
 
 
-def enclosing_none(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
+def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
     """Return True for intervals that enclose no non-empty interval of their group. Of equal ones the last is True."""
     order = np.lexsort((-ends, starts, groups))
     filled = starts[order] < ends[order]
@@ -201,12 +201,12 @@ def shared_ns(first: Union, second: Union) -> int:
     return int(first.within(second.starts, second.ends).sum())
 
 
-def common(first: Union, second: Union) -> Union:
+def intersect(first: Union, second: Union) -> Union:
     """Return the intersection of two unions."""
     return _where(first, second, is_in_second=True)
 
 
-def without(first: Union, second: Union) -> Union:
+def subtract(first: Union, second: Union) -> Union:
     """Return the parts of `first` outside of `second`."""
     return _where(first, second, is_in_second=False)
 
@@ -224,7 +224,7 @@ def _covers(span: Union, times: Int64s) -> Bools:
     )
 
 
-def at_once(unions: Sequence[Union]) -> tuple[int, int]:
+def measure_overlap(unions: Sequence[Union]) -> tuple[int, int]:
     """Return the time in which two or more unions overlap, and the largest number of overlapping unions."""
     starts = np.concatenate([np.zeros(0, dtype=np.int64), *(intervals.starts for intervals in unions)])
     ends = np.concatenate([np.zeros(0, dtype=np.int64), *(intervals.ends for intervals in unions)])

@@ -25,7 +25,7 @@ from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, FACTS, KEY
 from instrument.trace.columns import Attributes, Bools, Columns, Int32s, Int64s
 from instrument.trace.file import Saved
-from instrument.trace.forest import NONE, nearest, rows_of, tops
+from instrument.trace.forest import NONE, nearest, rows_of, topmost_rows
 from instrument.trace.groups import counts_up_to, running_most
 from instrument.trace.request_facts import with_facts
 from instrument.trace.trace import Trace
@@ -86,16 +86,16 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     if owner is None:
         owner = trace.owners(trace.of_kind("request"))
     keyed, key_of, numbers = _keys(trace)
-    owner = with_sub_requests(trace, owner, keyed, key_of)
+    owner = split_sub_requests(trace, owner, keyed, key_of)
     first = FirstKeys(trace, owner, keyed, key_of)
-    owner = without_strays(trace, owner, first)
-    above = _above(trace)
+    owner = remove_strays(trace, owner, first)
+    above = _parents_or_roots(trace)
     bears = owner[keyed] != NONE
     starts = trace.start_ns[keyed]
     pairs, since_ns = _pairs(key_of[bears], owner[keyed[bears]].astype(np.int64), starts[bears])
     for _ in range(ROUNDS):
         bound = _Bound(trace, pairs, since_ns, apart_ns, owner, first)
-        rows, place_of, of, unbound = _resolved(trace, owner, above, keyed, key_of, bound)
+        rows, place_of, of, unbound = _resolve_requests(trace, owner, above, keyed, key_of, bound)
         bound_places = np.flatnonzero(of[keyed] != NONE)
         more, since_ns = _pairs(
             np.concatenate([pairs[0], key_of[bound_places]]),
@@ -146,7 +146,7 @@ def _pairs(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, In
     return pairs, times_ns[order][firsts]
 
 
-def _above(trace: Columns) -> Int32s:
+def _parents_or_roots(trace: Columns) -> Int32s:
     """Return the parent of each row. If only the parent was not kept, return the root."""
     roots = rows_of(trace.span_id, trace.root_id)
     if not len(trace):
@@ -156,7 +156,7 @@ def _above(trace: Columns) -> Int32s:
     return np.where(is_lost, roots, trace.parent).astype(np.int32)
 
 
-def _resolved(
+def _resolve_requests(
     trace: Columns, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
 ) -> tuple[Int64s, Int64s, Int64s, int]:
     """Return the rows of requests, each row's index among them, each row's request, and the number of spans whose key
@@ -338,7 +338,7 @@ def batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
 # A stray serves one request in the tree of another one. This happens if a request began the engine's loop.
 
 
-def with_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
+def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
     """Return the request of each row. Sub-requests are requests of their own. `owner` has the topmost requests."""
     is_request = trace.of_kind("request")
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
@@ -406,7 +406,7 @@ class FirstKeys:
         return np.asarray((begun_counts > 0) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
 
 
-def without_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
+def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
     """Return the request of each row, `NONE` for strays and rows below them: their own keys name their request.
 
     A stray has the first key of another request. The request around it has another first key, and did not have this one
@@ -470,7 +470,7 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     root_id, parent_id = trace.root_id.copy(), trace.parent_id.copy()
     parent_id[moved] = trace.span_id[parent[moved]]
     parent[joined.foreign], parent_id[joined.foreign] = NONE, 0
-    top = tops(parent)
+    top = topmost_rows(parent)
     below = np.isin(top, joined.foreign)
     root_id[below] = trace.span_id[top[below]]
     served_rows = np.flatnonzero(joined.of != NONE)

@@ -22,7 +22,7 @@ from instrument.errors import TraceError
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import AttributeValue, Site
 from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.forest import NONE, tops
+from instrument.trace.forest import NONE, topmost_rows
 from instrument.trace.groups import distinct, places_of, ranked
 from instrument.trace.text import encode, encode_numbers, safe
 
@@ -65,7 +65,7 @@ def in_order(trace: Columns) -> Int64s:
     return order
 
 
-def packed(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
+def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     """Return the columns of a file by name, and the other contents of the trace as metadata.
 
     Rows are in the order of `in_order`.
@@ -94,7 +94,7 @@ def packed(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
         "site": narrow(trace.site[order]),
     }
     own_parent = np.where(parent == NONE, 0, trace.span_id[parent]) if len(trace) else parent_id
-    of_top = trace.span_id[tops(trace.parent)[order]] if len(trace) else span_id
+    of_top = trace.span_id[topmost_rows(trace.parent)[order]] if len(trace) else span_id
     rare: tuple[tuple[str, Column, Column], ...] = (
         ("parent_id", parent_id, own_parent),
         ("root_id", trace.root_id[order], of_top),
@@ -128,7 +128,7 @@ def _ranked_below(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
     values, places = ranked(column[firsts])
     place_of = np.zeros(len(trace), dtype=np.int64)
     place_of[firsts] = places
-    return values, place_of[tops(np.where(shares, trace.parent, np.int32(NONE)).astype(np.int32))]
+    return values, place_of[topmost_rows(np.where(shares, trace.parent, np.int32(NONE)).astype(np.int32))]
 
 
 def _packed_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> dict[str, Column]:
@@ -202,7 +202,7 @@ class PackedAttributes:
         return {} if place < 0 else self._of(int(self._numbers[place]))
 
     def _of(self, number: int) -> dict[str, Any]:
-        (attributes,) = decoded([self._text(number)])
+        (attributes,) = decode_texts([self._text(number)])
         return attributes
 
     def _text(self, number: int) -> bytes:
@@ -247,7 +247,7 @@ class PackedAttributes:
         distinct_numbers, numbers = ranked(self._numbers[places[with_attributes]])
         set_of_row = np.full(len(rows), NONE, dtype=np.int64)
         set_of_row[with_attributes] = numbers
-        return set_of_row, decoded(map(self._text, distinct_numbers.tolist()))
+        return set_of_row, decode_texts(map(self._text, distinct_numbers.tolist()))
 
 
 def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
@@ -260,7 +260,7 @@ def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def decoded(texts: Iterable[bytes]) -> list[dict[str, Any]]:
+def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
     """Return the attributes in some JSON texts, with lists as tuples. They are decoded together, in half of the time.
     Raises `TraceError` if a text is no JSON object."""
     try:
@@ -280,12 +280,12 @@ def _reader_of(name: str) -> Callable[[bytes], Any]:
         try:
             return as_tuples(decode(text).value)
         except msgspec.MsgspecError:  # JSON has no infinity, and attributes may
-            return decoded([text])[0].get(name)
+            return decode_texts([text])[0].get(name)
 
     try:
         only_value = msgspec.defstruct("Attributes", [("value", Any, None)], rename={"value": name})
     except ValueError:  # a name with quotes
-        return lambda text: decoded([text])[0].get(name)
+        return lambda text: decode_texts([text])[0].get(name)
     decode: Callable[[bytes], Any] = msgspec.json.Decoder(only_value).decode
     return value_in
 
@@ -297,7 +297,7 @@ def as_tuples(value: Any) -> Any:
     return tuple([as_tuples(item) if isinstance(item, list) else item for item in value])
 
 
-def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:
+def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:
     """Return the trace of a file's arrays. Raises `ValueError` and `LookupError` for damaged arrays."""
     span_id, start_ns = summed(arrays["span_id_steps"]), summed(arrays["start_ns_steps"])
     total_ns = arrays["total_ns"].astype(np.int64)
@@ -318,7 +318,7 @@ def unpacked(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) ->
         errors=errors,
         span_id=span_id,
         parent_id=_fill_rare(arrays, "parent_id", np.where(is_top, 0, span_id[above])),
-        root_id=_fill_rare(arrays, "root_id", span_id[tops(np.where(is_top, NONE, above).astype(np.int32))]),
+        root_id=_fill_rare(arrays, "root_id", span_id[topmost_rows(np.where(is_top, NONE, above).astype(np.int32))]),
         thread_id=arrays["thread_ids"].astype(np.int64)[arrays["thread"]],
         task_id=arrays["task_ids"].astype(np.int64)[arrays["task"]],
         start_ns=start_ns,
@@ -445,7 +445,7 @@ class GatheredAttributes:
         return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, column(self._ends), self._texts)
 
 
-def written(attributes: Mapping[str, object]) -> bytes:
+def to_json(attributes: Mapping[str, object]) -> bytes:
     """Return attributes as JSON. Names have no escapes, so that `having` finds them."""
     try:
         text = msgspec.json.encode(attributes)

@@ -28,7 +28,7 @@ import numpy as np
 
 from instrument.recording.spans import BATCH_KEYS, KEY, OUTCOME, Site
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.forest import NONE, and_above, nearest, nearest_above
+from instrument.trace.forest import NONE, are_at_or_above, nearest, nearest_above
 from instrument.trace.groups import Groups, distinct, numbered, running_most
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
@@ -398,7 +398,7 @@ def _hand_off_spans(trace: Columns, joined: Joined) -> Intervals:
     if not is_other.any():
         rows = rows[:0]
     else:
-        serves = and_above(trace.parent, distinct(joined.served.batch))
+        serves = are_at_or_above(trace.parent, distinct(joined.served.batch))
         serves[joined.rows] = True
         rows = rows[is_other & ~serves[rows]]
     request = joined.of[rows].astype(np.int64)
@@ -571,9 +571,9 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     rows = device.row[timed]
     batch = nearest(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
-    of_batches, owners, devices = _busy(trace, timed[batch != NONE], batch[batch != NONE])
+    of_batches, owners, devices = _device_unions(trace, timed[batch != NONE], batch[batch != NONE])
     batch_ns = Groups(owners[of_batches.groups], len(trace)).sums(of_batches.ends - of_batches.starts).astype(np.int64)
-    of_requests, requests, _ = _busy(trace, timed[request != NONE], request[request != NONE])
+    of_requests, requests, _ = _device_unions(trace, timed[request != NONE], request[request != NONE])
     own_ns = Groups(requests[of_requests.groups], len(joined.rows)).sums(of_requests.ends - of_requests.starts)
     given_ns = shares(served, own_lengths(trace, served, of_batches, owners, devices))
     return DeviceLedger(
@@ -581,7 +581,7 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     )  # fmt: skip
 
 
-def _busy(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
+def _device_unions(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
     """Return the unions of device intervals, grouped by owner and device, and the owner and device of each group."""
     device = trace.device
     groups, firsts = numbered(owners, device.device[intervals])

@@ -26,7 +26,7 @@ from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttribu
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import places_of
-from instrument.trace.merged_facts import called, merged_facts, merged_processes, merged_tally
+from instrument.trace.merged_facts import label_of, merged_facts, merged_processes, merged_tally
 
 MONOTONIC, WALL = "monotonic", "wall"
 """The clock of the merged trace: the monotonic clock of one machine since its boot, or the time of day, which differs
@@ -87,7 +87,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
             "seconds off, or --by process"
         )
     if clock == WALL and (undated := [saved for saved in parts if not saved.trace.origin.realtime_ns]):
-        raise TraceError(f"the file of {called(undated[0])} has no time of day; see each process with --by process")
+        raise TraceError(f"the file of {label_of(undated[0])} has no time of day; see each process with --by process")
     try:
         before_ns = max(saved.trace.apart_ns for saved in parts)  # of files that were merged before
         merging = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))
@@ -172,14 +172,14 @@ class _Merge:
         end_ns = _joined_columns(part.trace.end_ns + part.moved_ns for part in parts)
         thread_id = _joined_columns(self._numbers.threads_of(part) for part in parts)
         span_id = _joined_columns(part.trace.span_id for part in parts)
-        chosen = self._taken_for(span_id, site, thread_id, start_ns, end_ns)
+        chosen = self._kept_rows(span_id, site, thread_id, start_ns, end_ns)
         kept_rows = np.flatnonzero(chosen == np.arange(count))
         order = kept_rows[np.lexsort((kept_rows, -end_ns[kept_rows], start_ns[kept_rows]))]
         row_of = places_of(order, count)[chosen]
         for part in parts:
             part.row = row_of[part.of_all]
             part.is_kept = chosen[part.of_all] == np.arange(part.first, part.first + len(part.trace))
-        errors, error = _tables([(part.trace.errors, part.trace.error) for part in parts])
+        errors, error = _join_tables([(part.trace.errors, part.trace.error) for part in parts])
         parent_id, root_id = self._ids_above()
         columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
         return Columns(
@@ -204,7 +204,7 @@ class _Merge:
             },
         )
 
-    def _taken_for(self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s) -> Int64s:
+    def _kept_rows(self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s) -> Int64s:
         """Return, for each row of all files, the row of the same span that is kept: itself, or one in another file."""
         chosen = np.arange(len(span_id))
         process = np.repeat([part.process for part in self._parts], [len(part.trace) for part in self._parts])
@@ -248,7 +248,7 @@ class _Merge:
         masks = [part.is_kept[part.trace.device.row] for part in parts]
         row = _joined_columns(part.row[part.trace.device.row[mask]] for part, mask in zip(parts, masks, strict=True))
         order = np.argsort(row, kind="stable")
-        labels, label = _tables(
+        labels, label = _join_tables(
             [(part.trace.device.labels, part.trace.device.label[mask]) for part, mask in zip(parts, masks, strict=True)]
         )
         columns: dict[str, Int64s] = {}
@@ -274,7 +274,7 @@ def _joined_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
     return np.concatenate(int_columns) if int_columns else np.zeros(0, dtype=np.int64)
 
 
-def _tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[str, ...], Int64s]:
+def _join_tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[tuple[str, ...], Int64s]:
     """Join several tables of names. Return the joined table, and the indices into it for all rows."""
     table: dict[str, int] = {}
     columns = []
@@ -308,11 +308,11 @@ ENDED_THREADS = 0, "(ended threads)"
 """The thread number and name under which recorders count the calls of ended threads."""
 
 
-def folded(files: Sequence[Saved]) -> Saved:
+def fold(files: Sequence[Saved]) -> Saved:
     """Fold recordings of ended processes, or earlier results, into one of bounded size. Raises `TraceError`."""
     saved = merge(files).saved
     facts = saved.trace
-    columns, since_ns = _newest(saved.trace.columns, SPANS_KEPT)
+    columns, since_ns = _newest_spans(saved.trace.columns, SPANS_KEPT)
     losses, lost = dict(facts.losses), len(saved.trace.columns) - len(columns)
     if lost:
         losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + lost
@@ -342,7 +342,7 @@ def _most_notes(notes: list[str]) -> list[str]:
     return notes if len(notes) <= NOTES_KEPT else [*notes[:NOTES_KEPT], MORE_NOTES]
 
 
-def _newest(trace: Columns, count: int) -> tuple[Columns, int]:
+def _newest_spans(trace: Columns, count: int) -> tuple[Columns, int]:
     """Return the `count` spans that ended last, and the time from which on no span is missing (0: none is missing)."""
     is_kept, since_ns = np.ones(len(trace), dtype=np.bool_), 0
     if len(trace) > count:

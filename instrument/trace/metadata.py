@@ -41,7 +41,7 @@ from instrument.recording.spans import (
 )
 from instrument.recording.tally import TOTALS, Tally, Totals, buckets_of
 from instrument.trace.layout import WIDTHS, Column, as_tuples
-from instrument.trace.text import INT64, LIMIT_SPANS, checked, clean, encode, index, is_number, safe, whole
+from instrument.trace.text import INT64, LIMIT_SPANS, check_ints, checked, clean, encode, index, is_number, safe
 from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import (
     KernelColumns,
@@ -75,7 +75,7 @@ def _facts(thing: Any) -> dict[str, Any]:
     return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
-def made(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
+def dataclass_from(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
     """Return a flat dataclass from those facts that it has fields for. Raises `ValueError` for a wrong type."""
     items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: checked(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
@@ -249,14 +249,14 @@ class Metadata:
             _read_process(facts),
             spans=spans,
             samples=tuple(samples),
-            gpus=tuple(made(Gpu, gpu) for gpu in facts.get("gpus", ())),
+            gpus=tuple(dataclass_from(Gpu, gpu) for gpu in facts.get("gpus", ())),
             kernels=kernels,
             allocations=allocations,
             watched=self._watched(),
             startup=self._startup(),
             flops=tuple(
                 Flops(thread_id, self.base_ns + since_ns, flops)
-                for thread_id, since_ns, flops in map(whole, facts.get("flops", ()))
+                for thread_id, since_ns, flops in map(check_ints, facts.get("flops", ()))
             ),
             apart_ns=min(max(checked(facts.get("apart_ns", 0), int), 0), INT64 >> 2),
             processes=tuple(map(_read_merged_process, facts.get("processes", ()))),
@@ -305,7 +305,7 @@ class Metadata:
         """Return the kernels of an earlier version: a list of numbers for each, with times from the base."""
         kernels = []
         for name, kind, *numbers in self._facts.get("kernels", ()):
-            device, stream, start_ns, length_ns, thread_id, launched_ns = whole(numbers)
+            device, stream, start_ns, length_ns, thread_id, launched_ns = check_ints(numbers)
             start_ns, launched_ns = start_ns + self.base_ns, launched_ns + (self.base_ns if thread_id else 0)
             work = Kernel(
                 names[index(name)], kind, device, stream, start_ns, start_ns + length_ns, thread_id, launched_ns
@@ -321,7 +321,7 @@ class Metadata:
         if isinstance(allocations, str):
             return Allocations(_column("<i8", allocations).tobytes(), self.base_ns)
         return Allocations(
-            b"".join(Allocations.ROW.pack(*whole([*numbers, 0][:7])) for numbers in allocations), self.base_ns
+            b"".join(Allocations.ROW.pack(*check_ints([*numbers, 0][:7])) for numbers in allocations), self.base_ns
         )
 
     def tally(self) -> Tally | None:
@@ -381,7 +381,7 @@ def _finite(cost: Cost) -> Cost:
 
 def _read_process(facts: Mapping[str, Any]) -> Trace:
     return Trace(
-        origin=made(Origin, facts["origin"]),
+        origin=dataclass_from(Origin, facts["origin"]),
         start_ns=checked(facts["start_ns"], int),
         end_ns=checked(facts["end_ns"], int),
         spans=[],
@@ -389,7 +389,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
         losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
         notes=tuple(checked(note, str) for note in facts["notes"]),
         window=checked(facts["window"], int),
-        cost=None if facts["cost"] is None else _finite(made(Cost, facts["cost"])),
+        cost=None if facts["cost"] is None else _finite(dataclass_from(Cost, facts["cost"])),
         held_from_ns=checked(facts.get("held_from_ns", 0), int),
         died=checked(facts.get("died", ""), str),
         own_notes=own_notes_of(facts.get("own_notes", {})),
@@ -421,13 +421,13 @@ def _read_merged_process(facts: Any) -> MergedProcess:
 
 
 def _pairs(rows: Any) -> list[tuple[int, int]]:
-    return [(first, second) for first, second in map(whole, rows)]
+    return [(first, second) for first, second in map(check_ints, rows)]
 
 
 def site_from(facts: dict[str, Any]) -> Site:
     """Return a site from its JSON. Raises `ValueError` for an invalid one."""
     pairs = tuple((checked(key, str), as_tuples(value)) for key, value in facts.get("attributes", ()))
-    site: Site = made(Site, facts, attributes=pairs)
+    site: Site = dataclass_from(Site, facts, attributes=pairs)
     if site.kind not in KINDS:
         raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which does not exist; it is damaged")
     return site

@@ -18,7 +18,7 @@ from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, Origin, OwnNotes, Site, is_request
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s, device_intervals
 from instrument.trace.forest import NONE
-from instrument.trace.layout import GatheredAttributes, written
+from instrument.trace.layout import GatheredAttributes, to_json
 from instrument.trace.metadata import own_notes_of
 from instrument.trace.self_times import self_times_of
 from instrument.trace.trace import Trace
@@ -104,13 +104,13 @@ def origin_of(header: Header) -> Origin:
     return Origin(**{"service": "", **values})
 
 
-def numbers_in(rows: Records) -> tuple[Int64s, Int64s]:
+def active_times_in(rows: Records) -> tuple[Int64s, Int64s]:
     """Return the indices of rows that store their active time themselves, and these times in ns."""
     places = np.flatnonzero(rows["rare"] & 1)
     return places, (rows["rare"][places] >> 1).astype(np.int64)
 
 
-def has_more(rows: Records) -> Bools:
+def have_details(rows: Records) -> Bools:
     """Return True for rows whose details are stored outside of the row."""
     return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
 
@@ -150,7 +150,7 @@ class RowSnapshot:
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
         rings = mapped.rows(mapped.first_after(since_ns)) if since_ns else mapped.rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
-        has_details = any(bool(has_more(ring.rows).any()) for ring in rings) or open_spans
+        has_details = any(bool(have_details(ring.rows).any()) for ring in rings) or open_spans
         details, _ = mapped.copied_details(details_from) if has_details else ([], 0)
         wrapped, given_up = map(frozenset, mapped.overwritten_since(since_ns))
         served_from_ns = NEVER_NS if remote is None else first_request_ns(mapped)
@@ -221,14 +221,14 @@ class RowSnapshot:
         starts = column("start_ns", [span.start_ns for span in opened])
         ends = column("end_ns", [max(read_ns, span.start_ns) for span in opened])
         active_ns = ends - starts
-        places, numbers = numbers_in(rows)
+        places, numbers = active_times_in(rows)
         active_ns[places] = np.minimum(numbers, active_ns[places])
         for row, span in enumerate(opened, count):
             if span.active_ns >= 0:
                 active_ns[row] = min(span.active_ns, int(active_ns[row]))
         children_ns = column("children_ns", _children_ns(opened, read_ns))
         further = _Further(len(span_id))
-        for row in [*np.flatnonzero(has_more(rows)).tolist(), *range(count, len(span_id))]:
+        for row in [*np.flatnonzero(have_details(rows)).tolist(), *range(count, len(span_id))]:
             further.add(row, details.get(int(span_id[row])), opened[row - count] if row >= count else None, marks=marks)
         for row, own_ns in further.active:
             active_ns[row] = min(own_ns, int(active_ns[row]))
@@ -301,7 +301,7 @@ class _Further:
         if span is not None and marks:
             attributes[OPEN] = True
         if attributes:
-            self.attributes.add(row, written(attributes))
+            self.attributes.add(row, to_json(attributes))
 
 
 def _children_ns(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:

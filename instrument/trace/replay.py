@@ -21,7 +21,7 @@ from instrument.trace.bill import Lanes
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above
 from instrument.trace.groups import Groups, distinct, firsts_of, numbered
-from instrument.trace.intervals import FARTHEST, Union, at_once
+from instrument.trace.intervals import FARTHEST, Union, measure_overlap
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, Turns
 
@@ -81,7 +81,7 @@ class Engine:
             ratios[rows] = cost.ratios
         self._gap_ns = _gap_ns(trace, batches)
         ends = np.maximum.reduceat(trace.end_ns[served.batch[pairs]], first) if len(first) else begins
-        self._slots = max(at_once([Union(begins, ends)])[1], 1)
+        self._slots = max(measure_overlap([Union(begins, ends)])[1], 1)
         # A request that has had its prefill takes part in the decode of the same turn of the engine.
         ordinals = np.arange(len(pairs)) - np.repeat(first, last - first)
         by_name = [ordinals[names[of_pair[pairs]] == name] for name in range(len(of_names))]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from instrument.recording.spans import ATTRIBUTE_LIMIT, FACT_KEYS, FACTS, AttributeValue
-from instrument.trace.columns import Columns, Int64s, changed
+from instrument.trace.columns import Columns, Int64s, override_rows
 from instrument.trace.forest import NONE
 
 INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
@@ -51,12 +51,12 @@ def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[in
             if place != NONE:
                 facts = facts_by_request.setdefault(int(requests[place]), {})
                 with suppress(TypeError):  # of values that cannot be added or compared, the first stays
-                    facts[name] = _kept(keep, facts.get(name), value)
+                    facts[name] = _updated_fact(keep, facts.get(name), value)
         if is_known:
             attributes_by_row[row] = _without_lists(attributes)
     for row, facts in facts_by_request.items():
         attributes_by_row[row] = {**attributes_by_row.get(row, trace.attributes[row]), **facts}
-    return replace(trace, attributes=changed(trace.attributes, len(trace), attributes_by_row))
+    return replace(trace, attributes=override_rows(trace.attributes, len(trace), attributes_by_row))
 
 
 def _facts_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
@@ -83,7 +83,7 @@ def _without_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, Attrib
     return {name: value for name, value in attributes.items() if name not in read_names}
 
 
-def _kept(keep: str, before: Any, value: Any) -> Any:
+def _updated_fact(keep: str, before: Any, value: Any) -> Any:
     """Return the value of a fact after a later value: the last, the largest, the sum or a list, by its word `keep`."""
     if keep == "list":
         return (*(before or ()), value)[:ATTRIBUTE_LIMIT]

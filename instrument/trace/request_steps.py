@@ -135,12 +135,12 @@ class StepKinds:
             pairs = series_names[first] * len(names) + series_names[second]
             for counter, is_counted in ((self._counts, has_turns), (self._turns, has_turns & take_turns)):
                 for pair, count in zip(*np.unique(pairs[is_counted], return_counts=True), strict=True):
-                    counter[_names(names, int(pair))] += int(count)
+                    counter[_names_of_pair(names, int(pair))] += int(count)
             for pairs_seen, is_member in (
                 (self._alike, ~has_turns & some_say & is_alike),
                 (self._unlike, ~has_turns & some_say & ~is_alike),
             ):
-                pairs_seen.update(_names(names, pair) for pair in np.unique(pairs[is_member]).tolist())
+                pairs_seen.update(_names_of_pair(names, pair) for pair in np.unique(pairs[is_member]).tolist())
 
     def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
         """Learn the least weight of each batch name. `name` has indices into `names`."""
@@ -164,7 +164,7 @@ class StepKinds:
         return {name: (its_kind, leads[its_kind]) for name, its_kind in kind.items()}
 
 
-def _names(names: Sequence[str], pair: int) -> tuple[str, str]:
+def _names_of_pair(names: Sequence[str], pair: int) -> tuple[str, str]:
     """Return the two names of a numbered pair."""
     first, second = divmod(pair, len(names))
     return names[first], names[second]
@@ -226,15 +226,15 @@ def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     ends = parts.end_ns[lead]
     of_series = kind_of_named[named_of]
     alike = np.flatnonzero(series.size == counts[of_series])
-    for_steps = _spread(begins[of_series[alike]], series.size[alike])
-    np.maximum.at(ends, for_steps, parts.end_ns[series.order[_spread(series.first[alike], series.size[alike])]])
+    for_steps = _runs(begins[of_series[alike]], series.size[alike])
+    np.maximum.at(ends, for_steps, parts.end_ns[series.order[_runs(series.first[alike], series.size[alike])]])
     request = np.repeat(series.request[longest], counts)
     order = np.lexsort((np.repeat(appears, counts), parts.start_ns[lead], request))
     request = request[order]
     return Steps(request, firsts_of(request), lead[order], ends[order])
 
 
-def _spread(firsts: Int64s, counts: Int64s) -> Int64s:
+def _runs(firsts: Int64s, counts: Int64s) -> Int64s:
     """Return several runs of consecutive numbers: run `i` has `counts[i]` numbers from `firsts[i]` on."""
     begins = np.cumsum(counts) - counts
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts))
@@ -257,9 +257,9 @@ def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: In
     other_series = other_series[~is_at_once | (series.size[other_series] != series.size[longest_of_others])]
     counts = series.size[longest].copy()
     if not len(other_series):
-        return series.order[_spread(series.first[longest], counts)], counts
+        return series.order[_runs(series.first[longest], counts)], counts
     merged = {
-        number: _merged(parts, [int(longest[number]), *other_series[place[other_series] == number].tolist()])
+        number: _merge_series(parts, [int(longest[number]), *other_series[place[other_series] == number].tolist()])
         for number in np.unique(place[other_series]).tolist()
     }
     for number, merged_parts in merged.items():
@@ -268,13 +268,13 @@ def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: In
     leads = np.empty(int(counts.sum()), dtype=np.int64)
     alone = np.ones(len(longest), dtype=np.bool_)
     alone[list(merged)] = False
-    leads[_spread(begins[alone], counts[alone])] = series.order[_spread(series.first[longest[alone]], counts[alone])]
+    leads[_runs(begins[alone], counts[alone])] = series.order[_runs(series.first[longest[alone]], counts[alone])]
     for number, merged_parts in merged.items():
         leads[begins[number] : begins[number] + len(merged_parts)] = merged_parts
     return leads, counts
 
 
-def _merged(parts: Parts, series_places: Sequence[int]) -> list[int]:
+def _merge_series(parts: Parts, series_places: Sequence[int]) -> list[int]:
     """Return the batches of several series by time, without any that overlaps the one before on another thread."""
     series = parts.series
     items = [

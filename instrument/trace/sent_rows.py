@@ -240,7 +240,7 @@ class SentRows:
     def _stages(self, units: set[int]) -> list[Stages]:
         """Return the stages of the requests in some trees."""
         served = self._joined.served
-        theirs = np.append(self._decisions.marked(units)[self._joined.rows], False)
+        theirs = np.append(self._decisions.rows_of_trees(units)[self._joined.rows], False)
         request = np.where(theirs[served.request], served.request, NONE)
         joined = replace(self._joined, served=replace(served, request=request))
         self._stage_view = joined

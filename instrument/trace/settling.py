@@ -15,7 +15,7 @@ from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY
 from instrument.trace.columns import Bools
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
-from instrument.trace.forest import NONE, and_above
+from instrument.trace.forest import NONE, are_at_or_above
 from instrument.trace.request_steps import StepKinds
 from instrument.trace.sent_rows import SentRows, Settled
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
@@ -99,17 +99,17 @@ def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_l
     says_keys = is_root | trace.of_kind("request")
     for name in (KEY, BATCH_KEYS):
         says_keys[trace.attributes.having(name)] = True
-    says_keys = and_above(gathered.trace.parent, np.flatnonzero(says_keys))  # a key counts for all below it
+    says_keys = are_at_or_above(gathered.trace.parent, np.flatnonzero(says_keys))  # a key counts for all below it
     needed = np.zeros(len(says_keys), np.bool_)
     waiting = [row for place in joined.keys if decisions.fate_of(row := int(joined.rows[place])) is None]
     since_ns = int(trace.start_ns[waiting].min()) if waiting else OPEN_NS
     batches = np.fromiter(decisions.served, np.int64, len(decisions.served))
     needed[batches[trace.end_ns[batches] >= since_ns]] = True  # they serve such a request, or keep it waiting
     settled = out | dropped
-    recent = dropped & _stay_recent(decisions, set() if is_last else decisions.passed)
+    recent = dropped & _may_be_needed(decisions, set() if is_last else decisions.passed)
     passed_before = (gathered.state == PASSED) & ~settled
     roots_before = set() if is_last else set(np.flatnonzero(is_root & passed_before).tolist())
-    expired = passed_before & ~_stay_recent(decisions, roots_before)
+    expired = passed_before & ~_may_be_needed(decisions, roots_before)
     for number, member in enumerate(decisions.members):
         rows = np.flatnonzero((gathered.member == number) & (gathered.place != NONE))
         member.passed += int(np.count_nonzero(dropped[rows] & (gathered.state[rows] != PASSED)))
@@ -128,13 +128,13 @@ def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_l
         member.keep(is_kept)
 
 
-def _stay_recent(decisions: Decisions, units: set[int]) -> Bools:
+def _may_be_needed(decisions: Decisions, units: set[int]) -> Bools:
     """Return an array over the rows, True for rows of dropped requests that a later notable request may need."""
     member, end_ns = decisions.gathered.member, decisions.found.end_ns
     newest: dict[int, int] = {}
     for unit in units:
         newest[int(member[unit])] = max(newest.get(int(member[unit]), 0), int(end_ns[unit]))
-    return decisions.marked(
+    return decisions.rows_of_trees(
         {
             unit
             for unit in units

@@ -64,7 +64,7 @@ def duckdb() -> ModuleType:
     return duckdb
 
 
-def opened(facts: Trace, *, attributes: bool = True) -> Any:
+def open_database(facts: Trace, *, attributes: bool = True) -> Any:
     """Return a connection to a database with the tables of `query`. `attributes` is empty unless requested."""
     connection = duckdb().connect(":memory:")
     try:
@@ -90,7 +90,7 @@ def opened(facts: Trace, *, attributes: bool = True) -> Any:
     return connection
 
 
-def closed_off(connection: Any) -> Any:
+def restrict_access(connection: Any) -> Any:
     """Restrict the statements of a connection to its tables. Return the connection."""
     for setting in ("autoinstall_known_extensions", "autoload_known_extensions", "enable_external_access"):
         connection.execute(f"set {setting} = false")
@@ -100,7 +100,7 @@ def closed_off(connection: Any) -> Any:
 
 def frame(trace: Trace) -> Any:
     """Return the spans as a DuckDB relation, which can be converted to a data frame."""
-    return opened(trace).sql(_WITH_INTERVALS)
+    return open_database(trace).sql(_WITH_INTERVALS)
 
 
 _REQUESTS = """
@@ -122,7 +122,7 @@ from spans s join given_members m using (span_id) group by all order by s.start_
 
 def frame_of_batches(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
     """Return the batches as a DuckDB relation. The shares of a batch add up to its own time."""
-    served, connection = joined.served, opened(facts, attributes=False)
+    served, connection = joined.served, open_database(facts, attributes=False)
     members = {
         "span_id": facts.columns.span_id[served.batch],
         "number": np.arange(len(served.batch)),
@@ -147,7 +147,7 @@ def frame_of_requests(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
         if name in PARTS:
             columns[f"{PARTS[name]}_ns"][ledger.request[is_part]] = ledger.time_ns[is_part]
     keys = _texts((joined.keys.get(place) or ("",))[0] for place in range(len(span_id)))
-    connection = opened(facts)
+    connection = open_database(facts)
     connection.register("given_requests", {"span_id": span_id, "key": keys, **columns})
     phases = {
         "span_id": span_id[ledger.request[is_phase]],

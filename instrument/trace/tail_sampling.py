@@ -94,7 +94,7 @@ class TailSampler:
             or (bool(capture.where) and all(_condition_holds(condition, request) for condition in capture.where))
         )
 
-    def is_allowed(self, end_ns: int) -> bool:
+    def take_allowance(self, end_ns: int) -> bool:
         """Return True, and use up one request, if `capture.limit` allows another one at this time."""
         return self._allowance.take(end_ns)
 

@@ -97,7 +97,7 @@ def checked(value: object, *kinds: type) -> Any:
     return value
 
 
-def whole(values: Sequence[Any]) -> Sequence[int]:
+def check_ints(values: Sequence[Any]) -> Sequence[int]:
     """Return the values. Raises `ValueError` unless all are 64-bit ints. It is faster than `checked` for each value."""
     if set(map(type, values)) != {int} or not -INT64 <= min(values) <= max(values) < INT64:
         return [checked(value, int) for value in values]

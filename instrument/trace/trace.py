@@ -31,7 +31,7 @@ from instrument.trace.columns import (
     DeviceIntervals,
     Int32s,
     Int64s,
-    extended,
+    append_rows,
 )
 from instrument.trace.forest import NONE
 
@@ -76,7 +76,7 @@ def with_spans(trace: Columns, spans: Sequence[Span]) -> Columns:
         **columns,
         site=np.concatenate([trace.site, more.site + len(trace.sites)]).astype(np.int32),
         error=np.concatenate([trace.error, error]).astype(np.int32),
-        attributes=extended(trace.attributes, len(trace), [span.attributes for span in spans]),
+        attributes=append_rows(trace.attributes, len(trace), [span.attributes for span in spans]),
     )
 
 

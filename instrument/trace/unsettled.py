@@ -297,7 +297,7 @@ class UnsettledRows:
             is_late = rows["end_ns"] > settled_ns
             is_kept = is_undecided | (is_request & (is_root | has_detail)) | (~is_request & (is_late | self.has_keys))
             for span_id in rows["span_id"][is_kept & has_detail].tolist():
-                self.details[span_id] = _parsed(*details[span_id])
+                self.details[span_id] = _parse_detail(*details[span_id])
             for root_id in rows["root_id"][is_root & ~is_undecided].tolist():
                 self.decide(root_id, Decided(False, root_id, None))
             self.rows = np.concatenate([self.rows, rows[is_kept]])
@@ -361,7 +361,7 @@ class UnsettledRows:
                 continue
             self._early_bytes -= len(detail[1])
             if kept_ids is None or span_id in kept_ids:
-                self.details[span_id] = _parsed(*detail)
+                self.details[span_id] = _parse_detail(*detail)
 
     def _make_room(self) -> None:
         """Drop rows of the oldest open requests, then other old rows, until three quarters of `MOST_ROWS` remain."""
@@ -424,7 +424,7 @@ def _have_details(rows: NDArray[np.void]) -> NDArray[np.bool_]:
     return np.asarray((rows["rare"] != 0) & (rows["rare"] & np.uint64(1) == 0))
 
 
-def _parsed(active_ns: int, text: bytes) -> RowDetail:
+def _parse_detail(active_ns: int, text: bytes) -> RowDetail:
     active_ns, error, attributes = detail_of(active_ns, facts_in(text))
     return RowDetail(active_ns, error, *_split_remote(attributes))
 

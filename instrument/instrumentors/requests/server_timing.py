@@ -27,7 +27,7 @@ from instrument.runtime.faults import FAULTS
 from instrument.trace.columns import Columns, device_intervals
 from instrument.trace.joined import ROUNDS, join
 from instrument.trace.ledger import QUEUE, STALL, ledger
-from instrument.trace.of_recording import RowSnapshot, has_more
+from instrument.trace.of_recording import RowSnapshot, have_details
 from instrument.trace.stages import LATENCIES, stages
 
 MOST_ROWS, MOST_DETAIL_BYTES = 10_000, 128 << 10
@@ -132,7 +132,7 @@ def _trace_so_far(recorder: Recorder, frame: Any, details_from: int) -> Columns:
     texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}
     root_by_id = {span.span_id: span.root_id for span in snapshot.open_spans}
     for ring in snapshot.rings if texts else ():
-        rows = ring.rows[has_more(ring.rows)]  # few of many
+        rows = ring.rows[have_details(ring.rows)]  # few of many
         root_by_id.update(zip(rows["span_id"].tolist(), rows["root_id"].tolist(), strict=True))
     texts = {span_id: text for span_id, text in texts.items() if span_id in root_by_id}
     for span in snapshot.open_spans:
