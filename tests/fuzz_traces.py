@@ -26,7 +26,6 @@ from instrument import chrome
 from instrument.errors import ProfileError, TraceError
 from instrument.profile import keys
 from instrument.profile.model import SORT_KEYS, VIEWS
-from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     HOST,
@@ -49,7 +48,7 @@ from instrument.report.explanation import RequestChoice, explain
 from instrument.report.summary import summary, summary_document
 from instrument.report.view import Options, Recording, document
 from instrument.sessions.window import Windows
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Trace
 
 MOST_BYTES = 500 << 20
 SLOWEST_S = 20.0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from simulated_engine import Request, Service
 
-from instrument.recording.histogram import percentiles_of
+from instrument.recording.distributions import percentiles_of
 from instrument.report.neighbours_view import NeighbourBill, Without, neighbours
 from instrument.report.request_groups import joined_requests, request_groups, request_ledger, request_turns
 from instrument.report.view import Options, Recording

@@ -18,8 +18,8 @@ from otlp_collectors import collecting, take
 from test_agent import agents, begin, children_of, folder, run, until
 from test_agent_containers import ALONE, INSTRUMENT, needs_namespaces
 
+from instrument.agent.export_loop import SILENT_S, GaugeThread
 from instrument.agent.exporter_process import ELSEWHERE, EXPORTER
-from instrument.agent.gauge_thread import SILENT_S, GaugeThread
 from instrument.device.gauges import GaugeSources
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import GAUGES as EVERY_GAUGE

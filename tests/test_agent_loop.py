@@ -18,8 +18,8 @@ import pytest
 
 from instrument import clock
 from instrument.agent import departure, loop, processes, runs
+from instrument.agent.child import Jobs
 from instrument.agent.client import Member
-from instrument.agent.jobs import Jobs
 from instrument.agent.live_view import LiveSampler
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import GOODBYE, VANISHED, Process, Run, exit_fd_of

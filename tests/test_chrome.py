@@ -28,7 +28,6 @@ from tallies import by_keys
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import KINDS
-from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     BATCH_KEYS,
@@ -44,7 +43,7 @@ from instrument.recording.spans import (
     Span,
 )
 from instrument.trace import file, metadata
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Trace
 
 BASE_NS = 123_456_789_012_345
 ORIGIN = Origin(4711, "chat-7b", BASE_NS - 5, 1_763_683_200_000_000_001, "native", "profile.yaml", "node-3")

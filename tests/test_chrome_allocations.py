@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import Origin, Site, Span
 from instrument.trace import metadata
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Allocations, Trace
 
 INT64 = 1 << 63
 BASE_NS = 1000

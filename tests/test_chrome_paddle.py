@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from instrument import chrome
-from instrument.recording.allocations import Allocation
 from instrument.recording.spans import HOST
 from instrument.report.memory_view import memory
 from instrument.report.operator_rows import CallTimes
 from instrument.report.operators_view import operators, user
 from instrument.report.phases_view import phases
 from instrument.report.view import Options, Recording
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Trace
 
 GOLDEN = Path(__file__).parent / "golden"
 OUR_PHASE = {

@@ -34,8 +34,8 @@ from instrument.trace.columns import LABELS, device_intervals
 from instrument.trace.dataset import DatasetProcess, DatasetRows, definition
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.merge import merge
+from instrument.trace.sent_rows import Settling
 from instrument.trace.settled_dataset import SettledRows
-from instrument.trace.settling import Settling
 
 pyarrow = pytest.importorskip("pyarrow")
 

@@ -40,7 +40,7 @@ MOST = {
     "profile": (0, 0, 1, 0),
     "proposal": (0, 0, 0, 0),
     "recorder": (0, 1, 0, 0),
-    "recording": (0, 3, 3, 0),
+    "recording": (0, 3, 2, 0),
     "report": (0, 1, 6, 0),
     "runtime": (0, 0, 1, 0),
     "sessions": (0, 0, 0, 0),

@@ -19,7 +19,7 @@ from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 from tallies import Tally, Totals
 
-from instrument.recording.histogram import bucket
+from instrument.recording.distributions import bucket
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
 from instrument.report.copies_view import copies
 from instrument.report.distribution_view import distribution

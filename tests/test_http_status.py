@@ -17,8 +17,7 @@ from otlp_spans import span as span_of
 from readback import spans_in
 
 from instrument.profile.model import Capture
-from instrument.recorder.outcomes import ANSWERS, STATUS
-from instrument.recorder.wrapping import wrap
+from instrument.recorder.wrapping import ANSWERS, STATUS, wrap
 from instrument.recording.spans import OUTCOME, Site, Span
 
 REQUEST, WORK = Site("handle", "request"), Site("authorise", "op")

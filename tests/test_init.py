@@ -28,9 +28,15 @@ from instrument.instrumentors.argument_watch import DIGESTS, LOOKS, ArgumentWatc
 from instrument.instrumentors.requests import MADE_FOR, presets_for
 from instrument.profile.keys import loads
 from instrument.profile.presets import PRESETS
-from instrument.proposal.first_profile import FirstProfile, choose_layers, command_of, first_profile_of, text_of
+from instrument.proposal.first_profile import (
+    FirstProfile,
+    choose_keys,
+    choose_layers,
+    command_of,
+    first_profile_of,
+    text_of,
+)
 from instrument.proposal.function_choice import FunctionProposal, choose_functions
-from instrument.proposal.key_choice import choose_keys
 from instrument.proposal.observation import Called, Observation, ObservedNode, own_names
 
 MS = 10**6

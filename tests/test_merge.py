@@ -24,7 +24,6 @@ from raw_spans import counted, traces
 from instrument import chrome, clock
 from instrument.cli import main
 from instrument.errors import TraceError
-from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import HOST, DeviceInterval, Gpu, Kernel, Origin, OwnNotes, Site, Span, never_called
 from instrument.report.kernels_view import kernels
@@ -34,7 +33,7 @@ from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.file import Saved
 from instrument.trace.merge import merge
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Trace
 
 
 def saved(trace: Trace, *, pid: int = 1, boot: str = "b", **more: Any) -> Saved:

@@ -33,8 +33,7 @@ from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
 from instrument.recorder import meter
 from instrument.recorder.meter import queued_tasks
-from instrument.recording.distributions import EXEMPLARS, Distribution, Exemplar, Exemplars
-from instrument.recording.histogram import bucket
+from instrument.recording.distributions import EXEMPLARS, Distribution, Exemplar, Exemplars, bucket
 
 DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
 DELTA, CUMULATIVE = 1, 2

@@ -23,8 +23,7 @@ from instrument.instrumentors.own_gauges import GaugeReader
 from instrument.profile.keys import loads
 from instrument.recorder import own_numbers as numbers
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.distributions import Metric
-from instrument.recording.histogram import bucket_middle
+from instrument.recording.distributions import Metric, bucket_middle
 from instrument.recording.mapped import numbers_in
 from instrument.recording.numbers import LARGEST, metrics_of, samples_of
 from instrument.runtime.faults import FAULTS

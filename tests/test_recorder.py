@@ -34,7 +34,7 @@ from instrument.recorder import wrapping
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import Ticks
 from instrument.recorder.wrapping import bare_function
-from instrument.recording.histogram import bucket
+from instrument.recording.distributions import bucket
 from instrument.recording.paths import OVERFLOW
 from instrument.recording.remote_parents import REMOTE, RemoteParent, noted
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site

@@ -15,8 +15,7 @@ from interval_lists import length, union
 import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
 from instrument.recording.spans import Origin, Site, Span
-from instrument.report.benchmark_view import benchmark
-from instrument.report.loops import Loops, line_of, loops_of_benchmark
+from instrument.report.benchmark_view import Loops, benchmark, line_of, loops_of_benchmark
 from instrument.report.step_counts import Benchmark, LoopTimes, Spread
 from instrument.report.summary import summary_document
 from instrument.report.view import Options, Recording

@@ -19,7 +19,7 @@ from tallies import Tally, Totals, made
 from tallies import rows_of as lines_of
 
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.recording.histogram import bucket
+from instrument.recording.distributions import bucket
 from instrument.recording.spans import Cost, DeviceInterval, Site, Span
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events

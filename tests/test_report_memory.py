@@ -27,7 +27,6 @@ import instrument
 from instrument import chrome, cli
 from instrument.profile.keys import loads
 from instrument.profile.model import STATES
-from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span
 from instrument.report.memory_view import (
     BEFORE,
@@ -42,7 +41,7 @@ from instrument.report.memory_view import (
 from instrument.report.table import LINE, columns
 from instrument.report.units import NOWHERE, SHARED, UNKNOWN, places
 from instrument.report.view import Options, Recording, document
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Allocations, Trace
 
 MS = 1_000_000
 MIB = 1 << 20

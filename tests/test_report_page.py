@@ -21,7 +21,7 @@ from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.profile.model import KINDS
 from instrument.recording.spans import KEY, Origin, Site, Span
-from instrument.report.page import device_lanes, html_page, kept_spans
+from instrument.report.page import html_page, kept_spans
 from instrument.report.page.html_page import ON_PAGE, SCRIPTS, write_page
 from instrument.report.page.kept_spans import steps
 from instrument.report.request_groups import joined_requests, request_ledger
@@ -340,7 +340,7 @@ def test_rows_that_a_table_leaves_out_are_said_where_there_are_any() -> None:
 
 
 def test_readings_of_gauges_are_thinned_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_lanes, "MOST_READINGS", 1)
+    monkeypatch.setattr(html_page, "MOST_READINGS", 1)
     trace = TRACES["a service"]
     document = document_of(trace)
     assert all(len(gauge["values"]) == 1 for gauge in document["device"]["gauges"])

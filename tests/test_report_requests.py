@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from trees import outline
 
-from instrument.recorder.outcomes import STATUS
+from instrument.recorder.wrapping import STATUS
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report.endpoint_times import EndpointTimes

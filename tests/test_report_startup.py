@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tallies import Tally, Totals, made
 
 from instrument import chrome, clock
-from instrument.recording.histogram import bucket
+from instrument.recording.distributions import bucket
 from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup
 from instrument.report.startup_view import StartupView, startup
 from instrument.report.table import LINE, columns

@@ -19,7 +19,6 @@ import instrument
 from instrument import scope
 from instrument.profile.keys import loads
 from instrument.profile.model import KINDS, SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
-from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     GAUGES,
@@ -39,7 +38,7 @@ from instrument.recording.spans import (
 from instrument.report.summary import VIEW_OF, make_views, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, named_table, safe, section_title
 from instrument.report.view import UNITS, InstrumentationStats, Options, Recording
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Trace
 
 MS = 1_000_000
 HOSTILE = [

@@ -22,7 +22,7 @@ from instrument.errors import ProfileError
 from instrument.instrumentors.arguments import FactReader, KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
-from instrument.recording.histogram import percentiles_of
+from instrument.recording.distributions import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, FACT_KEYS, FACTS, KEY, Site, Span
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording

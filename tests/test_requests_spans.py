@@ -24,8 +24,8 @@ from instrument import chrome
 from instrument.instrumentors.requests import asgi, wsgi
 from instrument.instrumentors.requests.exchange import ADDRESSES_KNOWN, CURRENT, Exchanges
 from instrument.profile.model import Capture, Profile, RequestsRule
-from instrument.recorder.outcomes import STATUS
 from instrument.recorder.recorder import RECORDER
+from instrument.recorder.wrapping import STATUS
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import Span, is_late_failure
 

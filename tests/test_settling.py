@@ -33,10 +33,9 @@ from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined, grafted, join
 from instrument.trace.merge import merge
-from instrument.trace.settling import Settling
+from instrument.trace.sent_rows import Settling
 from instrument.trace.stages import stage_spans
-from instrument.trace.tail_sampling import TailSampler
-from instrument.trace.unsettled import UnsettledRows
+from instrument.trace.unsettled import TailSampler, UnsettledRows
 
 FRONT, ENGINE = 1, 2
 S = 10**9

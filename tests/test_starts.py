@@ -31,7 +31,6 @@ from instrument.profile import shared_profile
 from instrument.profile.keys import load, loads
 from instrument.runtime import cheap_start
 from instrument.sessions import autostart
-from instrument.sessions.autostart import waiting
 
 SITECUSTOMIZE = Path(autostart.__file__).with_name("sitecustomize.py")
 PROFILE = (
@@ -75,7 +74,7 @@ def test_a_process_that_records_nothing_loads_the_import_hook_alone(preset: str)
     assert done.returncode == 0, done.stderr
     bare = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, check=True).stdout.split()
     on, off, off_too = (set(line.split()) - {*bare} for line in done.stdout.splitlines())
-    ours = {"instrument", "instrument.sessions", "instrument.sessions.autostart", waiting.__name__}
+    ours = {"instrument", "instrument.sessions", "instrument.sessions.autostart", autostart.__name__}
     assert on - {"__future__"} == {"sitecustomize", *ours}
     assert off | off_too <= {"sitecustomize"}
 
@@ -87,13 +86,13 @@ def test_a_namespace_package_is_loaded_once_a_module_of_it_is(tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     try:
         importlib.import_module("space")
-        assert not waiting.is_loaded("space")
+        assert not autostart.is_loaded("space")
         importlib.import_module("space.part")
-        assert waiting.is_loaded("space")
+        assert autostart.is_loaded("space")
     finally:
         for name in ("space", "space.part"):
             sys.modules.pop(name, None)
-    assert [waiting.is_loaded(name) for name in ("json", "time", "nowhere")] == [True, True, False]
+    assert [autostart.is_loaded(name) for name in ("json", "time", "nowhere")] == [True, True, False]
 
 
 @pytest.mark.slow
@@ -328,14 +327,14 @@ def test_the_first_python_of_a_run_records_whatever_begins_it() -> None:
     folder = Path("20261128T100000-7").absolute()
     folder.mkdir()
     environ["INSTRUMENT_AGENT"] = str(folder / "agent.sock")
-    code = "from instrument.sessions.autostart import waiting; print(waiting._is_first())"
+    code = "from instrument.sessions import autostart; print(autostart._is_first())"
     told = [
         subprocess.run([sys.executable, "-c", code], env={**os.environ, **environ, "INSTRUMENT_RUN": name},
                        capture_output=True, text=True, check=True).stdout
         for name in (environ["INSTRUMENT_RUN"], environ["INSTRUMENT_RUN"], "another")
     ]  # fmt: skip
     assert told == ["True\n", "False\n", "False\n"]
-    assert [path.name for path in folder.iterdir()] == [waiting.FIRST]
+    assert [path.name for path in folder.iterdir()] == [autostart.FIRST]
 
 
 def test_every_package_in_which_a_rule_may_have_targets_is_awaited() -> None:

@@ -15,8 +15,7 @@ from readback import spans_in
 from tallies import Tally, Totals, by_keys
 
 from instrument.recording import tally as product
-from instrument.recording.distributions import Distribution
-from instrument.recording.histogram import bucket, bucket_middle, percentiles, percentiles_of
+from instrument.recording.distributions import Distribution, bucket, bucket_middle, percentiles, percentiles_of
 from instrument.recording.spans import Site, Span
 from instrument.recording.tally import SUMS
 

@@ -24,14 +24,13 @@ from tallies import by_keys
 import instrument
 from instrument import chrome
 from instrument.errors import TraceError
-from instrument.recording.allocations import Allocation
 from instrument.recording.spans import HOST, Kernel, Origin, Site, Span
 from instrument.recording.tally import Tally
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.layout import GatheredAttributes, decode_texts
-from instrument.trace.trace import Trace, columns_of_spans
+from instrument.trace.trace import Allocation, Trace, columns_of_spans
 
 
 def saved_and_read(folder: Path, trace: Trace, tally: Tally | None = None) -> file.Saved:

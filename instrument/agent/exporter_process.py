@@ -18,7 +18,7 @@ from typing import Any
 from instrument.agent.child import Child
 from instrument.agent.processes import Process, Run
 from instrument.recording.export_checkpoint import ExportCheckpoint, losses_by_name
-from instrument.recording.recording_head import generation_of
+from instrument.recording.memory_layout import generation_of
 from instrument.runtime import atomic, packets, run_folder
 
 EXPORTER = "instr-exporter"

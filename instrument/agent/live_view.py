@@ -19,7 +19,7 @@ from instrument.agent.client import Member
 from instrument.agent.crash_capture import attributes_text
 from instrument.agent.processes import GOODBYE
 from instrument.errors import TraceError
-from instrument.recording.histogram import percentiles
+from instrument.recording.distributions import percentiles
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import is_interruption, is_request

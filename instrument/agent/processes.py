@@ -22,7 +22,7 @@ from typing import Any
 
 from instrument import clock
 from instrument.agent.loop import Connection
-from instrument.recording.recording_head import RecordingHead
+from instrument.recording.memory_layout import RecordingHead
 from instrument.runtime import atomic, run_folder
 
 PROC = Path("/proc")

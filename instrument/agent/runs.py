@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import departure, processes
+from instrument.agent.child import Jobs, Saves
 from instrument.agent.exporter_process import Exports
-from instrument.agent.jobs import Jobs, Saves
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import (
     EXITED,

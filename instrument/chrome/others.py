@@ -17,14 +17,13 @@ from instrument.chrome import paddle_traces
 from instrument.chrome.events import LeftOut, TraceEvent, lane_of, text_of
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.profile.model import KINDS
-from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest, topmost_rows
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.layout import GatheredAttributes, column, to_json
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
-from instrument.trace.trace import SpanViews, Trace
+from instrument.trace.trace import Allocation, Allocations, SpanViews, Trace
 from instrument.trace.watched import KernelColumns
 
 # Operations of torch's operators

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from instrument.recording.allocations import Allocation
 from instrument.recording.spans import HOST, AttributeValue
 from instrument.trace.text import checked, nanoseconds
+from instrument.trace.trace import Allocation
 
 Attributes = tuple[tuple[str, AttributeValue], ...]
 

@@ -19,14 +19,13 @@ import numpy as np
 from instrument.chrome.events import JsonText, TraceEvent, next_events
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
-from instrument.recording.allocations import Allocations
 from instrument.recording.spans import FLOPS, Flops, flops_in
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
 from instrument.trace.file import Saved, without_endless
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, checked
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocations, Trace
 from instrument.trace.watched import KernelColumns
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20

@@ -36,7 +36,6 @@ from instrument.runtime import agent_launch, environment, packets, run_folder
 from instrument.runtime.cheap_start import late_patterns, replace
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.sessions import autostart, files
-from instrument.sessions.autostart import waiting
 
 
 def add(verbs: Verbs) -> None:
@@ -78,10 +77,10 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    environ.pop(waiting.VARIABLE, None)
+    environ.pop(autostart.VARIABLE, None)
     asks_all = CHECK_FOLDER in environ or environment.INIT_FOLDER in environ
     if profile is not None and not asks_all and (packages := packages_to_await(profile)) is not None:
-        environ[waiting.VARIABLE] = waiting.awaited_value(environ["INSTRUMENT_PROFILE"], packages)
+        environ[autostart.VARIABLE] = autostart.awaited_value(environ["INSTRUMENT_PROFILE"], packages)
     listener = None
     if profile is None or profile.agent == "off":
         environ.pop(run_folder.VARIABLE, None)

@@ -22,8 +22,8 @@ from instrument.profile.model import STATES, TRACER_OPTIONS
 from instrument.report.events_view import events
 from instrument.report.section import instrumentation
 from instrument.report.view import Options, Recording
+from instrument.sessions.profiler import join, leave, torch_profiler_for
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import join, leave, torch_profiler_for
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 
 _Path = str | os.PathLike[str]

@@ -21,8 +21,8 @@ from instrument.native import OFF
 from instrument.profile.model import LayerRule, Profile
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.sessions import process
+from instrument.sessions.profiler import join
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import join
 
 EVERY_LAYER = Profile(layers=(LayerRule(match=("**",), text="every layer"),), source="instrument.compat.minicaffe")
 

@@ -25,7 +25,7 @@ from instrument.native import OFF
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.tally import Tally
-from instrument.report.loops import loops_of_benchmark
+from instrument.report.benchmark_view import loops_of_benchmark
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger

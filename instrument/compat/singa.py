@@ -24,8 +24,8 @@ from instrument.report.table import safe, six_digits
 from instrument.report.units import OPTIMIZER, phase_of
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
+from instrument.sessions.profiler import join, leave, torch_profiler_for
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import join, leave, torch_profiler_for
 from instrument.sessions.step_columns import with_steps
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 from instrument.sessions.window import STEP, STEPS_KEPT, Step

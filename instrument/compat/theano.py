@@ -36,8 +36,8 @@ from instrument.report.table import safe
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions import process
+from instrument.sessions.profiler import join, torch_profiler_for
 from instrument.sessions.session import Session
-from instrument.sessions.sharing import join, torch_profiler_for
 from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ FAMILIES: Mapping[str, Family] = {
     "frameworks": _family(
         "frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"
     ),
-    "logs": _family("log_records", "LogRecords", "logging structlog"),
+    "logs": _family("requests.propagation", "LogRecords", "logging structlog"),
     "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
 """The family of each key of a profile, in the order in which they attach."""

@@ -13,7 +13,7 @@ from functools import partial
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors import arguments, functions, registrations, targets
+from instrument.instrumentors import arguments, functions, targets
 from instrument.instrumentors.arguments import FactReader, KeyReader
 from instrument.instrumentors.functions import Probe, undo_all
 from instrument.instrumentors.lineages import Lineage, is_recorded, subclasses
@@ -137,7 +137,7 @@ class Functions:
 
     def wants(self, module_name: str) -> bool:
         """Return True if a rule could have a target in that module, or if it registers handlers."""
-        return module_name in registrations.SEAMS or self.is_named(module_name)
+        return module_name in functions.SEAMS or self.is_named(module_name)
 
     def is_named(self, module_name: str) -> bool:
         """Return True if a rule could have a target in that module."""
@@ -150,8 +150,8 @@ class Functions:
             return any(map(self.is_named, names_of(module))) and self._attach_module(module)
 
     def _take_registrations(self, module: ModuleType) -> None:
-        if names_of(module)[0] in registrations.SEAMS:
-            self._seams += registrations.install(module, self._probe_registered)
+        if names_of(module)[0] in functions.SEAMS:
+            self._seams += functions.probe_registered(module, self._probe_registered)
 
     def _attach_module(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
@@ -409,7 +409,7 @@ class Functions:
     def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
         """Add the other references to a function to its verdict, and keep the function picklable."""
         if not self._pickling:
-            self._pickling.append(registrations.keep_picklable())
+            self._pickling.append(functions.keep_picklable())
         why = f"{_references(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
         why += "use @profiled where it is defined, or a rule for a function that it calls"
         verdict = self._found[index][probe.target.label]

@@ -26,10 +26,10 @@ from instrument.recording.distributions import (
     Labels,
     Metric,
     Snapshot,
+    bucket_middle,
     summed,
 )
 from instrument.recording.gen_ai_metrics import FIRST_TOKEN, OUTPUT_TOKEN, QUEUE_TIME, REQUEST_DURATION
-from instrument.recording.histogram import bucket_middle
 from instrument.recording.numbers import is_own
 from instrument.recording.spans import Gpu, Origin, Sample
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from instrument.otlp.packing import pack_attributes, pack_field, pack_text, varint
-from instrument.recording.distributions import Distribution, Exemplar
-from instrument.recording.histogram import bucket_middle
+from instrument.recording.distributions import Distribution, Exemplar, bucket_middle
 from instrument.runtime.cheap_start import dataclass, field
 
 FINEST_SCALE = 5

@@ -43,8 +43,7 @@ from instrument.runtime.unpatched import RLock
 from instrument.trace.by_process import Interruptions
 from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.of_recording import origin_of, saved_of
-from instrument.trace.sent_rows import Settled
-from instrument.trace.settling import Settling
+from instrument.trace.sent_rows import Settled, Settling
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 

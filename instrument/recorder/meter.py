@@ -16,7 +16,7 @@ from hashlib import blake2b
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Protocol
 
-from instrument.recorder.outcomes import RPC_STATUS, STATUS
+from instrument.recorder.wrapping import RPC_STATUS, STATUS
 from instrument.recording.distributions import (
     COUNTER,
     HISTOGRAM,
@@ -30,6 +30,8 @@ from instrument.recording.distributions import (
     Labels,
     Metric,
     Snapshot,
+    bucket,
+    bucket_start,
     group_of,
     labels_as_json,
     labels_from_json,
@@ -52,7 +54,6 @@ from instrument.recording.gen_ai_metrics import (
     is_among,
     token_times,
 )
-from instrument.recording.histogram import bucket, bucket_start
 from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, TIME_IN_QUEUE, Site, Span
 from instrument.runtime.cheap_start import late_pattern, replace

@@ -23,7 +23,7 @@ from instrument.errors import TargetError
 from instrument.profile.model import KINDS, PHASES, Limits
 from instrument.recorder import core, span_attributes, wrapping
 from instrument.recorder.core import Readback
-from instrument.recorder.outcomes import ANSWERS
+from instrument.recorder.wrapping import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING
 from instrument.recording.paths import OVERFLOW, CallTree
 from instrument.recording.remote_parents import REMOTE, header_of, link_of, noted, remote_of

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from instrument.recording.claim import duplicate
+from instrument.recording.memory_layout import duplicate
 
 VARIABLE = "INSTRUMENT_RUN_BOARD"
 

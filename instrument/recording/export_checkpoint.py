@@ -16,8 +16,7 @@ from struct import Struct
 from typing import Any
 
 from instrument.recording import memory_layout as layout
-from instrument.recording.claim import EXPORT, Claim
-from instrument.recording.recording_head import RecordingHead
+from instrument.recording.memory_layout import EXPORT, Claim, RecordingHead
 from instrument.runtime.cheap_start import dataclass, field
 
 EXPORT_COUNTERS = (

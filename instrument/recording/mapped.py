@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording import memory_layout as layout
 from instrument.recording import numbers as own_numbers
-from instrument.recording.claim import duplicate
-from instrument.recording.histogram import LAST_BUCKET
+from instrument.recording.distributions import LAST_BUCKET
 from instrument.recording.mapped_facts import (
     FARTHEST_NS,
     MOST_DEVICES,
@@ -37,6 +36,7 @@ from instrument.recording.mapped_facts import (
     records,
     site_of,
 )
+from instrument.recording.memory_layout import duplicate
 from instrument.recording.numbers import Cell
 from instrument.recording.paths import CallTree
 from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, value_of

@@ -20,7 +20,7 @@ from typing import Any
 
 from instrument import clock
 from instrument.recording import memory_layout as layout
-from instrument.recording.claim import duplicate
+from instrument.recording.memory_layout import duplicate
 from instrument.runtime import atomic
 from instrument.runtime.cheap_start import NamedTuple
 

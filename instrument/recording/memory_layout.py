@@ -1,17 +1,198 @@
-"""The layout of a recording in shared memory, for Python.
+"""The layout of a recording in memory that others can read, and the header as it is now, for readers without numpy.
 
 `native/_recording_layout.h` is the same layout for the native recorder, whose own structures are in the memory. A
 recording has a header of one page and parts of equal slots. A released slot is zeroed. Pointers are addresses in the
 process: an address less the header's `address` is the offset in the recording. Numbers are little-endian, as on all
 machines of the native recorder.
+
+The operating system releases a lock when its process ends.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 
 from instrument.runtime.cheap_start import NamedTuple
+
+EXPORT, GAUGES = 0, 1
+"""The claims on a recording: to export its rows, and to write its process's gauges into it."""
+
+FIRST_FD = 256
+"""The lowest descriptor that we use. So the service's own files have the same numbers as without us."""
+
+_OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
+_LOCK = struct.Struct("hhqqi4x")
+_LOCK_AT = 1 << 50
+"""The offset of the lock's byte. It is beyond the data of any recording, so it collides with no other lock."""
+
+
+def duplicate(fd: int) -> int:
+    """Return a copy of a descriptor with a number from `FIRST_FD` on, or with any number if the limit is lower."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
+    except OSError:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def identity_of(fd: int) -> tuple[int, int]:
+    """Return the identity of a descriptor's file, (-1, -1) for none."""
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return -1, -1
+    return status.st_dev, status.st_ino
+
+
+class OwnDescriptor:
+    """A descriptor that a service may close and reuse for its own file, as daemons do. -1 is none."""
+
+    def __init__(self, fd: int = -1) -> None:
+        self._fd, self._identity = fd, identity_of(fd)
+
+    def fileno(self) -> int:
+        """Return the descriptor, or -1 if the service has closed or reused it."""
+        if self._fd >= 0 and identity_of(self._fd) != self._identity:
+            self._fd = -1
+        return self._fd
+
+    def close(self) -> None:
+        """Close the descriptor if it is still ours."""
+        if self.fileno() >= 0:
+            with suppress(OSError):
+                os.close(self._fd)
+        self._fd = -1
+
+
+class Claim(OwnDescriptor):
+    """A claim on a recording: a lock that `take` acquires. `fileno` is the recording's descriptor. Raises `OSError`."""
+
+    def __init__(self, fd: int, kind: int) -> None:
+        # Open the file anew: a lock belongs to an open file, which a passed descriptor shares with its sender.
+        opened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            super().__init__(duplicate(opened))
+        finally:
+            os.close(opened)
+        self._lock_at = _LOCK_AT + kind
+
+    def take(self) -> bool:
+        """Acquire the claim. Return False while another process has it."""
+        try:
+            fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
+        except OSError:
+            return False
+        return True
+
+    def is_taken(self) -> bool:
+        """Return True if another process has the claim now."""
+        lock = fcntl.fcntl(self.fileno(), _OFD_GETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
+        return bool(_LOCK.unpack(lock)[0] != fcntl.F_UNLCK)
+
+
+MOST_SLOTS = 1 << 15
+"""The most slots that are read of a part."""
+
+
+class RingHead(NamedTuple):
+    """A ring of the current generation: its number, its thread, and the address of its object in the process.
+
+    `head` counts all rows ever written, `rows` is the address of its rows in the process.
+    """
+
+    number: int
+    thread_id: int
+    address: int
+    rows: int
+    mask: int
+    capacity: int
+    head: int
+
+
+class RecordingHead:
+    """The header of a recording in a file, read once. Raises `OSError` for a file that is no recording."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._data = fd, os.pread(fd, HEADER.size, 0)
+        if len(self._data) < HEADER.size or self._data[:8] != MAGIC:
+            raise OSError(errno.EINVAL, "no recording")
+        if self.number("version") != VERSION:
+            raise OSError(errno.EINVAL, "a recording of another layout")
+
+    def number(self, name: str) -> int:
+        """Return a number of the header."""
+        return _number(self._data, HEADER, name)
+
+    @property
+    def generation(self) -> int:
+        """The generation of the recording: a new one begins with each session."""
+        return self.number("generation")
+
+    def part(self, name: str) -> Part:
+        """Return a part. Raises `OSError` if it is invalid."""
+        part = Part(*struct.unpack_from("<5Q", self._data, part_at(name)))
+        if part.stride != STRIDES[name] or part.offset + part.slots * part.stride > 1 << 62:
+            raise OSError(errno.EINVAL, f"the part {name} is damaged")
+        return part
+
+    def slots(self, name: str) -> list[bytes]:
+        """Return the slots of a part that were ever in use."""
+        part = self.part(name)
+        data = os.pread(self._fd, min(part.used, part.slots, MOST_SLOTS) * part.stride, part.offset)
+        return [data[at : at + part.stride] for at in range(0, len(data) - part.stride + 1, part.stride)]
+
+    def rings(self) -> list[RingHead]:
+        """Return the rings of the current generation."""
+        before, rings = self.number("object_bytes"), []
+        first = self.number("address") + self.part("rings").offset
+        for slot, data in enumerate(self.slots("rings")):
+            ring = data[before:]
+            if len(ring) < RING.size:
+                raise OSError(errno.EINVAL, "the rings are damaged")
+            if _number(ring, RING, "number") and _number(ring, RING, "generation") == self.generation:
+                number, thread_id, *more = (
+                    _number(ring, RING, name) for name in ("number", "thread_id", "rows", "mask", "capacity", "head")
+                )
+                rings.append(RingHead(number, thread_id, first + slot * STRIDES["rings"], *more))
+        return rings
+
+    def rows_kept(self) -> int:
+        """Return the approximate number of spans in the rings."""
+        return sum(min(ring.head, ring.capacity) for ring in self.rings())
+
+    def has_open_span(self) -> bool:
+        """Return True if a span is open."""
+        rings = {ring.address: ring for ring in self.rings()}
+        open_ids = {
+            _number(frame, FRAME, "span_id")
+            for frame in self.slots("frames")
+            if _number(frame, FRAME, "state") and _number(frame, FRAME, "ring") in rings
+        }
+        ended_ids = {self._newest_id(ring) for ring in rings.values()}  # it may not have forgotten its frame
+        return any(0 < span_id < 1 << 63 for span_id in open_ids - ended_ids)
+
+    def _newest_id(self, ring: RingHead) -> int:
+        """Return the span id of the newest row of a ring, 0 for none."""
+        at = ring.rows - self.number("address") + ((ring.head - 1) & ring.mask) * STRIDES["rows"]
+        return int.from_bytes(os.pread(self._fd, 8, at), "little") if ring.head and 0 < at < 1 << 62 else 0
+
+
+def _number(data: bytes, record: Record, name: str) -> int:
+    offset, code = record.fields[name]
+    return int(struct.unpack_from(f"<{code}", data, offset)[0])
+
+
+def generation_of(fd: int) -> int:
+    """Return the current generation of a recording, 0 if it cannot be read."""
+    try:
+        return RecordingHead(fd).generation
+    except OSError:
+        return 0
+
 
 MAGIC, VERSION = b"instrrec", 9
 HEADER_BYTES = 4096

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import ldexp
 
-from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, MOST_SUM, Distribution, Metric
-from instrument.recording.histogram import bucket
+from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, MOST_SUM, Distribution, Metric, bucket
 from instrument.recording.spans import GAUGES, HOST, Gauge, Sample
 from instrument.runtime.cheap_start import NamedTuple
 

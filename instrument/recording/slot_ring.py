@@ -9,10 +9,8 @@ from struct import Struct
 from typing import Any
 
 from instrument.recording import memory_layout as layout
-from instrument.recording.claim import GAUGES as CLAIMED
-from instrument.recording.claim import Claim
-from instrument.recording.memory_layout import SAMPLES
-from instrument.recording.recording_head import RecordingHead, generation_of
+from instrument.recording.memory_layout import GAUGES as CLAIMED
+from instrument.recording.memory_layout import SAMPLES, Claim, RecordingHead, generation_of
 from instrument.recording.spans import GAUGES, Sample
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.unpatched import Lock

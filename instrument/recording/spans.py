@@ -2,7 +2,7 @@
 
 All classes are plain data with integer nanoseconds on the monotonic clock. They do not depend on recording or reports,
 so another process can read a saved trace. `instrument.trace.trace.Trace` has many spans,
-`instrument.recording.allocations.Allocations` many allocations.
+`instrument.trace.trace.Allocations` many allocations.
 """
 
 from __future__ import annotations

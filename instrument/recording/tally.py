@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.histogram import LAST_BUCKET
+from instrument.recording.distributions import LAST_BUCKET
 from instrument.recording.paths import NOT_BELOW, CallPath, CallTree
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import NamedTuple

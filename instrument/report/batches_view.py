@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from instrument.recording.histogram import percentiles_of
+from instrument.recording.distributions import percentiles_of
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.request_groups import (
     GroupShare,

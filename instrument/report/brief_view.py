@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
-from instrument.report.benchmark_view import benchmark
+from instrument.report.benchmark_view import Loops, benchmark
 from instrument.report.device_view import DeviceView, device
 from instrument.report.headlines import Headline, headlines
-from instrument.report.loops import Loops
 from instrument.report.phases_view import PhasesView, phases
 from instrument.report.requests_view import RequestTimes, requests
 from instrument.report.section import BLANK, Section, View

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from instrument.recording.histogram import percentiles_of
+from instrument.recording.distributions import percentiles_of
 from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect, p99_limits
 from instrument.report.endpoint_times import EndpointTimes
 from instrument.report.request_groups import ENDPOINT, complete_requests, joined_requests, request_groups

@@ -15,8 +15,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from instrument.recorder.outcomes import STATUS
-from instrument.recording.histogram import percentiles_of
+from instrument.recorder.wrapping import STATUS
+from instrument.recording.distributions import percentiles_of
 from instrument.recording.spans import (
     BLOCKED_AT,
     BLOCKED_BY,

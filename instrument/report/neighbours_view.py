@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from instrument.recording.histogram import percentiles_of
+from instrument.recording.distributions import percentiles_of
 from instrument.report.batches_view import NO_BATCH
 from instrument.report.request_groups import (
     ENDPOINT,

@@ -26,7 +26,7 @@ from operator import ne
 
 import numpy as np
 
-from instrument.recording.histogram import percentiles
+from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.recording.tally import Records, Tally, total_of

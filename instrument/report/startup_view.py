@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from instrument.profile.model import PREPARING
-from instrument.recording.histogram import bucket, percentiles
+from instrument.recording.distributions import bucket, percentiles
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Tally
 from instrument.report.section import Section, View

@@ -9,8 +9,7 @@ import math
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from instrument.recording.distributions import Distribution
-from instrument.recording.histogram import percentiles
+from instrument.recording.distributions import Distribution, percentiles
 
 FIRST_KEPT = 1000
 """The number of first steps of a running loop that a later report may still leave out. They take 0.1 MB."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.histogram import percentiles_of
+from instrument.recording.distributions import percentiles_of
 from instrument.recording.spans import UNTIMED, Interval
 from instrument.report.section import NO_EVENTS
 from instrument.report.table import Ratio, share
@@ -68,7 +68,7 @@ class NameUse:
 
     `calls` counts calls with device time. `summed_ns` is the sum over calls of the union of a call's intervals,
     `busy_ns` the union over all calls. `busy_ratio` is the share of the device's busy time. An outer call includes the
-    calls below. p50 and p99 are `histogram.percentiles`. A row with `remaining` replaces that many names and has only
+    calls below. p50 and p99 are by `percentiles`. A row with `remaining` replaces that many names and has only
     sums.
     """
 

@@ -21,7 +21,7 @@ from instrument import clock
 from instrument.clock import LEAST_S, Deadline
 from instrument.profile.model import Recordings
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.claim import OwnDescriptor, duplicate, identity_of
+from instrument.recording.memory_layout import OwnDescriptor, duplicate, identity_of
 from instrument.runtime import agent_launch, packets, run_folder
 from instrument.runtime.cheap_start import asdict, dataclass, replace
 from instrument.runtime.unpatched import poll

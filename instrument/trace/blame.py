@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from instrument.recording.histogram import percentiles_of
+from instrument.recording.distributions import percentiles_of
 from instrument.recording.spans import BLOCKED_BY, is_blocked_loop, is_collection
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest, rows_of

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.histogram import LAST_BUCKET, bucket_start
+from instrument.recording.distributions import LAST_BUCKET, bucket_start
 from instrument.recording.spans import OUTCOME, Interval, Site
 from instrument.recording.tally import LARGEST, LARGEST_COPY_BYTES, TOTALS, Records, Tally, buckets_of
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s

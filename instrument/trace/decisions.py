@@ -25,8 +25,16 @@ from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import numbered
 from instrument.trace.joined import grafted, join
 from instrument.trace.of_recording import active_times_in
-from instrument.trace.tail_sampling import EndedRequest
-from instrument.trace.unsettled import ADOPTED, NO_DETAIL, PASSED, SETTLED, WAITING, UnsettledRows, detail_of_open
+from instrument.trace.unsettled import (
+    ADOPTED,
+    NO_DETAIL,
+    PASSED,
+    SETTLED,
+    WAITING,
+    EndedRequest,
+    UnsettledRows,
+    detail_of_open,
+)
 
 OPEN_NS = 1 << 61
 """The end that an open span gets, in ns on the monotonic clock."""

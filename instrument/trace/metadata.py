@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from instrument.profile.model import KINDS
-from instrument.recording.allocations import Allocation, Allocations
-from instrument.recording.histogram import LAST_BUCKET
+from instrument.recording.distributions import LAST_BUCKET
 from instrument.recording.numbers import learn_gauges
 from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
@@ -42,7 +41,7 @@ from instrument.recording.spans import (
 from instrument.recording.tally import TOTALS, Tally, Totals, buckets_of
 from instrument.trace.layout import WIDTHS, Column, as_tuples
 from instrument.trace.text import INT64, LIMIT_SPANS, check_ints, checked, clean, encode, index, is_number, safe
-from instrument.trace.trace import MergedProcess, Trace
+from instrument.trace.trace import Allocation, Allocations, MergedProcess, Trace
 from instrument.trace.watched import (
     KernelColumns,
     packed_allocations,

@@ -13,14 +13,13 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.allocations import Allocation, Allocations
 from instrument.recording.spans import WORK, Kernel
 from instrument.trace.columns import FARTHEST_NS, Int32s, Int64s, lie_within
 from instrument.trace.forest import NONE
 from instrument.trace.groups import ranked
 from instrument.trace.layout import Arrays, Column, narrow, steps, summed
 from instrument.trace.text import clean
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Allocations, Trace
 
 # Kernels as columns
 

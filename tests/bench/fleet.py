@@ -36,7 +36,7 @@ sys.path[:1] = [str(HERE.parent), str(EXAMPLES)]  # without this folder, whose m
 
 from simulated_engine import Request, Service  # noqa: E402
 
-from instrument.recording.histogram import _rank  # noqa: E402
+from instrument.recording.distributions import _rank  # noqa: E402
 from instrument.recording.spans import DeviceInterval  # noqa: E402
 from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger  # noqa: E402
 from instrument.report.view import Recording  # noqa: E402

@@ -53,12 +53,11 @@ import instrument
 from instrument import chrome
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.allocations import Allocation
 from instrument.recording.spans import HOST, DeviceInterval, Flops, Kernel, Origin, Site, Span
 from instrument.report.summary import prepare
 from instrument.trace import file
 from instrument.trace.self_times import self_times_of
-from instrument.trace.trace import Trace, columns_of_spans
+from instrument.trace.trace import Allocation, Trace, columns_of_spans
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from simulated_engine import Service

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 
-from instrument.recording.allocations import Allocation
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     BLOCKED_LOOP,
@@ -34,7 +33,7 @@ from instrument.recording.spans import (
     Span,
     Startup,
 )
-from instrument.trace.trace import Trace
+from instrument.trace.trace import Allocation, Trace
 
 FILES = Path(__file__).with_name("files")
 GOLDEN = Path(__file__).parents[1] / "golden"

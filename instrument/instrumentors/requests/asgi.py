@@ -21,8 +21,8 @@ from instrument.instrumentors.requests.exchange import (
     ServedApp,
 )
 from instrument.instrumentors.requests.propagation import Caller, with_state
-from instrument.recorder.outcomes import FIRST_OF_SERVER
 from instrument.recorder.recorder import header_values
+from instrument.recorder.wrapping import FIRST_OF_SERVER
 from instrument.runtime.faults import FAULTS
 
 Message = dict[str, Any]

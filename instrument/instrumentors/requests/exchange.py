@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import error_name
 from instrument.instrumentors.requests.propagation import Caller, Extract, extractor, w3c, with_state
 from instrument.profile.model import RequestsRule
-from instrument.recorder.outcomes import FIRST_OF_SERVER, STATUS, outcome_of
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
+from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS, outcome_of
 from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
 from instrument.recording.spans import (
     ERROR_TYPE,

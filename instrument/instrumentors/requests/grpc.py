@@ -26,7 +26,7 @@ from instrument.instrumentors.requests.exchange import (
     Exchanges,
     SteppedItems,
 )
-from instrument.recorder.outcomes import CANCELLED, RPC_STATUS
+from instrument.recorder.wrapping import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS

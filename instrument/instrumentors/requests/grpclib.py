@@ -13,7 +13,7 @@ from typing import Any
 from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests.exchange import CURRENT, SERVER_TIMING, Arrival, Exchange, Exchanges
 from instrument.instrumentors.requests.grpc import DEADLINE_SLACK_S, SERVER_ERRORS, address_in, headers_in
-from instrument.recorder.outcomes import CANCELLED, RPC_STATUS
+from instrument.recorder.wrapping import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
 
 

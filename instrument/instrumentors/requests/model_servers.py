@@ -31,7 +31,7 @@ from zlib import crc32
 from instrument.instrumentors.functions import Undo, replaces
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Arrival, Exchanges, SteppedItems
-from instrument.recorder.outcomes import FIRST_OF_SERVER, STATUS
+from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.run_folder import shared_file

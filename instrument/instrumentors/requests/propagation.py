@@ -17,7 +17,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Switch, Undo, replace, replaces
+from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, noted, remote_of, state_of
 from instrument.runtime.faults import FAULTS
@@ -144,3 +145,63 @@ def _span_of(trace_id: int, span_id: int, flags: int, state: str) -> Any:
 
     trace_state = TraceState.from_header([state]) if state else None
     return _kind_of_span()(SpanContext(trace_id, span_id, False, TraceFlags(flags), trace_state))
+
+
+TRACE_ID, SPAN_ID = "trace_id", "span_id"
+
+_CLASSES = {"logging": ("Logger", "makeRecord"), "structlog._base": ("BoundLoggerBase", "_process_event")}
+"""The class and the method that make log records or events, by module."""
+
+
+class LogRecords(Switch):
+    """The instrumentor of `logs: auto`."""
+
+    key = "logs"
+    module = "logging"
+
+    def wants(self, module_name: str) -> bool:
+        """Return True for the modules that make records."""
+        return module_name in _CLASSES
+
+    def imported(self, module: Any) -> bool:
+        """Have the imported module make records with ids."""
+        class_name, name = _CLASSES[module.__name__]
+        owner = getattr(module, class_name, None)
+        if hasattr(owner, name):
+            self._attach()
+            self._undos.append((self._tag_records if class_name == "Logger" else self._tag_events)(owner, name))
+        return False
+
+    def _ids(self) -> dict[str, str]:
+        try:
+            trace = current(self._recorder) if self._recorder.on else None
+        except Exception as fault:  # the record is the service's
+            FAULTS.note("ids of a log record", fault)
+            trace = None
+        return {} if trace is None else {TRACE_ID: f"{trace[0]:032x}", SPAN_ID: f"{trace[1]:016x}"}
+
+    def _tag_records(self, owner: Any, name: str) -> Any:
+        make_record = getattr(owner, name)
+
+        @replaces(owner, name)
+        def undo(logger: Any, *args: Any, **kwargs: Any) -> Any:
+            record = make_record(logger, *args, **kwargs)
+            record.__dict__ = {TRACE_ID: "", SPAN_ID: "", **self._ids(), **record.__dict__}
+            return record
+
+        return undo
+
+    def _tag_events(self, owner: Any, name: str) -> Any:
+        process_event = getattr(owner, name)
+
+        @replaces(owner, name)
+        def undo(logger: Any, method: str, event: Any, event_kw: Any) -> Any:
+            return process_event(logger, method, event, {**self._ids(), **event_kw})
+
+        return undo
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdict on the modules that make records."""
+        if not self._met:
+            return [Verdict("logs", "waiting", why="logging not imported")]
+        return [Verdict("logs", "attached", "logging")]

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges
-from instrument.recorder.outcomes import CANCELLED
+from instrument.recorder.wrapping import CANCELLED
 from instrument.recording.spans import OUTCOME, Site
 from instrument.runtime.faults import FAULTS
 

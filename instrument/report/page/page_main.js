@@ -1,3 +1,259 @@
+// The list of requests, and the selected request: its parts, and its spans in all processes and batches.
+
+const MOST_LANES = 120;
+const SPAN_ROWS = 2000;
+const SHARE = "share of batches", WAITING = "waiting in batches";
+
+const listed = columnsOf(report.listed, ["site", "start", "wall", "span", "has_spans", "part_count", "part", "part_ns"], ["start"]);
+const spans = columnsOf(report.spans, ["start", "length", "children", "site", "parent", "request", "lane"], ["start"]);
+const turns = columnsOf(report.turns, ["count", "part", "span", "after", "length"]);
+const pairs = columnsOf(report.pairs, ["count", "span", "given", "size"], ["span"]);
+const partBegins = beginsOf(listed.part_count), turnBegins = beginsOf(turns.count), pairBegins = beginsOf(pairs.count);
+
+const siteName = (site) => report.sites[site][0];
+const siteLabel = (site) => (report.sites[site][2] ? `${report.sites[site][0]} (${report.sites[site][2]})` : report.sites[site][0]);
+const siteKind = (site) => report.sites[site][1];
+
+const lanes = columnsOf(report.lanes, ["thread", "task"]);
+const laneLabel = (lane) => report.lanes.threads[lanes.thread[lane]] + (lanes.task[lane] ? `, task ${lanes.task[lane]}` : "");
+const errorOf = (row) => (row in report.listed.error ? report.errors[report.listed.error[row]] || "error" : "");
+const errorOfSpan = (span) => (span in report.spans.error ? report.errors[report.spans.error[span]] || "error" : "");
+const selfOf = (span) => spans.length[span] - spans.children[span];
+
+/** The numbers of each span's children, by the span's number. */
+const below = new Map();
+/** The spans of each listed request, in all processes. */
+const spansOfRequest = new Map();
+for (let at = 0; at < spans.start.length; at++) {
+  if (spans.parent[at]) push(below, at - spans.parent[at], at);
+  if (spans.request[at] >= 0) push(spansOfRequest, spans.request[at], at);
+}
+
+function push(map, key, value) {
+  if (map.has(key)) map.get(key).push(value);
+  else map.set(key, [value]);
+}
+
+/** Return the parts of a request as `[name, share, text, ns]`, in their usual order. */
+function partsOf(request) {
+  const found = [];
+  for (let at = partBegins[request]; at < partBegins[request + 1]; at++) {
+    const ns = listed.part_ns[at];
+    found.push([listed.part[at], ns]);
+  }
+  const wall = listed.wall[request];
+  found.sort((a, b) => a[0] - b[0]);
+  return found.map(([part, ns]) => [report.listed.part_names[part], ns / (wall || 1), shareText(ns, wall), ns]);
+}
+
+/** Return the part that took most of a request's time. */
+const heaviestPart = (request) => partsOf(request).reduce((a, b) => (b[3] > a[3] ? b : a), ["", 0, "", -1])[0];
+
+const WHAT = { request: "Requests", step: "Steps", span: "Topmost spans" };
+
+function startRequests() {
+  const count = listed.site.length, { what } = report;
+  byId("requests-title").textContent = byId("requests-link").textContent = count ? WHAT[what] : "Requests";
+  if (!count) {
+    byId("request-search").closest(".tools").remove();
+    byId("request-list").append(element("p", { class: "empty" },
+      "No span is in this trace, so there is no request to show. A request is what a rule with `kind: request` names in the profile, or what `requests: auto` finds at the server; see also what was not observed, at the end of the page."));
+    return;
+  }
+  if (what !== "request") {
+    byId("requests-title").after(element("p", { class: "note" },
+      `No request was recorded: these are the ${what === "step" ? "steps" : "topmost spans"}. A rule with \`kind: request\`, or \`requests: auto\`, makes requests of them, with the parts of their time.`));
+  }
+  const keys = report.listed.keys, hasKeys = Object.keys(keys).length > 0, hasParts = listed.part_count.length > 0;
+  const keyOf = (row) => (keys[row] ?? []).join(" ");
+  const columns = [
+    { label: what === "request" ? "Endpoint" : "Name", kind: "text", value: (row) => siteName(listed.site[row]), text: (row) => siteName(listed.site[row]) },
+    hasKeys && { label: "Key", kind: "text", value: keyOf, text: (row) => keyOf(row) },
+    { label: "Began", unit, kind: "time", value: (row) => listed.start[row], text: (row) => compact(listed.start[row] / unitNs) },
+    { label: "Wall", unit, kind: "time", value: (row) => listed.wall[row], text: (row) => compact(listed.wall[row] / unitNs) },
+    hasParts && { label: "Parts", kind: "text", value: heaviestPart, text: () => "", node: (row) => stack(partsOf(row), "small") },
+    { label: "Error", kind: "text", value: errorOf, text: errorOf },
+    { label: "Span", kind: "text", value: (row) => report.listed.ids[row], text: (row) => report.listed.ids[row] },
+  ].filter(Boolean);
+  if (!Object.keys(report.listed.error).length) columns.splice(columns.findIndex((one) => one.label === "Error"), 1);
+  const table = new SortableTable({ label: WHAT[what], columns, count, tall: true, pick: showLife });
+  table.sortBy(columns.findIndex((one) => one.label === "Wall"));
+  byId("request-list").append(table.node);
+  if (report.about.cut) byId("request-list").append(element("p", { class: "note" }, `At an edge of what is held, and so in no number of the summary or a table: ${counted(report.about.cut, "request")} of the list.`));
+  const search = byId("request-search");
+  search.placeholder = hasKeys ? "Endpoint, key, error or span" : "Name, error or span";
+  const haystack = Array.from({ length: count }, (_, row) =>
+    [siteName(listed.site[row]), keyOf(row), errorOf(row), report.listed.ids[row], report.listed.traces[row] ?? ""].join("\n").toLowerCase());
+  const describe = () => {
+    const shown = table.kept.length;
+    byId("request-count").textContent = shown === count ? counted(count, what) : `${shown.toLocaleString("en")} of ${counted(count, what)}`;
+  };
+  search.addEventListener("input", () => {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    table.filter((row) => words.every((word) => haystack[row].includes(word)));
+    describe();
+  });
+  search.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && table.rows.length) table.choose(table.rows[0]);
+  });
+  describe();
+  const first = report.listed.first >= 0 ? report.listed.first : table.rows[0];
+  table.choose(first, false);
+  showLife(first);
+}
+
+let lifeChart = null;
+
+/** Show one request: its facts, the parts of its time, and a chart of its spans. */
+function showLife(request) {
+  lifeChart?.close();
+  lifeChart = null;
+  const site = listed.site[request], wall = listed.wall[request], parts = partsOf(request);
+  const key = (report.listed.keys[request] ?? []).join(" "), trace = report.listed.traces[request];
+  const facts = [`${timeText(wall)}`, `began at ${timeText(listed.start[request])}`, key && `key ${key}`,
+    `span ${report.listed.ids[request]}`, trace && `trace ${trace}`].filter(Boolean);
+  const life = element("article", { class: "life", "aria-label": `Life of ${siteName(site)}` },
+    element("header", {}, element("h3", {}, siteLabel(site)),
+      element("p", { class: "facts" }, ...facts.map((fact) => element("span", {}, fact)))));
+  if (errorOf(request)) life.append(element("p", { class: "error" }, errorOf(request)));
+  const blame = report.listed.blame[request];
+  if (blame) life.append(element("p", { class: "blame" }, blame[0].toUpperCase() + blame.slice(1)));
+  if (parts.length) {
+    const list = element("ul", { class: "parts" });
+    for (const [name, , ratio, ns] of parts.slice().sort((a, b) => b[3] - a[3])) {
+      list.append(element("li", {}, swatch(partColour(name)), element("span", { class: "n", title: name }, name),
+        element("span", { class: "v" }, timeText(ns)), element("span", { class: "r" }, ratio)));
+    }
+    life.append(stack(parts), list);
+  }
+  if (listed.has_spans[request]) addWaterfall(life, request);
+  else {
+    life.append(element("p", { class: "empty" },
+      "Its spans are not in this page, which has those of the slowest and of one in the middle of each endpoint. " +
+      `Ask for it: instrument report FILE --html PAGE --request ${key || report.listed.ids[request]}`));
+  }
+  byId("request-life").replaceChildren(life);
+  lifeChart?.resize();
+}
+
+/** Return the bars of a request by lane: its own spans, its batches with the spans in them, and its device work. */
+function waterfallOf(request) {
+  const zero = listed.start[request], bars = new Map();
+  const add = (span, more = {}) => {
+    if (bars.has(span)) return;
+    const start = spans.start[span] - zero, site = spans.site[span];
+    bars.set(span, { span, start, end: start + spans.length[span], colour: kindColour(siteKind(site)), text: siteLabel(site),
+      error: Boolean(errorOfSpan(span)), ...more });
+  };
+  for (const span of spansOfRequest.get(request) ?? []) add(span);
+  for (let at = pairBegins[request]; at < pairBegins[request + 1]; at++) {
+    const span = pairs.span[at];
+    if (span < 0) continue;
+    add(span, { colour: "batch", pair: at });
+    const open = [...(below.get(span) ?? [])];
+    while (open.length) {
+      const inner = open.pop();
+      add(inner, { faint: true });
+      open.push(...(below.get(inner) ?? []));
+    }
+  }
+  const byLane = new Map();
+  for (const bar of bars.values()) {
+    const above = bars.get(bar.span - spans.parent[bar.span]);
+    bar.above = above && above !== bar && spans.lane[above.span] === spans.lane[bar.span] ? above : null;
+    push(byLane, spans.lane[bar.span], bar);
+  }
+  const found = [...byLane].map(([lane, its]) => ({ label: laneLabel(lane), bars: its, from: Math.min(...its.slice(0, 1000).map((bar) => bar.start)) }));
+  const root = listed.span[request] >= 0 ? spans.lane[listed.span[request]] : -1;
+  const labelOfRoot = root >= 0 ? laneLabel(root) : "";
+  found.sort((a, b) => (b.label === labelOfRoot) - (a.label === labelOfRoot) || a.from - b.from);
+  return { lanes: [...lifeLane(request), ...found, ...deviceLanesOf(bars, zero)], count: bars.size };
+}
+
+/** Return a lane with the turns of a request. */
+function lifeLane(request) {
+  if (!turns.count.length) return [];
+  const its = [], given = new Map();
+  for (let at = pairBegins[request]; at < pairBegins[request + 1]; at++) given.set(pairs.span[at], at);
+  let until = 0;
+  const unknown = (start, end) => its.push({ start, end, colour: "unknown", text: "unknown", part: "unknown" });
+  for (let at = turnBegins[request]; at < turnBegins[request + 1]; at++) {
+    const start = until + turns.after[at], part = report.turns.names[turns.part[at]];
+    if (start > until) unknown(until, start);
+    until = start + turns.length[at];
+    const pair = part === SHARE ? given.get(turns.span[at]) : undefined;
+    if (pair === undefined) {
+      its.push({ start, end: until, colour: partColour(part), text: part, part, of: turns.span[at] });
+    } else {
+      const own = { ratio: Math.min(1, pairs.given[pair] / (turns.length[at] || 1)), colour: partColour(SHARE) };
+      its.push({ start, end: until, colour: partColour(WAITING), text: "in a batch", part, of: turns.span[at], own, pair });
+    }
+  }
+  if (until < listed.wall[request]) unknown(until, listed.wall[request]);
+  return [{ label: "What it was, turn by turn", bars: its }];
+}
+
+function addWaterfall(life, request) {
+  const { lanes: every, count } = waterfallOf(request);
+  const shown = every.slice(0, MOST_LANES);
+  const { chart, tools, detail } = searchableChart({ label: `Spans of ${siteName(listed.site[request])}`, lanes: shown,
+    length: listed.wall[request], describe: (bar) => tellBar(bar, request) }, "Find a span", "bar");
+  lifeChart = chart;
+  tools.style.marginTop = "1rem";
+  life.append(tools, chart.node, legendOf(shown));
+  if (every.length > shown.length) life.append(element("p", { class: "note" }, `${every.length - shown.length} more lanes are not drawn.`));
+  life.append(detail, spansTable(every, request, count));
+}
+
+function legendOf(lanes) {
+  const kinds = new Set();
+  for (const lane of lanes) for (const bar of lane.bars) if (bar.span !== undefined) kinds.add(bar.colour);
+  return element("div", { class: "legend" }, ...[...kinds].sort().map((kind) => element("span", {}, swatch(kind), kind)));
+}
+
+/** Return a title and named facts for a bar. */
+function tellBar(bar, request) {
+  const facts = [["at", timeText(bar.start)], ["took", timeText(bar.end - bar.start)]];
+  if (bar.part) {
+    facts.push(["of wall", shareText(bar.end - bar.start, listed.wall[request])]);
+    if (bar.of >= 0) facts.push(["span", siteLabel(spans.site[bar.of])]);
+    if (bar.pair !== undefined) facts.push(...factsOfPair(bar.pair));
+    return [bar.text, facts];
+  }
+  if (bar.interval !== undefined) return tellInterval(bar, facts);
+  const site = spans.site[bar.span];
+  const [, kind, , where] = report.sites[site];
+  facts.push(["self", timeText(selfOf(bar.span))], ["kind", kind]);
+  if (bar.pair !== undefined) facts.push(...factsOfPair(bar.pair));
+  if (where) facts.push(["code", where]);
+  facts.push(["on", laneLabel(spans.lane[bar.span])]);
+  if (errorOfSpan(bar.span)) facts.push(["error", errorOfSpan(bar.span)]);
+  for (const [name, value] of Object.entries(report.attributes[bar.span] ?? {})) facts.push([name, value]);
+  return [bar.text, facts];
+}
+
+/** Return the number of requests of a batch, and the share of this one. */
+function factsOfPair(pair) {
+  const given = pairs.given[pair];
+  return [["serves", counted(pairs.size[pair], "request")], ["its share", `${timeText(given)}, ${shareText(given, spans.length[pairs.span[pair]])}`]];
+}
+
+/** Return the same spans as a table, for screen readers. */
+function spansTable(lanes, request, count) {
+  const details = element("details", {}, element("summary", {}, `${counted(count, "span")} as a table`));
+  details.addEventListener("toggle", () => {
+    if (details.childElementCount > 1) return;
+    const its = lanes.flatMap((lane) => lane.bars.filter((bar) => bar.span !== undefined)).sort((a, b) => a.start - b.start).slice(0, SPAN_ROWS);
+    const time = (label, value) => ({ label, unit, kind: "time", value: (row) => value(its[row]), text: (row) => compact(value(its[row]) / unitNs) });
+    const word = (label, value) => ({ label, kind: "text", value: (row) => value(its[row]), text: (row) => value(its[row]) });
+    const columns = [word("Span", (bar) => bar.text), word("Kind", (bar) => siteKind(spans.site[bar.span])), time("At", (bar) => bar.start),
+      time("Total", (bar) => bar.end - bar.start), time("Self", (bar) => selfOf(bar.span)), word("On", (bar) => laneLabel(spans.lane[bar.span]))];
+    details.append(new SortableTable({ label: `Spans of ${siteName(listed.site[request])}`, columns, count: its.length, tall: true }).node);
+    if (count > its.length) details.append(element("p", { class: "note" }, `The first ${its.length} of ${count}.`));
+  });
+  return details;
+}
+
 // The work of each stream of each device over the whole window, and the readings of gauges.
 
 const device = columnsOf(report.device, ["start", "length", "lane", "name", "span", "label"], ["start", "span"]);

@@ -33,7 +33,7 @@ def _begin():
     if not _is_main_interpreter():
         return
     try:
-        from instrument.sessions.autostart import waiting
+        from instrument.sessions import autostart
     except Exception as error:
         if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "instrument":
             _note_unseen("without instrument-sdk: " + sys.executable)
@@ -41,7 +41,7 @@ def _begin():
             why = str(error) or type(error).__name__
             sys.stderr.write("instrument: this process is not instrumented: " + why + "\n")
     else:
-        waiting.begin()
+        autostart.begin()
 
 
 def _is_main_interpreter():
