@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "profile": (2_615, 8),
     "proposal": (1_390, 4),
     "recorder": (2_642, 10),
-    "recording": (4_052, 16),
+    "recording": (4_053, 16),
     "report": (14_879, 46),
     "runtime": (2_820, 18),
     "sessions": (6_768, 23),

@@ -223,6 +223,7 @@ _FATE_BY_LOSS = {
     "spans failed by the OTLP export": "failed",
     "spans dropped by the OTLP export": "dropped",
     "spans overwritten before the export read them": "missed",
+    "spans beyond limits.spans_per_request, or beyond 200,000 that wait": "beyond",
     "spans sent to a collector that did not confirm them": "unanswered",
     "spans that were read but not sent when the exporter ended": "abandoned",
     UNTIMED: "untimed",
