@@ -1,4 +1,4 @@
-"""`instrument compare`: what a deployment changed, apart from what its load changed, and an exit code for CI."""
+"""`instrument compare`: what a new version changed, without the effect of a different load, and an exit code for CI."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Context:
         """The stream on which an end was just observed, on a device that is too busy for anchors."""
 
     def note_number(self, stream: int, number: int) -> None:
-        """Note the number of the stream that a handle means from now on."""
+        """Note that a handle belongs to the stream of this number from now on."""
         if len(self.numbers) >= STREAMS_KNOWN:
             self.numbers.clear()
         self.numbers[stream] = number

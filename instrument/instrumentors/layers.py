@@ -136,7 +136,7 @@ class Layers:
         # The verdicts are asked for afterwards, too, when a layer no longer shows that it was observed.
         if self._unseen is None and self._torch is not None:
             try:
-                self._unseen = self._regions.unseen()
+                self._unseen = self._regions.verdicts_on_unseen()
             except Exception as fault:
                 FAULTS.note("layers that cannot be observed", fault)
         self._regions.undo()
@@ -273,7 +273,7 @@ class Layers:
         class_names = sorted({cls.__name__ for classes in imported for cls in classes()})
         unseen = self._unseen
         if unseen is None:
-            unseen = self._regions.unseen() if self._torch is not None else []
+            unseen = self._regions.verdicts_on_unseen() if self._torch is not None else []
         verdicts: list[Verdict] = []
         for rule, selected in self._at_work:
             verdicts_of_rule = [

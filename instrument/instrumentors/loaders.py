@@ -225,11 +225,11 @@ _FORWARDED = (
 
 
 def _forwarding_method(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_source(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._instrument_source, name)(*args, **kwargs)
 
-    method.__name__ = name
-    return method
+    call_source.__name__ = name
+    return call_source
 
 
 def _has(kind: Any, method: str) -> bool:

@@ -50,8 +50,8 @@ def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
 
     `call`, `coroutine` and `generator` (with one step) are functions, `scope` is a `with` block. `method` is a layer,
     `wrapper` a function that is a request, `request` one over ASGI, `step` a further step of a generator. A cost is the
-    difference to the bare call, the least of several rounds. All take 4 ms. `with_ticks` times spans by the time stamp
-    counter.
+    time beyond that of a bare call, the least of several rounds. The measurement takes 4 ms. `with_ticks` times spans
+    by the time stamp counter.
     """
     return copy_context().run(_measure_costs, with_ticks)
 

@@ -30,7 +30,7 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.main_module import MAINS, spawned_main
 
 DEPTH = 4
-"""The most objects on a path from a function to a name that leads to it."""
+"""The most steps from a function back through the objects that refer to it, such as lists and closures."""
 
 WIDTH = 200
 """The most objects at one depth whose referrers are sought."""

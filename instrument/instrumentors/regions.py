@@ -402,7 +402,7 @@ class Regions:
                 elif child is not None:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
-    def unseen(self) -> list[Verdict]:
+    def verdicts_on_unseen(self) -> list[Verdict]:
         """Return a verdict per rule and reason, with the count of layers that cannot be recorded."""
         self._paths.find_unregistered()
         counts: Counter[tuple[str, str]] = Counter()

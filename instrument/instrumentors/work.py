@@ -1,4 +1,4 @@
-"""The CUDA devices on which a layer or a call works, by the model that it runs or the tensors that it gets.
+"""The CUDA devices of a call, found from the layer's model or from the tensors among the arguments.
 
 The current device is no answer: a model may be on another device, or on several. A layer works on the devices of its
 parameters. A method works on the devices of its object, or of a model in that object. A function works on those of
@@ -119,9 +119,9 @@ def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callabl
 
 
 class CallWork:
-    """A reader of a call's devices from its arguments. The result is an attribute for the recorder alone.
+    """A reader of a call's devices from its arguments. Only the recorder sees the result.
 
-    It never raises. A function that is pickled by value takes along a copy, which uses the arguments alone.
+    It never raises. A function that is pickled by value has a copy of it, which looks at the arguments alone.
     """
 
     def __init__(self, recorder: Recorder, is_method: bool, function: FunctionType | None = None) -> None:

@@ -35,7 +35,7 @@ class TcpConnection:
 
     def __init__(self, host: str, port: int, left_s: Callable[[], float], tunnel: Proxy | None = None) -> None:
         first = (host, port) if tunnel is None else (tunnel.host, tunnel.port)
-        self._sock = connect(*first, positive(left_s()))
+        self._sock = connect(*first, require_time_left(left_s()))
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if tunnel is not None:
@@ -59,12 +59,12 @@ class TcpConnection:
 
     def send(self, data: bytes, left_s: Callable[[], float]) -> None:
         """Send all of the data. Raises `OSError`; `TimeoutError` after `left_s()` seconds."""
-        self._sock.settimeout(positive(left_s()))
+        self._sock.settimeout(require_time_left(left_s()))
         self._sock.sendall(data)
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
         """Receive at least one byte into a buffer. Return the count of bytes, 0 at the end. Raises `OSError`."""
-        self._sock.settimeout(positive(left_s()))
+        self._sock.settimeout(require_time_left(left_s()))
         return self._sock.recv_into(buffer)
 
     def abort(self) -> None:
@@ -158,7 +158,7 @@ class Timed(io.RawIOBase):
         return io.BufferedReader(self)
 
 
-def positive(seconds: float) -> float:
+def require_time_left(seconds: float) -> float:
     """Return the remaining seconds. Raises `TimeoutError` if no time is left."""
     if seconds <= 0:
         raise TimeoutError("no answer in time")

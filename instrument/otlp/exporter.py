@@ -291,7 +291,7 @@ class Exporter:
                 break
             settled = False  # metrics that the collector was too slow for are sent again
             time.sleep(min(_RETRY_S, max(0, end_ns - time.monotonic_ns()) / 1e9))
-        settled = settled and not self._queue.is_pending(newest)
+        settled = settled and not self._queue.has_unsent_before(newest)
         counts = self.counts()
         fates = {fate: counts[fate] for fate in FATES}
         return Delivery(**fates, settled=settled, reason=self._queue.reason)

@@ -1,4 +1,4 @@
-"""Files with the kept traces of a running process. `instrument report` reads a folder of such recordings."""
+"""Files with the kept traces of a running process. `instrument report` reads a folder of these files."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import ExportError
 from instrument.otlp import packing
-from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, positive, proxy_for
+from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, proxy_for, require_time_left
 from instrument.otlp.points import Series, pack_metric
 from instrument.profile.document import without_secrets
 from instrument.recording.gen_ai_metrics import NAMESPACE
@@ -344,7 +344,7 @@ class GrpcSender(Sender):
         try:
             channel = self._channel = self._channel or self._opened(grpc)
             export = channel.unary_unary(f"/opentelemetry.proto.collector.{place}/Export")
-            answer = export(body, timeout=positive(left_s()), metadata=self._metadata)
+            answer = export(body, timeout=require_time_left(left_s()), metadata=self._metadata)
         except grpc.RpcError as fault:
             status, details = fault.code().name, fault.details() or ""
             reason = f"gRPC {status}: {details[:200]}"

@@ -150,7 +150,7 @@ class RequestQueue:
                 self._queue_offered()
             return dict(self._counts)
 
-    def is_pending(self, newest: int) -> bool:
+    def has_unsent_before(self, newest: int) -> bool:
         """Return True if a request up to this number is neither sent nor lost, or if that is unknown."""
         with self._try_lock() as has_lock:
             return not has_lock or any(request.number <= newest for request in (*self._in_flight, *self._queue))

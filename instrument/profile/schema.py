@@ -52,7 +52,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     },
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""The schemas of keys whose conditions their readers do not state."""
+"""The schemas of keys that no reader's conditions describe in full."""
 
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {
@@ -129,7 +129,8 @@ def _quantity(units: Mapping[str, int]) -> Shape:
 
 
 def _section(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a section, with the current descriptions of keys. New descriptions are written by hand."""
+    """Return the schema of a section. Keys keep their `current` descriptions; a new key has none until somebody writes
+    it."""
     keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {

@@ -1,4 +1,4 @@
-"""Readers of single values of `profile.yaml`, and the variables of OpenTelemetry that a profile follows.
+"""Readers of single values of `profile.yaml`, and OpenTelemetry's environment variables, which `otlp: auto` follows.
 
 Each takes a node of the document and returns the profile's value, or refuses it with the allowed values. The `*_SYNTAX`
 and the shapes of `with_schema` are also those of `profile.schema.json`.

@@ -36,13 +36,13 @@ LOOKS = 3
 """The least observed values of a path that may be a key, and the least values that it shares with a function."""
 
 DISTINCT = 0.8
-"""The least share of distinct values at a path that names requests."""
+"""An argument is proposed as a request's key if at least this share of its values is distinct."""
 
 SHARED = 0.5
 """The least share of a path's values that also occur in requests."""
 
 LEAST_BATCH = 0.05
-"""The least share of a function with batches in the time of work outside of requests."""
+"""A function with batches is proposed if it takes at least this share of the work outside of requests."""
 
 PASSED = 0.95
 """The least calls of the function that names requests, as a share of the most calls of a candidate."""

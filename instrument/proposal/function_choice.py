@@ -311,7 +311,7 @@ class _Chooser:
             for label, paths in by_label.items()
             if label not in holding
             and paths.total_ns >= LEAST_SPLIT * base_ns
-            and len(self._parts_of(paths, holding)) >= 2
+            and len(self._functions_that_split(paths, holding)) >= 2
             and not self._repeats_requests(paths, tops, base_ns)
         }
         for label, paths in by_label.items():
@@ -333,7 +333,7 @@ class _Chooser:
                 own_ns += inner_ns
         return own_ns
 
-    def _parts_of(self, paths: _Paths, holding: set[str]) -> set[str]:
+    def _functions_that_split(self, paths: _Paths, holding: set[str]) -> set[str]:
         """Return the nearest functions below a function that split its time. `holding` are functions with own time."""
         parts: dict[str, int] = defaultdict(int)
         waiting = [child for node in paths.nodes for child in node.children.values()]
@@ -357,7 +357,7 @@ class _Chooser:
         """
         if not self._repeats_requests(paths, tops, base_ns):
             return False
-        return bool(_MIDDLEWARE.search(label) or self._parts_of(paths, holding))
+        return bool(_MIDDLEWARE.search(label) or self._functions_that_split(paths, holding))
 
     def _proposal(
         self, label: str, paths: _Paths, tops: list[ObservedNode], of: str, *, is_split: bool

@@ -91,7 +91,7 @@ OTHER = "other"
 MOST = (1 << 63) - 1
 """The largest count that fits into OTLP."""
 MOST_SUM = 10**200
-"""The largest sum. A histogram of bytes soon has more than 64 bits in units of 1e-9."""
+"""The largest stored sum, in units of 1e-9. It has more than 64 bits, which a sum of bytes soon needs."""
 
 COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 

@@ -205,8 +205,8 @@ CHUNKS = 60
 """The blocks of a histogram, of 64 buckets each."""
 
 NEW, RUNNING, GOODBYE, FORKED, OFF = range(5)
-"""The states of a recording: no session has begun, a session records, or the session has ended in order. A forked child
-has not begun its own recording, or a session runs with its recording switched off."""
+"""The states of a recording. NEW: no session has begun. RUNNING: a session records. GOODBYE: the session has ended as
+planned. FORKED: a forked child has no session yet. OFF: a session runs and records nothing."""
 
 PARTS = (
     "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",
@@ -334,7 +334,7 @@ INTERVAL_SHARE = 8
 SAMPLES = 131_072
 """The most readings of gauges: an hour with one GPU. They take 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
-"""The slots of the ring with former values of the service's numbers, and those after it with the newest values."""
+"""The slots for values that the service sets: a ring of former values, then one slot for each newest value."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """The bytes of the export state, at the end of a recording. Only its exporter writes them, see
 `instrument.recording.export_checkpoint`."""

@@ -1,4 +1,4 @@
-"""Call paths as columns: the site and the parent of each, and facts of the sites.
+"""Call paths as columns: the site and the parent path of each. A site is an instrumented place in the code.
 
 The paths of a process only grow, so a report computes only the facts of new paths.
 """

@@ -103,7 +103,7 @@ VALUE_LIMIT = 256
 """The most characters of a text among a span's attributes, and of an attribute's name. A longer text is cut."""
 
 ATTRIBUTE_LIMIT = 128
-"""The most attributes of a span, as in OpenTelemetry, and the most values of a list among them."""
+"""The most attributes of a span, as in OpenTelemetry, and the most values of an attribute that is a list."""
 
 STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_description", "error.type"
 """The attributes of a span's status, by OpenTelemetry's names: `OK` or `ERROR`, the reason, and the kind of error."""

@@ -158,7 +158,8 @@ def _loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ..
 
 
 def _steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
-    """Return the steps of some rows. A step waits for loaders of its task or, without a task, of its thread."""
+    """Return the steps among some rows. The time in a loader is a wait of the step in the same task or, without a task,
+    on the same thread."""
     thread = ranked(trace.thread_id)[1]
     line, firsts = numbered(thread, trace.task_id)
     line = np.where(trace.task_id == 0, len(firsts) + thread, line)

@@ -1,4 +1,4 @@
-"""The comparison of two recordings: the effect of a code change, separated from the effect of its load.
+"""The comparison of two recordings: the effect of a code change, separated from that of a different load.
 
 It compares call paths: the self time of their calls without waits, and the device time of their launches. It matches
 calls of like work and load. Work is the size of the surrounding batch and the sizes among attributes (`SIZE`). Load is

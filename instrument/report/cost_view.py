@@ -1,4 +1,5 @@
-"""The `cost` view: the cost of the instrumentation by probe and own thread, the spans that it kept, and what it missed.
+"""The `cost` view: the cost of the instrumentation by probe and by thread of ours, the spans kept, and the spans
+missed.
 
 The cost of a probe is its extra time per call, measured on this machine, times its calls. A saved trace has only the
 mean over all probes. It does not have the use of the rings or the muted sites.

@@ -100,7 +100,7 @@ class DistributionUse:
         return self.communication_ns - self.overlap_ns
 
     communication_ratio = Ratio("communication_ns", of="base_ns")
-    """The share of the base that is communication. All ratios are None if the base is zero."""
+    """The communication's share of the base time, None if the base time is zero."""
     computation_ratio = Ratio("computation_ns", of="base_ns")
     overlap_ratio = Ratio("overlap_ns", of="base_ns")
     """The share of the base with communication and computation at the same time."""

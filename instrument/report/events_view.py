@@ -70,7 +70,7 @@ WIDE = 160
 """Columns of fluid's table."""
 
 NAME_LIMIT = 64
-"""The most columns of a name with its indent and thread tag. Fluid's longest names fit."""
+"""The largest width of a name with its indent and thread. The longest names of PaddlePaddle's tables fit."""
 DETAIL_LEAST = 12
 """The least columns for an instance's detail. It is left out if fewer are free."""
 INDENT_LIMIT = 12

@@ -49,7 +49,7 @@ LEAST_BLOCKS, DEVIATIONS = 8, 4.0
 ends `DEVIATIONS` standard deviations above their mean."""
 
 MOSTLY = 0.5
-"""The least share of the excess that a cause must account for to explain it."""
+"""A cause explains the excess time if it accounts for at least this share of it."""
 
 LEAST_SHARE = 0.05
 """The largest excess that counts as typical, as a share of the typical time."""
@@ -61,7 +61,7 @@ NEARLY = 0.75
 """The least share of a slowdown that a pressure explains, from which on it counts as the cause of all of it."""
 
 NOTABLE = 0.01
-"""The least share of the excess with which a cause has a row."""
+"""A cause has a row if it accounts for at least this share of the excess time."""
 
 TENANT = "tenant"
 """The default attribute by which the requests of a burst are counted."""

@@ -148,14 +148,14 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     held_bytes = np.where(is_followed, 0, np.maximum(size_bytes, 0))
     columns = (size_bytes >= 0, size_bytes < 0, size_bytes.clip(min=0), size_bytes.clip(max=0), held_bytes)
 
-    def sums(groups: Groups) -> list[tuple[int, int, int, int, int]]:
+    def sum_by_group(groups: Groups) -> list[tuple[int, int, int, int, int]]:
         """Return the numbers of allocations and frees, and the bytes allocated, freed and in use, of each group."""
         allocations, frees, allocated, freed, in_use = (groups.sums(column).tolist() for column in columns)
         return list(zip(allocations, frees, allocated, map(neg, freed), in_use, strict=True))
 
     number, of_device = numbered(device)
     use, of_use = numbered(number, at_place.number, called)
-    sums_by_use, uses = sums(Groups(use, len(of_use))), []
+    sums_by_use, uses = sum_by_group(Groups(use, len(of_use))), []
     for row in np.sort(of_use).tolist():
         name, kind = at_place.names[at_place.number[row]]
         on_thread = threads[thread[row]] if by_thread else ""
@@ -175,7 +175,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
         return Peak(on_device, kind, int(levels[at]), since_ns, place, name, begin_bytes, int(levels[-1]))
 
     peaks, devices = list[Peak](), list[DeviceMemory]()
-    for members, sums_of_it, earlier in zip(groups.members(), sums(groups), earlier_bytes, strict=True):
+    for members, sums_of_it, earlier in zip(groups.members(), sum_by_group(groups), earlier_bytes, strict=True):
         allocated, reserved = (
             int(rows[name][is_counted][members[0]]) for name in ("allocated_bytes", "reserved_bytes")
         )

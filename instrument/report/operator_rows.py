@@ -63,7 +63,7 @@ class PlaceCalls:
         return self.host.calls
 
 
-def times_of(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
+def times_on(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
     """Return the times of all calls on `host` or `device`, None if no call has any. A missing time counts as 0."""
     times: list[PlaceTimes] = [getattr(place, on) for place in places]
     calls, timed = (sum(part.calls for part in parts) for parts in (places, times))
@@ -200,13 +200,13 @@ def call_rows(
     topmost level ratios count nested calls of a row once."""
 
     def row(name: str, kind: str, places: Sequence[PlaceCalls], once: Sequence[PlaceCalls]) -> CallRow:
-        gpu = times_of(places, "device")
+        gpu = times_on(places, "device")
         return CallRow(
             name,
             kind,
             depth,
             sum(place.calls for place in places),
-            times_of(places, "host"),
+            times_on(places, "host"),
             gpu,
             share(sum(place.host.total_ns for place in once), cpu_base_ns),
             None if gpu is None else share(sum(place.device.total_ns for place in once), gpu_base_ns),

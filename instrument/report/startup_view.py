@@ -317,7 +317,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
 
 
 def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> dict[tuple[object, ...], WarmUp]:
-    """Return the first and later calls of every place with several calls, by the key of its site."""
+    """Return the first and the later calls of each site with several calls, by the site's key."""
     places = tally.lines_by([site.key for site in tally.tree.sites])
     warm_ups = {}
     for key, first in firsts.items():

@@ -38,7 +38,7 @@ NAME_LEAST = 12
 """The least width of a name in columns, even next to wide numbers."""
 
 TEXT_LEAST = 32
-"""The least width to which a long text other than the name is shortened, in columns. No number is that wide."""
+"""The columns that a shortened text keeps at least; names keep more. Numbers are narrower, so none is shortened."""
 
 WHOLE_DIGITS = 14
 """The most digits of a time that is not rounded: 27 hours in ns. Five such columns leave room for a name."""

@@ -44,8 +44,8 @@ WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "gpu_min": ("min_ns", False, True),
     "gpu_ave": ("device_ns", True, False),
 }
-"""The field by sort key, True if it is divided by the calls, and True if the least comes first. Other keys sort by the
-Total, `ave` by the Total divided by the calls."""
+"""For each sort key: the field, whether it is divided by the number of calls, and whether the smallest comes first. All
+other keys sort by `Total`, or by `Total` per call for `ave`."""
 
 ROOT = 0
 

@@ -402,7 +402,7 @@ class Exporting:
 
     # ---------------------------------------------------------------- the end
 
-    def find_agent_at_end(self) -> None:
+    def await_last_agent(self) -> None:
         """Begin another agent if the run has lost its agent, or count the unexported rows."""
         if self.handover.is_here or not rows_recorded() or self._membership.is_agent_there():
             return

@@ -33,7 +33,7 @@ class Request(NamedTuple):
     """A request to read the profile at `path`; None for the process's own file.
 
     `service` limits it to processes of that service. `switch` allows a file other than the process's own. With
-    `records`, the request only switches the recording on or off.
+    `records` it reads no profile, and switches the recording on or off.
     """
 
     path: str | None = None

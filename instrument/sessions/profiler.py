@@ -208,7 +208,7 @@ class Profiler:
         return windows.is_due
 
     def _read_host(self, host: Host, *, is_end: bool = False) -> None:
-        """Read the use of process and machine at an edge of a window. Shares are of the time between the edges."""
+        """Read the processor and memory use of process and machine at the start or the end of a window."""
         now_ns = time.monotonic_ns()
         values = host.read(now_ns, rarely=True)
         if not is_end:
@@ -250,8 +250,8 @@ class Profiler:
         """End the current step, which had `num_samples` samples, and begin the next one.
 
         Takes some 5 us. If a window ends with the step, its rows are copied, 0.3 us each, and its handlers run, except
-        those on a thread of our own. A handler that reads the spans makes them first, 2 us each. Raises `StateError`
-        without a current step, and `ProfileError` if the samples are no number.
+        those on a thread of our own. A handler that reads the spans waits until they are made, 2 us each. Raises
+        `StateError` without a current step, and `ProfileError` if the samples are no number.
         """
         if self._pid != os.getpid():
             return

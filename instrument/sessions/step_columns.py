@@ -31,7 +31,7 @@ _IDS = itertools.count(_FIRST_ID)
 
 
 class _Call(NamedTuple):
-    """A fetch of a batch, or a pass of a phase."""
+    """A call within a step: a batch that is fetched, or a phase such as forward."""
 
     start_ns: int
     end_ns: int

@@ -21,7 +21,7 @@ from instrument.trace.watched import moved_watched
 
 
 class DistinctNumbers:
-    """Distinct numbers for numbers of several owners. A number keeps its value if no other owner has it."""
+    """New ids for the ids of several processes, so that no two are equal. An id stays if no other process has it."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[Hashable, int], int] = {}
@@ -145,7 +145,7 @@ class Numbers:
         """Return the joined site for a site."""
         return self.sites[self._sites.place(site)]
 
-    def sites_of(self, part: MergedFile) -> Int64s:
+    def merged_sites_of(self, part: MergedFile) -> Int64s:
         """Return the index of the joined site of each row."""
         places = [self._sites.place(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
@@ -170,7 +170,7 @@ class Numbers:
         return self._streams.column(numbers, part.process)
 
     def devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        """Return the merged numbers of devices."""
+        """Return the numbers in the merged trace of a process's devices."""
         return _renumber(numbers, lambda number: self.device(number, part))
 
     def device(self, number: int, part: MergedFile) -> int:

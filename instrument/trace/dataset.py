@@ -600,7 +600,7 @@ def keys_of(
                 ids[rows] = member.numbered.many(numbers[rows].astype(np.uint64), part)
         return ids
 
-    def above(ids: Int64s, part: int) -> UInt64s:
+    def outer_ids(ids: Int64s, part: int) -> UInt64s:
         """Return the ids of parents or roots: span ids for `part` 0, halves of trace ids for 1 and 2."""
         rows = rows_of(trace.span_id, ids)
         processes = np.append(process, 0)[rows]
@@ -610,8 +610,8 @@ def keys_of(
             numbers[row] = absent_of[process[row]].get(int(ids[row]), int(ids[row]))
         return ids_by(processes, numbers, part)
 
-    parent = np.where(trace.parent_id == 0, np.uint64(0), above(trace.parent_id, 0))
-    high, low = above(trace.root_id, 1), above(trace.root_id, 2)
+    parent = np.where(trace.parent_id == 0, np.uint64(0), outer_ids(trace.parent_id, 0))
+    high, low = outer_ids(trace.root_id, 1), outer_ids(trace.root_id, 2)
     remotes = {int(trace.root_id[row]): remote for row, remote in trace.remote.items()} | dict(absent_roots or {})
     if remotes:
         roots = np.array(sorted(remotes), dtype=np.int64)
@@ -621,7 +621,7 @@ def keys_of(
         has = roots[places] == trace.root_id
         high, low = np.where(has, ids[places, 0], high), np.where(has, ids[places, 1], low)
         parent = np.where(has & (trace.parent_id == 0), ids[places, 2], parent)
-    return SpanKeys(high, low, ids_by(process, trace.own_id, 0), parent, above(trace.root_id, 0))
+    return SpanKeys(high, low, ids_by(process, trace.own_id, 0), parent, outer_ids(trace.root_id, 0))
 
 
 def _kept(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:

@@ -1,4 +1,4 @@
-"""Decisions: the requests of a run that are kept, and for each other row if it is sent, kept or dropped.
+"""The requests of a run that are kept, and the decision to send, keep or drop each other row.
 
 A decision includes a request's parts in other processes. A batch is sent with the first kept request that it served.
 For a decision the unsettled rows of all processes become one trace, with unique ids. All processes are on one machine,
@@ -40,7 +40,7 @@ OPEN_NS = 1 << 61
 """The end that an open span gets, in ns on the monotonic clock."""
 
 OPEN = 255
-"""The state of an open span. Rows have the other states."""
+"""The state of an open span. Ended spans have the other states."""
 
 
 class Gathered:

@@ -446,7 +446,7 @@ class GatheredAttributes:
 
 
 def to_json(attributes: Mapping[str, object]) -> bytes:
-    """Return attributes as JSON. Names have no escapes, so that `having` finds them."""
+    """Return attributes as JSON. Names are not escaped, since `PackedAttributes.having` searches the text for them."""
     try:
         text = msgspec.json.encode(attributes)
     except (ValueError, OverflowError):

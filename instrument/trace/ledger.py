@@ -238,7 +238,7 @@ def _ranks(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
 
 def served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
     """Return the batches of each request, and the times before and between them. Both are ordered by request, batches
-    also by time. In times between, `row` is 0 for a queue, 1 for a stall, 2 for transport."""
+    also by time. For a time without a batch, `row` is a code: 0 for the queue, 1 for a stall, 2 for transport."""
     batches = _batches(trace, joined)
     return batches, _times_between_batches(trace, joined, _work(trace, joined), batches, of_all_keys=False)
 

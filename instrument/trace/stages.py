@@ -33,7 +33,7 @@ from instrument.trace.request_steps import Parts, StepKinds, Steps, last_of_firs
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
-"""The names of prefill and decode in a request that is no generation."""
+"""The names of the two stages in requests that generate no tokens."""
 
 STALLED_BY = "instrument.stalled_by"
 """The attribute of a stall with the name of the batches that took most of it."""

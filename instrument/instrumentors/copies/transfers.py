@@ -1,4 +1,4 @@
-"""Transfers: the facts of a call that copies, and the call's span if a rule asks for such copies.
+"""Memory copies of a call: their bytes and direction, and a span for the call if a rule selects such copies.
 
 An adapter knows the functions of one framework that copy, and returns the transfer of each call. All adapters share one
 guard, so that nested calls that copy (a subclass of a tensor, one framework that calls another) give one span. The time

@@ -23,7 +23,7 @@ from instrument.instrumentors.requests.exchange import (
 )
 
 ROUTE = "_instrument_route"
-"""The attribute of a request for the pattern of its path."""
+"""The attribute that keeps the route at Tornado's request object."""
 
 
 def _web(module: Any, exchanges: Exchanges) -> list[Undo]:

@@ -71,17 +71,17 @@ def _merge(mapping: YamlNode, preset: YamlNode, preset_texts: dict[str, str]) ->
         place, mine = mapping.pairs.get(name, (key, None))
         if mine is None or mine.kind == "null":
             pairs[name] = (place, value)
-            _note_texts(value, preset_texts)
+            _collect_preset_texts(value, preset_texts)
         elif mine.kind == value.kind == "mapping":
             pairs[name] = (place, _merge(mine, value, preset_texts))
     return replace(mapping, pairs=pairs)
 
 
-def _note_texts(value: YamlNode, preset_texts: dict[str, str]) -> None:
+def _collect_preset_texts(value: YamlNode, preset_texts: dict[str, str]) -> None:
     if value.kind != "mapping":
         preset_texts[value.key_path] = _as_yaml(value)
     for _, inner in value.pairs.values():
-        _note_texts(inner, preset_texts)
+        _collect_preset_texts(inner, preset_texts)
 
 
 def _as_yaml(value: YamlNode) -> str:

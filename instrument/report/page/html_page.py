@@ -158,7 +158,7 @@ MOST_STRETCHES = 100_000
 """The most device intervals and kernels in a page: some 0.7 MB."""
 
 MOST_READINGS = 200
-"""The most readings of one gauge of one device."""
+"""The most readings that the page draws for a gauge of a device."""
 
 LANE_NAME = 160
 """The greatest width of a name, in columns."""
