@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 ERROR_NAME_LIMIT = 200
-"""The most characters of the name of an exception's class."""
+"""The maximum number of characters of the name of an exception's class."""
 
 _name_of = type.__dict__["__name__"].__get__
 

@@ -141,7 +141,7 @@ def _result(received: bytearray, status: int) -> Answer:
 
 
 SAVED_AT_ONCE = 64
-"""The most processes whose recordings one child saves."""
+"""The maximum number of processes whose recordings one child saves."""
 
 
 class Saves:
@@ -186,7 +186,7 @@ MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
 """The most starts of a child within this many seconds. With more starts, the next one waits until they have passed."""
 
 REAP_S, LOOK_S = 2.0, 0.001
-"""The most seconds of waiting for the end of a killed child, and the seconds between two checks of it."""
+"""The maximum number of seconds to wait for the end of a killed child, and the seconds between two checks of it."""
 
 PIPE_BYTES = 1 << 16
 

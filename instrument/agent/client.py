@@ -197,4 +197,4 @@ def request_of(
 
 
 LOOK_S = 0.2
-"""The most seconds of one wait for an answer. After each wait the client checks its time limit."""
+"""The maximum number of seconds of one wait for an answer. After each wait the client checks its time limit."""

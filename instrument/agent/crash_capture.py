@@ -24,7 +24,7 @@ RECORDING = ".npz"
 LAST_GAUGES = " Its last gauges, "
 
 MOST_REQUESTS = 5
-"""The most open requests in the message on an ended process. The capture has all of them."""
+"""The maximum number of open requests in the message on an ended process. The capture has all of them."""
 MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
 """The most attributes of a span in the message on an ended process, and the most characters of a value."""
 OF_TRANSPORT = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")

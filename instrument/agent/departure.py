@@ -31,7 +31,7 @@ Says = Callable[[str], object] | None
 """A function that prints a message if no process of the run has a standard error for it. None prints nothing."""
 
 WAIT_MS = 50
-"""The most milliseconds that a message to a process's standard error waits for room in a full pipe."""
+"""The maximum number of milliseconds that a message to a process's standard error waits for room in a full pipe."""
 
 MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file with a message next to a capture."""
@@ -422,7 +422,7 @@ def _why_unloaded(pid: int) -> str:
 
 
 LONGEST_BYTES = 100_000
-"""The most bytes of a report. It must fit into one packet of a socket."""
+"""The maximum number of bytes of a report. It must fit into one packet of a socket."""
 
 CUT = "\n\n(The rest is left out here; `instrument report FILE...` has all of what processes have saved.)\n"
 

@@ -299,10 +299,10 @@ EXPORTERS = 8
 """The number of exporters, one thread each, above which unused ones are stopped."""
 
 SCRAPE_LOOKS = 20
-"""The most reads of all recordings for one scrape, or for settling all ended requests."""
+"""The maximum number of reads of all recordings for one scrape, or for settling all ended requests."""
 
 SAID = 1000
-"""The most characters of a message of the exporter process that the agent prints."""
+"""The maximum number of characters of a message of the exporter process that the agent prints."""
 
 
 class _Teller(logging.Handler):

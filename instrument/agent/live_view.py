@@ -33,7 +33,7 @@ EVEN = 0.9
 """The least ratio of the processes' shortest window to the longest. Below it the screen shows each process's window."""
 
 ROWS = 12
-"""The most rows of each table. The other rows are counted."""
+"""The maximum number of rows of each table. The other rows are counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from instrument.runtime import packets, run_folder
 
 WAITING_PACKETS = 1024
-"""The most unsent packets of one connection. A connection with more is closed as broken."""
+"""The maximum number of unsent packets of one connection. A connection with more is closed as broken."""
 
 _JOIN = b'{"join":'
 """The first bytes of a packet that joins a process."""
@@ -108,10 +108,10 @@ class Connection:
 
 
 CONNECTIONS = 2048
-"""The most open connections. The agent closes any further one."""
+"""The maximum number of open connections. The agent closes any further one."""
 
 PACKETS_AT_ONCE = 64
-"""The most packets read from one connection before the loop reads the next one."""
+"""The maximum number of packets read from one connection before the loop reads the next one."""
 
 ACCEPT_AGAIN_S = 0.2
 """Seconds without accepting connections after the agent ran out of descriptors."""

@@ -45,10 +45,10 @@ STATUS_S = 0.3
 """Seconds after the end of a process until its parent must have reported the exit status."""
 
 CAPTURES = 20
-"""The most captures of vanished processes per run."""
+"""The maximum number of captures of vanished processes per run."""
 
 DISK_BYTES = 1 << 30
-"""The most bytes of captures for processes that give no `limits.disk`."""
+"""The maximum number of bytes of captures for processes that give no `limits.disk`."""
 
 MOST_ROWS = 10_000
 """The most spans that an ending process saves itself. The agent saves the recording of a process with more."""

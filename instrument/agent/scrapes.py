@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
 ANSWER_S = 10.0
-"""The most seconds to receive a scrape's request, and again to make its answer."""
+"""The maximum number of seconds to receive a scrape's request, and again to make its answer."""
 
 APART, SCOPES = 16, 64
-"""The most ended processes with totals of their own, because their recordings may be read once more. Older totals are
-summed by scope and service, for at most `SCOPES` pairs."""
+"""The maximum number of ended processes with totals of their own, because their recordings may be read once more. Older
+totals are summed by scope and service, for at most `SCOPES` pairs."""
 
 FILE = "metrics.ended"
 

@@ -23,7 +23,7 @@ from instrument.agent.runs import Runs
 from instrument.runtime import packets, run_folder
 
 ASKED_S = 30.0
-"""The most seconds that a request to processes waits for their answers."""
+"""The maximum number of seconds that a request to processes waits for their answers."""
 
 
 class Questions:
@@ -138,13 +138,13 @@ class Question:
 
 
 END_S = 4.5
-"""The most seconds that the agent runs after SIGTERM."""
+"""The maximum number of seconds that the agent runs after SIGTERM."""
 
 LIVE_S = 3.0
 """Seconds after SIGTERM for which the agent waits for living processes and exports their spans."""
 
 SEND_S = 4.0
-"""The most seconds for sending the last spans as the agent ends."""
+"""The maximum number of seconds for sending the last spans as the agent ends."""
 
 CLOSE_S = 0.5
 """Seconds for the exporter to report the outcome to the agent after the last send."""

@@ -32,7 +32,7 @@ BEGUN_S = (0.005, 0.03)
 _IN_OPEN = 0x20
 """The event of inotify(7) when a file is opened, as the system does when a process begins to run it."""
 _MOST_NEW = 500
-"""The most new process ids that are examined at once. The next regular search finds further ones."""
+"""The maximum number of new process ids that are examined at once. The next regular search finds further ones."""
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
@@ -212,7 +212,7 @@ def _parent_of(pid: int) -> int:
 
 
 FIRST_S, LONGEST_S = 0.5, 60.0
-"""The fewest and the most seconds between two checks of a process's connections."""
+"""The minimum and maximum seconds between two checks of a process's connections."""
 
 AGE_SHARE, COST_SHARE = 4, 100
 """The pause between two checks of a process: a fourth of its time since joining, plus 100 times the cost of a check."""

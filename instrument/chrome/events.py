@@ -336,7 +336,7 @@ FARTHEST_US = 1 << 52
 """The bound of valid times, in microseconds."""
 
 LONGEST_TIME = 64
-"""The most characters of a time."""
+"""The maximum number of characters of a time."""
 
 _ESCAPE = re.compile(
     rb"(\\(?:[\"\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))"

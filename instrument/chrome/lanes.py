@@ -38,7 +38,7 @@ from instrument.trace.layout import in_order, rank_of
 from instrument.trace.trace import MergedProcess, Trace
 
 BATCH = 4096
-"""The most events in memory at a time."""
+"""The maximum number of events in memory at a time."""
 
 SPARE_PIDS = 1 << 22
 """The first number beyond all pids of Linux (man 5 proc, pid_max)."""

@@ -38,7 +38,7 @@ Shape = Sequence[int]
 _Formula = Callable[[Sequence[Shape], Sequence[str]], int]
 
 MOST_DIMENSIONS = 64
-"""The most dimensions of a tensor in torch, which bounds the work for a damaged file."""
+"""The maximum number of dimensions of a tensor in torch, which bounds the work for a damaged file."""
 
 _NUMBERS = re.compile(r"\[([0-9]{1,9}(?:, [0-9]{1,9})*)?\]")
 _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")

@@ -29,11 +29,11 @@ from instrument.trace.trace import Allocations, Trace
 from instrument.trace.watched import KernelColumns
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
-"""The most unpacked bytes per packed byte of a file, or `LEAST_UNPACKED` bytes if that is more. Real traces unpack to
-10 to 30 times their size."""
+"""The maximum number of unpacked bytes per packed byte of a file, or `LEAST_UNPACKED` bytes if that is more. Real
+traces unpack to 10 to 30 times their size."""
 
 LIMIT_KEYS = 1000
-"""The most top-level keys in a trace, without the events."""
+"""The maximum number of top-level keys in a trace, without the events."""
 
 LIMIT_BACKWARD = 1000
 """The most spans that begin before their parent. Views would take unbounded time for a damaged file with more."""

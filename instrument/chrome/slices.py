@@ -44,7 +44,7 @@ from instrument.trace.trace import SpanViews, Trace
 _LIMIT_NS = LIMIT_US * 1000
 
 LIMIT_EVENTS = 5 * LIMIT_SPANS
-"""The most events in a file, slices or not."""
+"""The maximum number of events in a file, slices or not."""
 
 UNTOLD = -INT64
 """The placeholder for a number that a slice's arguments omit."""

@@ -27,7 +27,7 @@ from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.main_module import MAINS
 
 _ATTACHED_SHOWN = 20
-"""The most attached targets of a rule that `check` lists."""
+"""The maximum number of attached targets of a rule that `check` lists."""
 
 
 def add(verbs: Verbs) -> None:

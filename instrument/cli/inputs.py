@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 LEAST_BYTES = 500_000_000
-"""The least memory bound, in bytes, for a command that reads files. Large files raise the bound."""
+"""The minimum memory bound, in bytes, for a command that reads files. Large files raise the bound."""
 
 COMMAND_BYTES = 150_000_000
 """The bytes that a command uses before it reads files. A program that calls `main` may use more, which is added."""
@@ -226,7 +226,7 @@ def one_trace(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
 # Runs of the files of a folder
 
 RUNS_NAMED = 5
-"""The most runs of a folder that a message names."""
+"""The maximum number of runs of a folder that a message names."""
 
 
 @dataclass

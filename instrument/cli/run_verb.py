@@ -182,7 +182,7 @@ AGENT_WAIT_S = 5.0
 """The seconds that the agent has for its last output after the service's end."""
 
 AGENTS = 10
-"""The most agents of a run, one after another."""
+"""The maximum number of agents of a run, one after another."""
 
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 

@@ -77,11 +77,11 @@ EVERY_NS = 10**9
 """The default interval between two readings of a gauge."""
 
 RARELY_NS = 10 * 10**9
-"""The least interval of gauges that are expensive or change slowly. The list of a GPU's processes took 4.5 ms in a
+"""The minimum interval of gauges that are expensive or change slowly. The list of a GPU's processes took 4.5 ms in a
 measurement, and a loop that read it every 25 ms delayed the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""The least ns between the newest reading of a share or a rate and a last reading at the session's end."""
+"""The minimum number of ns between the newest reading of a share or a rate and a last reading at the session's end."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -281,7 +281,7 @@ STOP_S = 2.0
 """The longest wait in seconds for the thread's end, as it may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""The most seconds that a fork waits for the thread to leave NVML and torch's allocator."""
+"""The maximum number of seconds that a fork waits for the thread to leave NVML and torch's allocator."""
 
 THREAD_NAME = "instrument-nvml"
 
@@ -461,7 +461,7 @@ _PROCESS_CLOCK = 2
 
 
 MOST_THREADS = 256
-"""The most threads of a process whose waits for a processor are read."""
+"""The maximum number of threads of a process whose waits for a processor are read."""
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read

@@ -26,10 +26,10 @@ NO_DRIVER = f"no NVIDIA driver is visible here ({LIBRARY} is not found)"
 VARIABLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 GPM_NS = 100 * 10**6
-"""The least time between two samples of GPM (NVML reference, `nvmlGpmSampleGet`)."""
+"""The minimum time between two samples of GPM (NVML reference, `nvmlGpmSampleGet`)."""
 
 ENERGY_NS = 400 * 10**6
-"""The least time between two readings of the energy counter for an average power. It changes every 20 to 100 ms."""
+"""The minimum time between two readings of the energy counter for an average power. It changes every 20 to 100 ms."""
 
 MIB = 2**20
 

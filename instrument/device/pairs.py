@@ -20,7 +20,7 @@ T = TypeVar("T")
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The most streams of a context whose state is stored. Unneeded states are dropped first."""
+"""The maximum number of streams of a context whose state is stored. Unneeded states are dropped first."""
 
 
 class Driver(Protocol):

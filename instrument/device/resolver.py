@@ -45,14 +45,14 @@ ANCHOR_PAUSE_NS = 10**7
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""The seconds between two polls for the next end on a busy device, and the most polls in a row."""
+"""The seconds between two polls for the next end on a busy device, and the maximum number of polls in a row."""
 
 MEASURED_AT_ONCE = 1000
-"""The most pairs in one measurement, which takes the driver a millisecond."""
+"""The maximum number of pairs in one measurement, which takes the driver a millisecond."""
 
 DEFERRED_LIMIT = 512
-"""The most intervals of a span on several streams that wait for its end. More are added earlier, as in a generator that
-runs for days."""
+"""The maximum number of intervals of a span on several streams that wait for its end. More are added earlier, as in a
+generator that runs for days."""
 
 INTERRUPTED = -2
 """The value in place of an error if a signal handler raised, so that the event's state is unknown."""
@@ -65,7 +65,7 @@ NOTE_NS = 2 * 10**7
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
-"""The most ns that `stop` waits for the device, and the seconds between its polls."""
+"""The maximum number of ns that `stop` waits for the device, and the seconds between its polls."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16

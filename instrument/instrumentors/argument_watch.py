@@ -35,16 +35,16 @@ LOOKS = 1000
 """The number of first calls of each function that are examined. Samples would show each function different requests."""
 
 ITEMS = 64
-"""The most items of a sequence or mapping that are examined."""
+"""The maximum number of items of a sequence or mapping that are examined."""
 
 DIGESTS = 4096
-"""The most digests per path, and the most objects that are numbered at a time."""
+"""The maximum number of digests per path, and the maximum number of objects that are numbered at a time."""
 
 ATTRIBUTES = 60
-"""The most attributes of an object that are examined."""
+"""The maximum number of attributes of an object that are examined."""
 
 NAME_LENGTH = 64
-"""The most characters of a name. A mapping's longer keys are data."""
+"""The maximum number of characters of a name. A mapping's longer keys are data."""
 
 ID = re.compile(
     r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"

@@ -181,7 +181,7 @@ FACTS_OF_REQUEST = 2
 """The native reader's mode for facts of requests."""
 
 TEXTS_KNOWN = 4096
-"""The most texts whose shortened form is cached. One more empties the cache."""
+"""The maximum number of texts whose shortened form is cached. One more empties the cache."""
 
 Values = dict[Any, Any]
 ReadResult = Callable[[Any], Values]

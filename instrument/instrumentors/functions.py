@@ -33,7 +33,7 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
-"""The least reference count of an immortal object (PEP 683), whose count is no number of references."""
+"""The minimum reference count of an immortal object (PEP 683), whose count is no number of references."""
 
 Undo = Callable[[], None]
 T = TypeVar("T")

@@ -30,14 +30,14 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.main_module import MAINS, spawned_main
 
 DEPTH = 4
-"""The most steps from a function back through the objects that refer to it, such as lists and closures."""
+"""The maximum number of steps from a function back through the objects that refer to it, such as lists and closures."""
 
 WIDTH = 200
-"""The most objects at one depth whose referrers are sought."""
+"""The maximum number of objects at one depth whose referrers are sought."""
 
 MANY = 200
-"""The most objects for which `gc.get_referrers` is used, which compares the whole heap with each object. More objects
-are sought by a set of their ids."""
+"""The maximum number of objects for which `gc.get_referrers` is used, which compares the whole heap with each object.
+More objects are sought by a set of their ids."""
 
 HIDDEN = "something that Python does not show, such as a local variable or an object made in C"
 

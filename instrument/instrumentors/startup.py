@@ -143,7 +143,7 @@ class StartupWatch:
 # The durations of imports
 
 LIMIT = 2_000
-"""The most packages with a row of their own. Further packages share a row."""
+"""The maximum number of packages with a row of their own. Further packages share a row."""
 
 OTHERS = "(other packages)"
 

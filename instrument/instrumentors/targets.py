@@ -69,7 +69,7 @@ SUBCLASSES = "+"
 """The suffix of a pattern that also means a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The most objects that are searched for a function inside a decorator's object."""
+"""The maximum number of objects that are searched for a function inside a decorator's object."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,16 +30,16 @@ DEPTH = 3
 """The levels that are searched for an object's model: the object, its attributes, and their attributes."""
 
 THINGS = 1000
-"""The most objects of one level that are examined."""
+"""The maximum number of objects of one level that are examined."""
 
 KEPT = 1024
-"""The most objects whose devices are cached."""
+"""The maximum number of objects whose devices are cached."""
 
 SELDOM = 1024
 """The most calls until an object without a model is searched again. The pause doubles up to this number."""
 
 ITEMS = 64
-"""The most items that are examined of a container in a call's arguments."""
+"""The maximum number of items that are examined of a container in a call's arguments."""
 
 _PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
 _CONTAINERS = (list, tuple, dict, UserDict)

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 REQUEST_BYTES = 512 << 10
-"""The most bytes of a request before compression: some receivers refuse 1 MiB."""
+"""The maximum number of bytes of a request before compression: some receivers refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
 """The lowest limit of a request's bytes after refusals, and the waiting bytes that are sent at once."""
 HALVINGS = 12
-"""The most requests in a row that are halved as too large for the collector: 12 lead from 4,000 spans to single ones.
-Then such requests are dropped, until the collector accepts one."""
+"""The maximum number of requests in a row that are halved as too large for the collector: 12 lead from 4,000 spans to
+single ones. Then such requests are dropped, until the collector accepts one."""
 
 HOLD_LIMIT_S = 300.0
 """The most seconds that one answer of a collector can delay all spans, which wait in the queue meanwhile."""

@@ -18,7 +18,7 @@ from instrument.trace import file
 from instrument.trace.trace import Trace
 
 WRITE_S = 10.0
-"""The most seconds until kept spans are in a file."""
+"""The maximum number of seconds until kept spans are in a file."""
 
 FILE_SPANS = 20_000
 """The number of waiting spans at which a file is written at once."""

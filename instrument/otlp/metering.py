@@ -44,7 +44,7 @@ GAUGES_FOR_NS = 30 * 10**9
 """The largest age of a gauge's reading in a scrape, in ns."""
 
 RELEASE_S = 0.5
-"""The most seconds to wait for a running request of metrics, before another exporter begins."""
+"""The maximum number of seconds to wait for a running request of metrics, before another exporter begins."""
 
 
 GROUPS: dict[tuple[str, str], set[str]] = {}

@@ -183,17 +183,17 @@ class Snapshots:
 
 
 QUEUE_SAMPLES = 65_536
-"""The most samples that wait for delivery. Above that the oldest are dropped."""
+"""The maximum number of samples that wait for delivery. Above that the oldest are dropped."""
 
 DELAY_NS = 10 * 10**9
 """Nanoseconds for which samples are gathered before they are sent, many in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The most samples or series of a request, and the least to which a collector's refusals can lower that. A sample takes
-some 200 bytes, a histogram 400."""
+"""The maximum number of samples or series of a request, and the least to which a collector's refusals can lower that. A
+sample takes some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
-"""The most ns that one delivery of metrics may delay the spans behind it."""
+"""The maximum number of ns that one delivery of metrics may delay the spans behind it."""
 
 
 @dataclass(frozen=True, slots=True)

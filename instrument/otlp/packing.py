@@ -23,7 +23,7 @@ SCOPE = "instrument"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.45.0"
 """The version of OpenTelemetry's names that the attributes follow."""
 EVENT_LIMIT = 128
-"""The most events of a span: OpenTelemetry's own limit."""
+"""The maximum number of events of a span: OpenTelemetry's own limit."""
 DURATION = "instrument.duration_ns"
 """The attribute with the length of an event in ns."""
 LINK_NAMES = frozenset((LINK, LINK_REMOTE))

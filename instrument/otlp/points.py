@@ -18,7 +18,7 @@ from instrument.runtime.cheap_start import dataclass, field
 
 FINEST_SCALE = 5
 MOST_BUCKETS = 160
-"""The most buckets, as in OpenTelemetry's SDKs."""
+"""The maximum number of buckets, as in OpenTelemetry's SDKs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,8 @@ FACTS_S = 1.0
 """Seconds between two reads of the facts that a process publishes."""
 
 WAITING_SPANS = 10_000
-"""The most spans in the exporter's memory. Further spans wait in the recording, which outlives the exporter and keeps
-the newest."""
+"""The maximum number of spans in the exporter's memory. Further spans wait in the recording, which outlives the
+exporter and keeps the newest."""
 
 SETTLE_EACH_NS = 25 * 10**7
 """Nanoseconds between two rounds of settling."""

@@ -23,16 +23,16 @@ from instrument.trace.of_recording import first_request_ns, origin_of
 from instrument.trace.unsettled import Details, TailSampler, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
-"""The most rows of one read, to bound the reader's memory."""
+"""The maximum number of rows of one read, to bound the reader's memory."""
 
 AHEAD_ROWS = 30_000
 """The most rows read between two rounds of settling. Further rows wait in the recording, which keeps the newest."""
 
 DEVICE_WAIT_NS = 2 * 10**9
-"""The most nanoseconds that spans wait for their device times before they are sent."""
+"""The maximum number of nanoseconds that spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The most past reads that are remembered, each with the count of device intervals at its time."""
+"""The maximum number of past reads that are remembered, each with the count of device intervals at its time."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 QUEUE_BYTES = 16 << 20
-"""The most bytes of requests that wait for delivery. Above that the oldest requests are dropped."""
+"""The maximum number of bytes of requests that wait for delivery. Above that the oldest requests are dropped."""
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""The least drift of the wall clock in ns that is corrected, and the least ns between two corrections. They are rare,
-because spans before and after a correction nest less exactly."""
+"""The minimum drift of the wall clock in ns that is corrected, and the minimum number of ns between two corrections.
+They are rare, because spans before and after a correction nest less exactly."""
 
 CLOCK_STEP_NS = 5 * 10**8
 """The least change of the wall clock in ns that is a step and not drift, such as after a suspension of the machine."""

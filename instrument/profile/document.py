@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FILE_BYTES = 2**20
 """The size of the largest file that is read."""
 NODES = 10_000
-"""The most values of a document. Each use of an alias counts again."""
+"""The maximum number of values of a document. Each use of an alias counts again."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
 """The prefixes of variables whose invalid values do not prevent the start of a service."""
 DEPTH = 32

@@ -30,7 +30,7 @@ from instrument.proposal.function_choice import (
 from instrument.proposal.observation import Observation, ObservedNode
 
 KEYS, BATCHES = 3, 3
-"""The most rules with a key for work outside of requests, and the most rules with a batch."""
+"""The maximum number of rules with a key for work outside of requests, and the maximum number of rules with a batch."""
 
 LOOKS = 3
 """The least observed values of a path that may be a key, and the least values that it shares with a function."""
@@ -39,7 +39,7 @@ DISTINCT = 0.8
 """An argument is proposed as a request's key if at least this share of its values is distinct."""
 
 SHARED = 0.5
-"""The least share of a path's values that also occur in requests."""
+"""The minimum share of a path's values that also occur in requests."""
 
 LEAST_BATCH = 0.05
 """A function with batches is proposed if it takes at least this share of the work outside of requests."""
@@ -48,7 +48,7 @@ PASSED = 0.95
 """The least calls of the function that names requests, as a share of the most calls of a candidate."""
 
 COVERED = 0.8
-"""The least share of a function's time that its parts must take to be the batches in its place."""
+"""The minimum share of a function's time that its parts must take to be the batches in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,16 +263,16 @@ PRESET_SAYS = {
 }
 
 SHOWN = 6
-"""The most items in a list of a comment."""
+"""The maximum number of items in a list of a comment."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The least share of a proposed layer in all layers' time, and of a block's part in the block's time."""
+"""The minimum share of a proposed layer in all layers' time, and of a block's part in the block's time."""
 
 LEAST_LAYER_NS = 20_000
-"""The least ns per call of a proposed layer."""
+"""The minimum number of ns per call of a proposed layer."""
 
 LAYERS = 6
-"""The most layer rules of a first profile."""
+"""The maximum number of layer rules of a first profile."""
 
 
 @dataclass(slots=True)

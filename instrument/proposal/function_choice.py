@@ -49,29 +49,29 @@ LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 function with a leading underscore needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The least share of time of a function that is proposed only because its parts split that time."""
+"""The minimum share of time of a function that is proposed only because its parts split that time."""
 
 LEAST_PART = 0.02
-"""The least share of a part in the time of the function that it splits."""
+"""The minimum share of a part in the time of the function that it splits."""
 
 SHORT_NS = 5_000
 """The least mean ns of a proposed function's calls."""
 
 HOT = 10_000
-"""The most calls per second of a proposed function."""
+"""The maximum number of calls per second of a proposed function."""
 
 REPEATED = 3
 """The least calls per process of repeated work."""
 
 LOADING_NS = 50_000_000
-"""The least ns that a proposed loading function takes per process."""
+"""The minimum number of ns that a proposed loading function takes per process."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""The least share in its request's time, and the most share of self time, of a function that only repeats its request
-and gets no rule."""
+"""The minimum share in its request's time, and the maximum share of self time, of a function that only
+repeats its request and gets no rule."""
 
 RULES = 12
-"""The most functions of a first profile, besides those needed for requests, steps and keys."""
+"""The maximum number of functions of a first profile, besides those needed for requests, steps and keys."""
 
 _WAITING = re.compile(r"(^|_)(wait|sleep|idle|poll|listen|recv|receive|acquire|heartbeat|run_forever)(_|$)")
 REQUEST = re.compile(

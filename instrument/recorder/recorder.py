@@ -445,7 +445,7 @@ RECORDER = Recorder()
 
 CHECK_NS = 10**9
 LIMIT_NS = 50_000
-"""The most ns that the time stamp counter may deviate from the monotonic clock in a second."""
+"""The maximum number of ns that the time stamp counter may deviate from the monotonic clock in a second."""
 
 
 class Ticks:

@@ -34,7 +34,7 @@ from instrument.recording.spans import (
 from instrument.runtime.cheap_start import replace
 
 NAMES_OF_PLACE = 256
-"""The most names that spans of one site get while they are open."""
+"""The maximum number of names that spans of one site get while they are open."""
 
 
 def rename(recorder: Any, frame: Any, name: object) -> None:

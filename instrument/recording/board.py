@@ -19,7 +19,7 @@ VARIABLE = "INSTRUMENT_RUN_BOARD"
 _NAME = "instrument-run"
 
 _BYTES = 1 << 20
-"""The most bytes of a board that are read. A mark is a line of 20 bytes, and is written about once."""
+"""The maximum number of bytes of a board that are read. A mark is a line of 20 bytes, and is written about once."""
 
 _IN_VAIN = "%020d\n"
 """The first line of a board: the monotonic time in ns at which a process last waited in vain for a collector."""

@@ -80,7 +80,7 @@ Labels = tuple[tuple[str, Value], ...]
 """The attributes of a series, by OpenTelemetry's names."""
 
 SERIES_LIMIT = 2_000
-"""The most series of a metric, as in OpenTelemetry's SDKs. All later label sets share one series."""
+"""The maximum number of series of a metric, as in OpenTelemetry's SDKs. All later label sets share one series."""
 
 OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The labels of the series for label sets beyond `SERIES_LIMIT`, by OpenTelemetry's name."""
@@ -213,7 +213,7 @@ def series_from_json(stored: Iterable[Sequence[Any]]) -> dict[Labels, Distributi
 
 
 EXEMPLARS = 8
-"""The most exemplars of a series."""
+"""The maximum number of exemplars of a series."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,11 +52,11 @@ MOST_SLOTS = {
     "intervals": 1 << 26,
     "rows": 1 << 31,
 }
-"""The most slots of each part. A recording with more is damaged."""
+"""The maximum number of slots of each part. A recording with more is damaged."""
 TRIES = 3
-"""The most reads of the open spans. A span is accepted once two copies of it are equal."""
+"""The maximum number of reads of the open spans. A span is accepted once two copies of it are equal."""
 READINGS = 10
-"""The most reads of totals while they move between rings, for instance as a thread ends."""
+"""The maximum number of reads of totals while they move between rings, for instance as a thread ends."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 

@@ -95,7 +95,7 @@ class Claim(OwnDescriptor):
 
 
 MOST_SLOTS = 1 << 15
-"""The most slots that are read of a part."""
+"""The maximum number of slots that are read of a part."""
 
 
 class RingHead(NamedTuple):
@@ -332,7 +332,7 @@ TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
 """The size of the rings as a multiple of the size of the device intervals."""
 SAMPLES = 131_072
-"""The most readings of gauges: an hour with one GPU. They take 8 MiB."""
+"""The maximum number of readings of gauges: an hour with one GPU. They take 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
 """The slots for values that the service sets: a ring of former values, then one slot for each newest value."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
@@ -341,7 +341,7 @@ EXPORT_BYTES = 3 * ALIGNED_BYTES
 METER_BYTES = 16 * ALIGNED_BYTES
 """The bytes of the metrics' state, before the export state."""
 SMALL_RINGS = 4096
-"""The most threads with a ring of the smallest size, after larger rings have used up the memory."""
+"""The maximum number of threads with a ring of the smallest size, after larger rings have used up the memory."""
 
 
 def interval_slots(ring_bytes: int) -> int:

@@ -16,7 +16,7 @@ from instrument.runtime.cheap_start import NamedTuple
 NAME_BYTES = 112
 SUM = "sum"
 OWN_GAUGES = 2_000
-"""The most names in `GAUGES`, with those of the service's numbers."""
+"""The maximum number of names in `GAUGES`, with those of the service's numbers."""
 
 LARGEST = 9e9
 """The largest value of a bucket's middle: in units of 1e-9 it fits 64 bits."""

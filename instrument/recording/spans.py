@@ -493,7 +493,7 @@ class OwnNotes:
 
 
 UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
-"""The most uncalled targets in a note, and the most characters of each name."""
+"""The maximum number of uncalled targets in a note, and the maximum number of characters of each name."""
 
 
 def never_called(targets: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 LARGEST_COPY_BYTES = 1 << 50
-"""The most bytes of one copy. A larger number is from a damaged file and not added."""
+"""The maximum number of bytes of one copy. A larger number is from a damaged file and not added."""
 
 LARGEST = 1 << 62
 """The largest sum over all lines. Larger numbers are from damaged files, and are cut so that sums fit 64 bits."""

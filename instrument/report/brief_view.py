@@ -35,17 +35,17 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 MOST_LINES = 57
-"""The most lines of the view. With the names of process and file below it, a screen has 60."""
+"""The maximum number of lines of the view. With the names of process and file below it, a screen has 60."""
 
 PLACES = 7
-"""The most rows in the table of self times."""
+"""The maximum number of rows in the table of self times."""
 
 PARTS = 6
 """The most endpoints in the table, and the most parts of a request or step. One more row sums up the rest."""
 
 DEVICES = 3
 LAUNCH_BOUND_FROM = 0.1
-"""The least share of a device's busy time that is reported as launch-bound."""
+"""The minimum share of a device's busy time that is reported as launch-bound."""
 
 LOSSES = 3
 NOTE_LINES, NOTE_LINES_BELOW_HEADLINES = 6, 4

@@ -48,11 +48,11 @@ FAMILY = 0.01
 """The probability of any wrong verdict if nothing has changed."""
 
 LEAST_SHARE = 0.005
-"""The least share of either side's time with which a call path is compared."""
+"""The minimum share of either side's time with which a call path is compared."""
 
 MAJOR_SHARE = 0.05
-"""The least share of time with which an unclear call path makes the gate inconclusive. Start-up runs once and has less.
-"""
+"""The minimum share of time with which an unclear call path makes the gate inconclusive. Start-up runs once and has
+less."""
 
 LEAST_CHANGE = 1e-4
 """The share below which clocks and rounding may cause a difference, so that it is no change."""
@@ -70,7 +70,7 @@ NOTEWORTHY = 0.05
 """The smallest change of an endpoint's mean for which a sentence names the cause."""
 
 MOSTLY = 0.5
-"""The least share of time with matched work for a verdict on the load."""
+"""The minimum share of time with matched work for a verdict on the load."""
 
 CLEAR = 1.0
 """The largest detectable change of a call path without a change. With a larger one its path is inconclusive."""
@@ -566,7 +566,7 @@ COLOURS = {SLOWER: "#e5776b", FASTER: "#6fa3d8", NEW: "#e5b567", GONE: "#b5bdc8"
 OTHER_COLOUR = "#dfe3e8"
 
 MOST_LEVELS = 200
-"""The most levels of calls on the page."""
+"""The maximum number of levels of calls on the page."""
 
 STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem; color: #1b1f24; background: #fff; }

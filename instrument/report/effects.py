@@ -27,10 +27,10 @@ from instrument.trace.groups import numbered, ranked
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The least number of like calls per side for a test by blocks. Blocks of fewer calls depend on each other."""
+"""The minimum number of like calls per side for a test by blocks. Blocks of fewer calls depend on each other."""
 
 LEAST_OF_STRATUM = 5
-"""The least number of calls per side in a stratum."""
+"""The minimum number of calls per side in a stratum."""
 
 ROUNDING = 1e-9
 """An allowance for rounding errors of logarithms at the edges of strata."""

@@ -72,18 +72,18 @@ WIDE = 160
 NAME_LIMIT = 64
 """The largest width of a name with its indent and thread. The longest names of PaddlePaddle's tables fit."""
 DETAIL_LEAST = 12
-"""The least columns for an instance's detail. It is left out if fewer are free."""
+"""The minimum number of columns for an instance's detail. It is left out if fewer are free."""
 INDENT_LIMIT = 12
 """The largest number of indented levels. A deeper level shows its number instead of more indent."""
 LABEL_WIDTH = 25
 NUMBER_WIDTH = 12
 CALLS_WIDTH = 10
-"""The most digits of a number of calls. Larger numbers are rounded."""
+"""The maximum number of digits of a number of calls. Larger numbers are rounded."""
 RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
 """The significant digits of totals and of other exact times. The first pair with which all names fit is used."""
 EXPONENT = 3
-"""The most columns that an exponent adds to the digits of a large time."""
+"""The maximum number of columns that an exponent adds to the digits of a large time."""
 SAMPLE = 100
 """The number of rows that are formatted first, to choose the digits."""
 

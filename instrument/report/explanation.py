@@ -58,7 +58,7 @@ MORE_STEPS = "more steps"
 """The path of the excess from more engine steps than the endpoint's requests typically have."""
 
 NEARLY = 0.75
-"""The least share of a slowdown that a pressure explains, from which on it counts as the cause of all of it."""
+"""The minimum share of a slowdown that a pressure explains, from which on it counts as the cause of all of it."""
 
 NOTABLE = 0.01
 """A cause has a row if it accounts for at least this share of the excess time."""

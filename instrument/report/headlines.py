@@ -30,22 +30,22 @@ from instrument.trace.ledger import COPIES, LOCK, QUEUE, SHARE, STALL, SUB_REQUE
 MOST = 3
 
 ENOUGH = 10
-"""The least number of requests, steps or device intervals behind a headline."""
+"""The minimum number of requests, steps or device intervals behind a headline."""
 
 ENOUGH_FOR_P99 = 100
-"""The least number of requests behind a headline on their p99."""
+"""The minimum number of requests behind a headline on their p99."""
 
 SLOWEST = 5
-"""The least number of slowest requests whose mean represents the p99."""
+"""The minimum number of slowest requests whose mean represents the p99."""
 
 NOTABLE = 0.2
-"""The least share of a part in requests, steps or a device's time for which there is a headline."""
+"""The minimum share of a part in requests, steps or a device's time for which there is a headline."""
 
 NOTABLE_STOP = 0.05
-"""The least share of the window with a blocked event loop, or with garbage collections, for a headline."""
+"""The minimum share of the window with a blocked event loop, or with garbage collections, for a headline."""
 
 SLOW = 1.2
-"""The least ratio of p99 to p50 for a headline on the p99."""
+"""The minimum ratio of p99 to p50 for a headline on the p99."""
 
 FULL = 0.8
 """The ratio of a batch's mean size to its largest size from which on batches count as full."""

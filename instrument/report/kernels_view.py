@@ -41,7 +41,7 @@ KERNELS = "torch.profiler"
 STRETCHES = "pairs of events"
 
 LABEL_ROOM = 50
-"""The most columns of a kernel's label."""
+"""The maximum number of columns of a kernel's label."""
 
 HEAVIEST_ROOM = 40
 

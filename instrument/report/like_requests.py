@@ -24,10 +24,10 @@ TRIALS = 5
 """The number of requests outside of a window with which each of its requests is compared."""
 
 POOL = 5_000
-"""The most requests outside of a window that are searched."""
+"""The maximum number of requests outside of a window that are searched."""
 
 ENOUGH = 10
-"""The least number of requests with like work. With fewer, all requests of the endpoint are compared."""
+"""The minimum number of requests with like work. With fewer, all requests of the endpoint are compared."""
 
 LIKE = 0.5
 """The largest difference between two requests with like work, in powers of two."""

@@ -100,10 +100,10 @@ def refuse_unknown_group(recording: Recording, options: Options) -> None:
 
 
 MOST_NAMES = 20
-"""The most attributes that this message names."""
+"""The maximum number of attributes that this message names."""
 
 ROWS_WITH_NAMES = 1_000
-"""The most requests that are searched for an attribute whose name has a given end."""
+"""The maximum number of requests that are searched for an attribute whose name has a given end."""
 
 
 def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:

@@ -39,7 +39,7 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
 
 FEW = 40
-"""The most turns (waits and batches) that have a line each. A longer list joins short turns."""
+"""The maximum number of turns (waits and batches) that have a line each. A longer list joins short turns."""
 
 SMALL = 200
 """In a long list, a turn has its own line if it exceeds the request's wall time divided by this number."""

@@ -83,7 +83,7 @@ A_REQUEST = (
 )
 
 ENOUGH = 3
-"""The least number of an endpoint's requests for which typical times are computed."""
+"""The minimum number of an endpoint's requests for which typical times are computed."""
 
 NOTABLE = 20
 """A slow request has a `blame` if its excess is at least its wall time divided by this number."""

@@ -26,16 +26,16 @@ Row = TypeVar("Row", bound="DataclassInstance")
 
 
 GAP = 2
-"""The least number of blanks between two cells."""
+"""The minimum number of blanks between two cells."""
 
 LINE = 100
-"""The most columns of a line."""
+"""The maximum number of columns of a line."""
 
 DASHES = 25
 """Dashes at each end of a section's title."""
 
 NAME_LEAST = 12
-"""The least width of a name in columns, even next to wide numbers."""
+"""The minimum width of a name in columns, even next to wide numbers."""
 
 TEXT_LEAST = 32
 """The columns that a shortened text keeps at least; names keep more. Numbers are narrower, so none is shortened."""

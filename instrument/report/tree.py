@@ -347,7 +347,7 @@ class ShownEntries:
 
 
 PER_SITE = 3
-"""The most levels that a site may add: one or two within the tree, and one that it has if topmost."""
+"""The maximum number of levels that a site may add: one or two within the tree, and one that it has if topmost."""
 
 
 def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:

@@ -31,10 +31,10 @@ INTERPRETER, BEGINNINGS = "python", "agents"
 """The names, in a run's folder, of the link to its agents' interpreter and of the file with their start times."""
 
 AGENTS, AGENTS_S = 10, 600.0
-"""The most agents of a run that start within a time, and that time in seconds."""
+"""The maximum number of agents of a run that start within a time, and that time in seconds."""
 
 LOCK_S, LOCK_TRIES = 0.01, 50
-"""The seconds between two tries to lock the start of an agent, and the most tries."""
+"""The seconds between two tries to lock the start of an agent, and the maximum number of tries."""
 
 
 def prepare_run(run: str) -> socket.socket:

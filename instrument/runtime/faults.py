@@ -15,7 +15,7 @@ from instrument.runtime.unpatched import RLock
 logger = logging.getLogger("instrument")
 
 KINDS_NAMED, OTHER_KINDS = 20, "others"
-"""The most kinds of values that are named per place, and the name of all further kinds."""
+"""The maximum number of kinds of values that are named per place, and the name of all further kinds."""
 
 
 class Faults:

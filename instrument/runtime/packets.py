@@ -18,7 +18,7 @@ PACKET_BYTES = 128 << 10
 """The longest packet in bytes. The system's own limit is slightly higher."""
 
 DESCRIPTORS = 2
-"""The most descriptors of a packet."""
+"""The maximum number of descriptors of a packet."""
 
 FAMILY, KIND = _socket.AF_UNIX, _socket.SOCK_SEQPACKET
 

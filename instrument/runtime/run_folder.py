@@ -31,7 +31,7 @@ ADDRESS_BYTES = 107
 """The longest path that a Unix socket can have."""
 
 WAITING = 512
-"""The most processes that may wait to join while the agent is busy."""
+"""The maximum number of processes that may wait to join while the agent is busy."""
 
 ANSWER_S = 5.0
 """The longest wait in seconds for an agent's answer. An agent may be suspended."""

@@ -19,8 +19,8 @@ RESTART_S = 0.2
 """Seconds after which a dead thread starts again."""
 
 WORK_S, REST_S = 0.001, 0.0005
-"""The most seconds of uninterrupted work on our threads, and the seconds of the pause after it. A thread waits 5 ms for
-the GIL while another thread works, and a server needs it several times per request."""
+"""The maximum number of seconds of uninterrupted work on our threads, and the seconds of the pause after it. A thread
+waits 5 ms for the GIL while another thread works, and a server needs it several times per request."""
 
 _ours: dict[int, tuple[str, int]] = {}
 """The name and the process id of each of our threads, by the thread's identity."""

@@ -41,7 +41,7 @@ FLUSH_S = 0.01
 """Seconds between two checks that the agent has sent everything."""
 
 SCRAPE_WAIT_S = 1.0
-"""The most seconds that a scrape waits for a busy session. After that it gets the last metrics."""
+"""The maximum number of seconds that a scrape waits for a busy session. After that it gets the last metrics."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """The largest age of a gauge's reading in a scrape, in ns."""

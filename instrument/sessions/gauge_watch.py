@@ -24,7 +24,7 @@ from instrument.runtime.faults import FAULTS
 from instrument.sessions.membership import Membership
 
 LAST_READING_S = 0.5
-"""The most seconds that `stop` waits for the agent's last reading."""
+"""The maximum number of seconds that `stop` waits for the agent's last reading."""
 
 
 @dataclass(eq=False)

@@ -45,7 +45,7 @@ ROWS_LIMIT = 200_000
 """The most windows, and the most of their rows, that wait to be written besides the newest. A row takes 0.4 KB."""
 
 WAIT_LIMIT_NS = 30 * 10**9
-"""The most nanoseconds that `Profiler.stop` waits until windows are written and sent."""
+"""The maximum number of nanoseconds that `Profiler.stop` waits until windows are written and sent."""
 
 _FILE = "{service}-{pid}-{window}.json.gz"
 

@@ -34,13 +34,13 @@ else:
     otlp = LazyModule("instrument.otlp")
 
 LOOKS = 20
-"""The most reads of the recording per call of `look`, some thousand rows each."""
+"""The maximum number of reads of the recording per call of `look`, some thousand rows each."""
 
 ROOM_S = 0.02
 """The seconds between two attempts to read the recording, while the exporter has no room for more rows."""
 
 UNREAD_S = 1.0
-"""The most seconds that a window waits until all rows up to its end are read."""
+"""The maximum number of seconds that a window waits until all rows up to its end are read."""
 
 
 class OwnExport:

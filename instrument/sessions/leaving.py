@@ -31,18 +31,18 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 
 SETTLE_S = 1.0
-"""The most seconds that a process with a summary waits until the agent has sent its spans. The first process waits up
-to the deadline, because in a container the agent ends with it."""
+"""The maximum number of seconds that a process with a summary waits until the agent has sent its spans. The first
+process waits up to the deadline, because in a container the agent ends with it."""
 
 UNSEEN_S = 1.0
-"""The most seconds that a process waits for an agent that reads no new rows, such as a stopped one."""
+"""The maximum number of seconds that a process waits for an agent that reads no new rows, such as a stopped one."""
 
 LAST_SEND_S = 1.0
 """The seconds before the deadline that are reserved for sending, if the session itself reads its recording."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""The most nanoseconds that `stop`, interpreter exit and SIGTERM each wait: for threads, drivers, the agent, the
-collector and a reader of the summary. The time to write files is not limited."""
+"""The maximum number of nanoseconds that `stop`, interpreter exit and SIGTERM each wait: for threads, drivers, the
+agent, the collector and a reader of the summary. The time to write files is not limited."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
 """The seconds reserved at the end of the exit limit: for the collector and later steps, for a run's report, and for a

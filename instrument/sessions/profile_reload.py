@@ -24,7 +24,7 @@ FORK_WAIT_S = 1.0
 """The most seconds that a fork waits for a reload on another thread: a child would inherit a half-done reload."""
 
 MOST_NAMES = 100
-"""The most target names in each list of the answer to the agent."""
+"""The maximum number of target names in each list of the answer to the agent."""
 
 Answer = Mapping[str, Any]
 

@@ -46,7 +46,7 @@ from instrument.sessions.window import RECORDING, STEPS_KEPT, State, States, Ste
 from instrument.sessions.window import schedule as make_states
 
 STEP_LIMIT_S = 1.0
-"""The most seconds that the session's end waits for a running call of `step` on another thread."""
+"""The maximum number of seconds that the session's end waits for a running call of `step` on another thread."""
 
 _ANY_THREAD = 0
 """The key of the waits of `Profiler.loader`, in place of a thread's id."""

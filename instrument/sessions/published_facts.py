@@ -37,10 +37,10 @@ BOOKS_NS = 10 * 10**9
 """Nanoseconds between two writes of the session's losses and costs into the recording, for its metrics."""
 
 SHARE = 20
-"""The least interval between two publications of a fact, as a multiple of the time of one publication."""
+"""The minimum interval between two publications of a fact, as a multiple of the time of one publication."""
 
 VERDICTS_EVERY_NS = 10_000_000_000
-"""The most nanoseconds between two publications of the verdicts on the rules."""
+"""The maximum number of nanoseconds between two publications of the verdicts on the rules."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
 """The most notes for other processes, the most characters of a note, and the most marks of rules and targets."""

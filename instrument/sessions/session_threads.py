@@ -33,7 +33,7 @@ TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
 memory costs a span 50 ns of page faults until its ring wraps."""
 
 START_LIMIT_S = 1.0
-"""The most seconds that `stop` waits for threads that are about to begin."""
+"""The maximum number of seconds that `stop` waits for threads that are about to begin."""
 
 
 @dataclass(eq=False)

@@ -218,7 +218,7 @@ LIMIT_S = 10.0
 """The most seconds that torch.profiler runs in a window. Each operator takes 1 KB, and 20 us at the end."""
 
 OPEN_LIMIT_S = 2.0
-"""The most seconds that torch.profiler runs in a window without a scheduled end, to limit its memory."""
+"""The maximum number of seconds that torch.profiler runs in a window without a scheduled end, to limit its memory."""
 
 MARK = "instrument.clock"
 MARKS = 4

@@ -29,7 +29,7 @@ STEP = Site("step", "step", "instrument", "Profiler.step")
 """The site of every step. The attribute `step` is the step's number, `samples` the count of its samples."""
 
 STEPS_KEPT = 100_000
-"""The most steps of a window or a session that become spans. The newest are kept. A step takes 0.2 KB."""
+"""The maximum number of steps of a window or a session that become spans. The newest are kept. A step takes 0.2 KB."""
 
 
 class Step(NamedTuple):

@@ -114,7 +114,7 @@ def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Map
 
 
 NEWEST = 1_000
-"""The most interruptions of a process that are kept for spans that end later, the newest ones."""
+"""The maximum number of interruptions of a process that are kept for spans that end later, the newest ones."""
 
 
 class Interruptions:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[parquet]"
 
 ROWS_AT_ONCE = 100_000
-"""The most rows of a table. It bounds the memory of a conversion, and is the row group size of a file."""
+"""The maximum number of rows of a table. It bounds the memory of a conversion, and is the row group size of a file."""
 
 UInt64s = NDArray[np.uint64]
 Values = Mapping[str, Any]

@@ -228,7 +228,7 @@ UNKNOWN_NS = 8 * 10**9
 BEYOND_LIMIT = "requests beyond the capture limit"
 
 MOST_TRACES = 20_000
-"""The most traces and keys that are remembered. The oldest are forgotten."""
+"""The maximum number of traces and keys that are remembered. The oldest are forgotten."""
 
 
 class RememberedTraces:

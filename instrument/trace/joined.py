@@ -436,7 +436,7 @@ def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
 # their request there.
 
 LOOK_BACK = 64
-"""The most spans with a key that are searched for the hand-off span, the newest ones."""
+"""The maximum number of spans with a key that are searched for the hand-off span, the newest ones."""
 
 
 def graft(saved: Saved) -> Saved:

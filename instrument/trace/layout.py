@@ -388,7 +388,7 @@ def _unpacked_attributes(arrays: Arrays, count: int) -> PackedAttributes:
 
 
 MOST_KNOWN = 10_000
-"""The most distinct JSON texts of attributes that rows can share. Each later text is stored per row."""
+"""The maximum number of distinct JSON texts of attributes that rows can share. Each later text is stored per row."""
 
 
 def column(numbers: array[int]) -> Int64s:

@@ -296,10 +296,10 @@ def _ids_in(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
 
 SPANS_KEPT = 20_000
 SAMPLES_KEPT = 20_000
-"""The most readings of gauges that `folded` keeps, the newest ones."""
+"""The maximum number of readings of gauges that `folded` keeps, the newest ones."""
 
 PATHS_KEPT = 16_384
-"""The most call paths with a row of their own. Further paths share a row per site."""
+"""The maximum number of call paths with a row of their own. Further paths share a row per site."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"

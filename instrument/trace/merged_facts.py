@@ -23,10 +23,10 @@ from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import moved_watched
 
 MOST_DEATHS = 3
-"""The most abnormal ends of processes that the text describes one by one."""
+"""The maximum number of abnormal ends of processes that the text describes one by one."""
 
 NOTED_BY = 2
-"""The most processes whose names a note begins with."""
+"""The maximum number of processes whose names a note begins with."""
 
 OF_ALL = ("system_cpu",)
 """The gauges of the host that all processes share."""

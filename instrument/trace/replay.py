@@ -27,7 +27,7 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, Turns
 
 MOST_PAIRS = 40_000
-"""The most pairs of a request and a batch that are replayed. Later requests are left out."""
+"""The maximum number of pairs of a request and a batch that are replayed. Later requests are left out."""
 
 TOLERANCE = 0.1
 """The largest relative error of the mean queue time in a replay of all requests that counts as sound."""

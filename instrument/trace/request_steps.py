@@ -171,7 +171,7 @@ def _names_of_pair(names: Sequence[str], pair: int) -> tuple[str, str]:
 
 
 APART = 8
-"""The least ratio of a prompt batch's weight to the weight of the lightest batch."""
+"""The minimum ratio of a prompt batch's weight to the weight of the lightest batch."""
 
 LEAST_CHUNKS = 2
 """A prompt in chunks of equal weight, except the last one, is recognised only with more chunks than this."""

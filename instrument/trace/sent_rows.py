@@ -296,7 +296,7 @@ MOST_CONTEXT = 4_000
 `MOST_CONTEXT` per process remain longer."""
 
 MOST_AT_ONCE = 6_000
-"""The most rows that one round settles, the oldest first. It bounds the memory of a round."""
+"""The maximum number of rows that one round settles, the oldest first. It bounds the memory of a round."""
 
 
 class Settling:

@@ -45,7 +45,7 @@ LATER_STEPS = "instrument.later_batches.steps"
 """The attribute of later batches with their number of steps."""
 
 MOST_STALLS = 16
-"""The most stalls of a request that are reported, the longest ones."""
+"""The maximum number of stalls of a request that are reported, the longest ones."""
 
 SITES: Mapping[str, Site] = {
     name: Site(name, "phase", attributes=(("instrument.derived", True),))

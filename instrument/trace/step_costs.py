@@ -24,10 +24,10 @@ from instrument.trace.joined import THOUSANDTHS, Served
 Floats = NDArray[np.float64]
 
 REFERENCES = 10_000
-"""The most steps of one name in a fit, spread evenly over the recording."""
+"""The maximum number of steps of one name in a fit, spread evenly over the recording."""
 
 LEAST_STEPS = 20
-"""The least number of steps in a fit. A name with fewer steps has no expected time."""
+"""The minimum number of steps in a fit. A name with fewer steps has no expected time."""
 
 ROUNDS = 3
 """The number of fits in succession. Each leaves out steps that are far from the fit before."""
@@ -36,13 +36,13 @@ FAR = 4.0
 """The distance from which on a step is far from the fit, in median deviations."""
 
 PATHS = 64
-"""The most call paths with a time of their own, the longest ones. One more has the rest."""
+"""The maximum number of call paths with a time of their own, the longest ones. One more has the rest."""
 
 CELLS = 8_000_000
-"""The most pairs of a step and a call path. With more steps there are fewer paths."""
+"""The maximum number of pairs of a step and a call path. With more steps there are fewer paths."""
 
 UNEVEN = 1.2
-"""The least ratio of padded to real weight at which a step counts in the test for padding."""
+"""The minimum ratio of padded to real weight at which a step counts in the test for padding."""
 
 PADS = 0.7
 """An engine pads if the fit with padding has an error below this share of the error without it, over uneven steps."""

@@ -20,10 +20,10 @@ LONGEST_PLAIN = 4_000
 """The most bytes of JSON that need no check. A longer text may have a number with more digits than Python accepts."""
 
 LIMIT_BYTES = 2 << 30
-"""The most bytes of text that `load` accepts by default. Browsers fail with far less."""
+"""The maximum number of bytes of text that `load` accepts by default. Browsers fail with far less."""
 
 LIMIT_SPANS = 10_000_000
-"""The most slices of a kind in a file."""
+"""The maximum number of slices of a kind in a file."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """Return the strict JSON of a value that `safe` has returned."""

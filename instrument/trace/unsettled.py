@@ -195,7 +195,7 @@ LEAST_PACKED = 500
 """The least rows of a thread for which packing pays: to 3 to 8 bytes a row instead of 73, at 0.25 us a row."""
 
 MOST_ROOTS = 10_000
-"""The most requests whose decision is remembered. The oldest are forgotten."""
+"""The maximum number of requests whose decision is remembered. The oldest are forgotten."""
 
 EARLY_BYTES = 2
 """The most bytes of details that wait for their rows, as a multiple of the recording's room for details."""

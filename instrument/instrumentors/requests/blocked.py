@@ -46,7 +46,7 @@ OPEN_LIMIT = 1_000
 """The most open requests with which all open spans are searched. With more, only the innermost open span is used."""
 
 BLOCKERS_KNOWN = 100
-"""The most sites of blocking spans that are counted."""
+"""The maximum number of sites of blocking spans that are counted."""
 
 NEVER_NS = 1 << 62
 
@@ -274,13 +274,13 @@ STACK = "code.stacktrace"
 """OpenTelemetry's attribute of a stack (semantic conventions, code)."""
 
 LONGEST_LOOK_S = 0.05
-"""The most seconds between two samples."""
+"""The maximum number of seconds between two samples."""
 
 REST_NS = 60_000_000_000
 """Time without a slow callback after which the sampling stops."""
 
 FRAMES = 32
-"""The most frames of a stack that are searched for the service's own code, innermost first."""
+"""The maximum number of frames of a stack that are searched for the service's own code, innermost first."""
 
 
 class LoopPlaces:

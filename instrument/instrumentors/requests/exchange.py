@@ -78,7 +78,7 @@ BEGIN = "begin of a request"
 """The name for the count of our faults at the begin of a request."""
 
 GAPS_KEPT = 10_000
-"""The most gaps between items of an answer that are stored, for their median."""
+"""The maximum number of gaps between items of an answer that are stored, for their median."""
 
 ADDRESSES_KNOWN = 8
 """The most addresses that have their own endpoints. Callers may invent addresses, as some servers read a header."""
@@ -544,7 +544,7 @@ class ServedApp:
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 
 ENDPOINT_LIMIT = 1_000
-"""The most endpoints with a site of their own. Requests to further endpoints are counted by method."""
+"""The maximum number of endpoints with a site of their own. Requests to further endpoints are counted by method."""
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 

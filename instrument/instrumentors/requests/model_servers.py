@@ -139,7 +139,7 @@ MOSEC_STATUSES: Mapping[str, int] = {
 
 
 BEGUN_SLOTS = 1 << 14
-"""The most requests of one server whose begin is known at a time."""
+"""The maximum number of requests of one server whose begin is known at a time."""
 
 _BEGUN = Struct("<qq")
 _MOSEC_REQUEST = Site("mosec", "request")

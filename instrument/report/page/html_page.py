@@ -66,7 +66,7 @@ from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE
 
 MOST_ROWS = 4000
-"""The most rows of the tree. One more row sums up the rest of a level."""
+"""The maximum number of rows of the tree. One more row sums up the rest of a level."""
 
 DETAIL = "OpDetail"
 """The tracer option of the page's call tree: phases have rows, and all instances of a layer share one row."""
@@ -155,10 +155,10 @@ def _parents(rows: Sequence[EventRow]) -> list[int]:
 
 
 MOST_STRETCHES = 100_000
-"""The most device intervals and kernels in a page: some 0.7 MB."""
+"""The maximum number of device intervals and kernels in a page: some 0.7 MB."""
 
 MOST_READINGS = 200
-"""The most readings that the page draws for a gauge of a device."""
+"""The maximum number of readings that the page draws for a gauge of a device."""
 
 LANE_NAME = 160
 """The greatest width of a name, in columns."""
@@ -282,13 +282,13 @@ NUMBER = "number"
 UNIT_OF = {SIZE: "MiB"}
 
 MOST_TABLE_ROWS = 200
-"""The most rows of one table."""
+"""The maximum number of rows of one table."""
 
 MOST_COLUMNS = 160
 """The greatest width of a text in a table, in columns."""
 
 MOST_TABLES = 20
-"""The most tables of one view, such as those of functions in `ops`. The page counts the rest."""
+"""The maximum number of tables of one view, such as those of functions in `ops`. The page counts the rest."""
 
 ON_PAGE = (
     "requests", "batches", "neighbours", "events", "phases", "overview", "classes", "ops", "instances", "operators",
@@ -497,7 +497,7 @@ SCRIPTS = ("page_parts.js", "charts.js", "page_main.js")
 """The scripts of the page, in the order in which they run after d3."""
 
 MOST_BYTES = 5_000_000
-"""The most bytes of a page. A larger page is written again with fewer spans."""
+"""The maximum number of bytes of a page. A larger page is written again with fewer spans."""
 
 PARTS = (1, 2, 4, 16, 64)
 """The divisors of the room for spans, tried in this order until the page fits `MOST_BYTES`."""

@@ -38,16 +38,16 @@ def steps(numbers: Int64s) -> list[int]:
 
 
 MOST_LISTED = 10_000
-"""The most requests in the list."""
+"""The maximum number of requests in the list."""
 
 MOST_SPANS = 200_000
-"""The most spans in a page: some 1.5 MB, and as much for the turns of requests."""
+"""The maximum number of spans in a page: some 1.5 MB, and as much for the turns of requests."""
 
 TURNS_OF_A_BATCH = 3
 """The room that a request needs per batch, counted in spans: its share, and a stall before it."""
 
 TEXT_BYTES = 2_000_000
-"""The most bytes for attributes of spans."""
+"""The maximum number of bytes for attributes of spans."""
 
 VALUE = 200
 """The greatest width of an attribute's value, in columns."""
@@ -56,7 +56,7 @@ NAME = 160
 """The greatest width of a site's or a thread's name, in columns."""
 
 KEYS, KEY_COLUMNS = 2, 64
-"""The most keys of a request, and the greatest width of a key in columns."""
+"""The maximum number of keys of a request, and the greatest width of a key in columns."""
 
 
 @dataclass(frozen=True)
