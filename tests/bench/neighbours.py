@@ -141,7 +141,7 @@ def asked_of_demonstration(seed: int, *, is_paced: bool) -> list[Arrival]:
         "many requests": lambda: add("noisy", 20),
         "bursts": lambda: add("noisy", 0.8, burst=20),
         "long prompts": lambda: add("noisy", 4, words=160),
-        "huge prompts": lambda: add("noisy", 1.2, words=400),
+        "huge prompts": lambda: add("noisy", 1.2 * max(1, 400 / longest), words=400),  # as many words a second
         "long answers": lambda: add("noisy", 5, tokens=50),
         "bursts of long answers": lambda: add("noisy", 0.3, tokens=30, burst=12),
     }
