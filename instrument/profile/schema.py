@@ -129,8 +129,7 @@ def _quantity(units: Mapping[str, int]) -> Shape:
 
 
 def _section(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a section. Keys keep their `current` descriptions; a new key has none until somebody writes
-    it."""
+    """Return the schema of a section. Keys keep their `current` descriptions. A new key has none."""
     keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {

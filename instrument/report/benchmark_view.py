@@ -158,8 +158,7 @@ def _loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ..
 
 
 def _steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
-    """Return the steps among some rows. The time in a loader is a wait of the step in the same task or, without a task,
-    on the same thread."""
+    """Return the steps among some rows. A loader's time is a wait of the step in its task or on its thread."""
     thread = ranked(trace.thread_id)[1]
     line, firsts = numbered(thread, trace.task_id)
     line = np.where(trace.task_id == 0, len(firsts) + thread, line)

@@ -1,5 +1,4 @@
-"""The `cost` view: the cost of the instrumentation by probe and by thread of ours, the spans kept, and the spans
-missed.
+"""The `cost` view: the cost of each probe and of each thread of ours, and the spans kept and missed.
 
 The cost of a probe is its extra time per call, measured on this machine, times its calls. A saved trace has only the
 mean over all probes. It does not have the use of the rings or the muted sites.

@@ -1,5 +1,4 @@
-"""The `operators` view: each operator by name, at any depth, on the host and on the device, and the calls in order of
-time.
+"""The `operators` view: each operator by name, at any depth, on the host and on the device, and in order of time.
 
 The columns are those of the Operator Summary of `paddle.profiler`. An operator is a span of kind `op`, `layer` or
 `comm`. Rows are sums over calls. Ratios are shares of the sum over operators that are inside no other operator, so the

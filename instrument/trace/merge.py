@@ -26,7 +26,7 @@ from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttribu
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import places_of
-from instrument.trace.merged_facts import merged_facts, merged_processes, merged_tally, process_label
+from instrument.trace.merged_facts import label_of, merged_facts, merged_processes, merged_tally
 
 MONOTONIC, WALL = "monotonic", "wall"
 """The clock of the merged trace: the monotonic clock of one machine since its boot, or the time of day, which differs
@@ -87,9 +87,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
             "seconds off, or --by process"
         )
     if clock == WALL and (undated := [saved for saved in parts if not saved.trace.origin.realtime_ns]):
-        raise TraceError(
-            f"the file of {process_label(undated[0])} has no time of day; see each process with --by process"
-        )
+        raise TraceError(f"the file of {label_of(undated[0])} has no time of day; see each process with --by process")
     try:
         before_ns = max(saved.trace.apart_ns for saved in parts)  # of files that were merged before
         merging = _Merge(groups, clock, max(before_ns, SECONDS_NS if apart_ns is None else apart_ns))

@@ -32,7 +32,7 @@ OF_ALL = ("system_cpu",)
 """The gauges of the host that all processes share."""
 
 
-def process_label(saved: Saved) -> str:
+def label_of(saved: Saved) -> str:
     """Return the name of a process: its service and its pid."""
     origin = saved.trace.origin
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
@@ -182,7 +182,7 @@ def _thread_prefix(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> 
     """Return the prefix of a process's thread names, "" if it is the only process."""
     origin = files[0].saved.trace.origin
     is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
-    return f"{process_label(files[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
+    return f"{label_of(files[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
 
 
 def _threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
@@ -217,7 +217,7 @@ def _notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
                 refuted.add(never_called(own_notes.uncalled))
                 uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
         for note in dict.fromkeys(note for part in files for note in part.saved.trace.notes if note not in refuted):
-            users.setdefault(note, []).append(process_label(files[0].saved))
+            users.setdefault(note, []).append(label_of(files[0].saved))
     notes = [note if len(names) == len(processes) else f"{_some_names(names)}: {note}" for note, names in users.items()]
     return [*notes, *([never_called([*uncalled])] if uncalled else [])]
 

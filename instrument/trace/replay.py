@@ -1,5 +1,4 @@
-"""A replay of recorded arrivals through a model of the engine. It predicts the queue times of the others if some
-requests had not arrived.
+"""A replay of recorded arrivals through a model of the engine. It predicts queue times if some requests had not come.
 
 The model serves requests in the order of arrival, and at once up to the largest number that was recorded at once. A
 request passes through batches of its recorded names and weights. In each turn the model runs the batches of each name
