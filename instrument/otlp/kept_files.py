@@ -1,4 +1,4 @@
-"""Files with the kept traces of a running process. `instrument report` reads a folder of these files."""
+"""Files with the kept traces of a running process. `instrument report` reads a folder of them."""
 
 from __future__ import annotations
 

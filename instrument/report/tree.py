@@ -44,7 +44,7 @@ WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "gpu_min": ("min_ns", False, True),
     "gpu_ave": ("device_ns", True, False),
 }
-"""For each sort key: the field, whether it is divided by the number of calls, and whether the smallest comes first. All
+"""The field of each sort key, True if it is divided by the number of calls, and True if the smallest comes first. All
 other keys sort by `Total`, or by `Total` per call for `ave`."""
 
 ROOT = 0
