@@ -357,7 +357,7 @@ LINES_AND_FILES = {
     "recording": (4_053, 16),
     "report": (14_879, 46),
     "runtime": (2_820, 18),
-    "sessions": (6_768, 23),
+    "sessions": (6_769, 23),
     "trace": (10_782, 35),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""

@@ -179,7 +179,8 @@ class Recorded:
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
         """Return trace id, span id, flags and state of a span, in the caller's trace or else in our own."""
         ids, remote = self.ids(), remote_of(remote_value)
-        if remote is None and not (root_id & REQUEST_BIT or any(RECORDER.paths().by_site(is_request))):
+        may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
+        if may_be_below and not any(RECORDER.paths().by_site(is_request)):
             remote = self._remote
         if remote is not None:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
