@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DuckDB cannot switch its progress bar off in a Jupyter kernel without ipywidgets, where it is off already.
 #
-# Versions: duckdb 2.0.1, ipykernel 7, nbclient 0.10, Python 3.11.
+# Versions: duckdb 2.0.1, ipykernel 7.4.0, nbclient 0.11.0, nbformat 5.11.1, Python 3.11.
 # Seen: `set enable_progress_bar = false` and `pragma disable_progress_bar` raise InvalidInputException, "required
 #   package 'ipywidgets' is missing, which is needed to render progress bars in Jupyter". current_setting() is False
 #   before. The same statement works in a script, and in a kernel with ipywidgets, where the bar is on.
@@ -12,7 +12,7 @@ set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 python3 -m venv "$folder/env"
-"$folder/env/bin/pip" install -q duckdb==2.0.1 ipykernel nbclient nbformat
+"$folder/env/bin/pip" install -q duckdb==2.0.1 ipykernel==7.4.0 nbclient==0.11.0 nbformat==5.11.1
 cat > "$folder/cells.py" <<'END'
 import nbformat
 from nbclient import NotebookClient
