@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_711, 11),
     "docs": (0, 0),
     "fleet": (137, 1),
-    "instrumentors": (12_931, 49),
+    "instrumentors": (12_934, 49),
     "native": (9_214, 29),
     "otlp": (5_414, 20),
     "profile": (2_615, 8),

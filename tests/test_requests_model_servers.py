@@ -6,9 +6,11 @@ The servers are started as their documentation says, without us and with us; who
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import importlib.util
 import json
+import os
 import signal
 import time
 from collections import Counter
@@ -24,7 +26,9 @@ from otlp_receiver import Received, free_port, receiver
 from server_programs import SERVED, answers, requests_in
 
 from instrument import chrome
+from instrument.instrumentors.requests import model_servers
 from instrument.recording.spans import Span
+from instrument.runtime import run_folder
 
 START_LIMIT_S = 120.0
 TIMES = 200
@@ -242,3 +246,24 @@ def test_mosecs_workers_report_their_batches_and_requests(tmp_path: Path) -> Non
     work = [span for trace in traces for span in trace.spans if span.site.name == "predict"]
     assert len(work) == TIMES + 10
     assert {span.parent_id for span in work} <= ids
+
+
+def test_begins_of_requests_are_shared_in_memory_with_room_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(run_folder.VARIABLE, str(tmp_path / "socket"))
+    monkeypatch.setenv("INSTRUMENT_RUN", tmp_path.name)
+    first, second = model_servers._Begins("/mosec"), model_servers._Begins("/mosec")
+    first.note(5, 100)
+    assert (second.begin_ns(5, 200), second.begin_ns(6, 200)) == (100, 200)
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_blocks * 512 >= path.stat().st_size > 0
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    alone = model_servers._Begins("/mosec")
+    assert alone.begin_ns(5, 200) == 200
+    alone.note(5, 150)
+    assert alone.begin_ns(5, 200) == 150

@@ -105,9 +105,9 @@ class Process:
     """One recording of one process, with the `facts` of its join and of its `goodbye`.
 
     It `hears` requests once it has a control thread, which starts with its first recorded span. `switch` is the newest
-    request to record or not. `memory` is the
-    descriptor of its recording, and `exit_fd` becomes readable at its end; both are -1 for none. `saved` is the file of
-    its recording for the run's report, incomplete while `is_saving`, and written by the process if `saves_itself`.
+    request to record or not. `memory` is the descriptor of its recording, and `exit_fd` becomes readable at its end;
+    both are -1 for none. `saved` is the file of its recording for the run's report, incomplete while `is_saving`, and
+    written by the process if `saves_itself`.
     `link` is a symbolic link to `saved` if that is a capture. `files` are the profile's files that the agent wrote for
     it. A process that was alone printed its own report (`is_reported`), and has no `saved`. `is_missed`: an earlier
     agent ended before it had saved the recording. `is_elsewhere`: its process id is of another namespace; it lives as

@@ -389,7 +389,7 @@ class CompleteRequests:
 
 
 TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50, 90)
-"""The begins of ranges: of tokens, and of the cached part of a prompt in percent."""
+"""The lower bounds of ranges: of tokens, and of the cached part of a prompt in percent."""
 
 
 @dataclass(frozen=True, slots=True)

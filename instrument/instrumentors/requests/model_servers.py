@@ -22,6 +22,7 @@ import itertools
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from mmap import mmap
 from struct import Struct
 from typing import Any
@@ -152,12 +153,14 @@ class _Begins:
         self._memory: Any = bytearray(BEGUN_SLOTS * _BEGUN.size)
         path = shared_file(f"mosec-{crc32(folder.encode()):08x}")
         if path is not None:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                os.ftruncate(file, len(self._memory))
-                self._memory = mmap(file, len(self._memory))
-            finally:
-                os.close(file)
+            with suppress(OSError):  # the disk is full: this process knows the begins that it has noted itself
+                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                try:
+                    # A write to a page without room on the disk would end the service by SIGBUS.
+                    os.posix_fallocate(file, 0, len(self._memory))
+                    self._memory = mmap(file, len(self._memory))
+                finally:
+                    os.close(file)
 
     def note(self, number: int, at_ns: int) -> None:
         """Note the begin of a request."""
