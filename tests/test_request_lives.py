@@ -22,6 +22,7 @@ from server_programs import serving
 from service_log import BATCHES, LoggedRequest, parts_of, read_log
 from trees import queue_times
 
+from instrument.recorder.recorder import LIMIT_NS
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import ledger
@@ -31,8 +32,8 @@ sys.path.insert(0, str(EXAMPLES))
 
 REQUESTS, AT_ONCE, LIMIT_S = 80, 8, 200
 TOLERANCE = 0.01
-CLOCK_NS = 20_000
-"""How far the recording's clock may be from that of the log."""
+CLOCK_NS = LIMIT_NS
+"""The maximum number of ns that the recording's clock may be from that of the log: its time stamp counter is used."""
 
 SPANS = {
     "read_body": ("read_body",),

@@ -86,6 +86,7 @@ static int execute(PyObject *made)
         PyErr_SetString(PyExc_ImportError, "instrument.native._recorder works in the main interpreter only");
         return -1;
     }
+    read_both(&loaded_ticks, &loaded_ns);
 #ifdef Py_GIL_DISABLED
     PyObject *ask = PySys_GetObject("_is_gil_enabled"); /* borrowed */
     PyObject *enabled = ask == NULL ? NULL : PyObject_CallNoArgs(ask);

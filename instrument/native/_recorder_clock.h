@@ -155,6 +155,15 @@ static void read_both(int64_t *ticks, int64_t *ns)
     }
 }
 
+/* The moment that the module was loaded at, on both clocks: what calibrations begin with. */
+static int64_t loaded_ticks, loaded_ns;
+
+/* The ns of a tick since then, times 2^32. */
+static uint64_t rate_since_load(int64_t now_ticks, int64_t now_ns)
+{
+    return (uint64_t)(((unsigned __int128)(now_ns - loaded_ns) << 32) / (uint64_t)(now_ticks - loaded_ticks));
+}
+
 /* ------------------------------------------------------------------ cache lines */
 
 /* Zeroed memory that begins with a line; NULL without any. Its own address is before it. */

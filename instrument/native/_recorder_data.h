@@ -264,7 +264,6 @@ typedef struct scope Scope;
 typedef struct {
     int64_t base_ticks, base_ns;
     uint64_t rate; /* ns a tick, times 2^32 */
-    int64_t first_ticks, first_ns; /* the pair that the calibration began with */
 } ticks_t;
 
 /* The last known steps to a site's nodes, from two parents. */
