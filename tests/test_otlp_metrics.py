@@ -190,7 +190,7 @@ def test_totals_keep_their_start_when_the_wall_clock_is_set(
         counted = Metric("count", "s", COUNTER, "", {(): float(at_ns)})
         for piece in snapshots.pieces(Snapshot(5_000, at_ns, (counted,)), origin, 10):
             found += piece.series[0].points
-            snapshots.taken(piece)
+            snapshots.note_accepted(piece)
     first, second = found
     assert first.start_ns == ORIGIN.realtime_of(5_000)
     assert second.start_ns == (first.at_ns if preference == "delta" else first.start_ns)

@@ -18,7 +18,7 @@ from otlp_spans import ORIGIN, SECOND, offer, tree
 from requests.utils import get_environ_proxies, select_proxy
 
 from instrument.otlp import Exporter, senders
-from instrument.otlp.connection import proxy_for
+from instrument.otlp.connection import find_proxy
 from instrument.otlp.exporter import Delivery
 from instrument.profile.model import Otlp
 
@@ -65,7 +65,7 @@ def test_a_collector_is_reached_by_the_proxy_by_which_requests_reaches_it(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     url = f"http://{host}:4318/v1/traces"
-    found = proxy_for(url)
+    found = find_proxy(url)
     assert (None if found is None else found.address) == select_proxy(url, get_environ_proxies(url))
 
 

@@ -18,7 +18,7 @@ from instrument.errors import InstrumentError
 from instrument.instrumentors.verdict import STATES as STATES_OF_TARGETS
 from instrument.instrumentors.verdict import Verdict, merge_processes, read_check_reports
 from instrument.native import OFF
-from instrument.otlp.connection import proxy_for
+from instrument.otlp.connection import find_proxy
 from instrument.profile.keys import KEYS, load, setting
 from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS, text_of
@@ -249,6 +249,6 @@ def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
             names = [part.partition("=")[0].strip() for part in text.split(",")]
             settings.append((name, ", ".join(filter(None, names)), variable))
     collector = profile.export.otlp
-    if collector is not None and collector.protocol != "grpc" and (proxy := proxy_for(collector.endpoint)) is not None:
+    if collector is not None and collector.protocol != "grpc" and (proxy := find_proxy(collector.endpoint)) is not None:
         settings.append(("proxy", proxy.address, proxy.variable))
     return settings

@@ -1,8 +1,8 @@
-"""The export of spans to an OpenTelemetry collector: packed from columns, and sent by a thread that counts all losses.
+"""Sends spans and metrics to an OpenTelemetry collector from a background thread, and counts every loss.
 
 `packed_spans` packs rows by the rules of `packing`. `span_queue` has the waiting requests and the counts, `senders`
-send requests by HTTP or gRPC, and `exporter` has the thread. `resource` uses the service's own OpenTelemetry SDK, if
-any, so that both report the same resource. `tracer` reads its current span.
+send them by HTTP or gRPC, and `exporter` has the thread. `resource` asks the service's own OpenTelemetry SDK, if there
+is one, so that both report the same resource. `tracer` reads the SDK's current span.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _NAMES_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name's module when the name is first used. A process whose agent exports its spans needs few of them."""
+    """Import the module of a name on first use, because a process whose agent exports its spans needs few of the
+    modules."""
     module = next((module for module, names in _NAMES_OF.items() if name in names.split()), None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
-"""Connections to a collector: plain, by TLS, and through a proxy, on sockets that gevent and eventlet do not patch.
+"""TCP and TLS connections to a collector, also through a proxy, on sockets that gevent and eventlet do not patch.
 
-TLS works on memory (`ssl.SSLObject`), without the socket. In a patched service, neither the patched `ssl.SSLSocket` nor
-the original one works on our threads.
+TLS encrypts in memory (`ssl.SSLObject`), because in a patched service neither the patched nor the original
+`ssl.SSLSocket` works on our threads.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ _CHUNK = 1 << 16
 
 
 class TcpConnection:
-    """A TCP connection that is kept alive, perhaps through a proxy's `tunnel`.
-
-    One thread uses it; any thread may call `abort`.
-    """
+    """A TCP connection for many requests, through the proxy `tunnel` if there is one. One thread uses the connection;
+    any thread may call `abort`."""
 
     def __init__(self, host: str, port: int, left_s: Callable[[], float], tunnel: Proxy | None = None) -> None:
         first = (host, port) if tunnel is None else (tunnel.host, tunnel.port)
@@ -98,13 +96,13 @@ class TlsConnection(TcpConnection):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         try:
             self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
-            self._until_done(self._tls.do_handshake, left_s)
+            self._repeat_step(self._tls.do_handshake, left_s)
         except BaseException:
             self.close()
             raise
 
-    def _until_done(self, step: Callable[[], Any], left_s: Callable[[], float]) -> Any:
-        """Repeat a step of TLS until it succeeds. Receive and send the data of TLS meanwhile."""
+    def _repeat_step(self, step: Callable[[], Any], left_s: Callable[[], float]) -> Any:
+        """Repeat a step of TLS until it succeeds, and exchange the bytes that the step needs with the collector."""
         while True:
             try:
                 result = step()
@@ -131,18 +129,19 @@ class TlsConnection(TcpConnection):
     def send(self, data: bytes, left_s: Callable[[], float]) -> None:
         """Send all of the data. Raises `OSError`; `TimeoutError` if no time is left."""
         while data:
-            data = data[self._until_done(partial(self._tls.write, data[:_CHUNK]), left_s) :]
+            data = data[self._repeat_step(partial(self._tls.write, data[:_CHUNK]), left_s) :]
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
         """Receive at least one byte into a buffer. Return the count of bytes, 0 at the end. Raises `OSError`."""
         try:
-            return int(self._until_done(partial(self._tls.read, len(buffer), buffer), left_s))
+            return int(self._repeat_step(partial(self._tls.read, len(buffer), buffer), left_s))
         except self._end:
             return 0
 
 
 class Timed(io.RawIOBase):
-    """Reads a connection within one total time. A socket's own time-out starts anew with every byte."""
+    """Reads a connection as a file, within one limit for the whole time. A socket's own time-out starts anew with every
+    byte."""
 
     def __init__(self, connection: TcpConnection, left_s: Callable[[], float]) -> None:
         self._connection = connection
@@ -165,11 +164,9 @@ def require_time_left(seconds: float) -> float:
     return seconds
 
 
-def context(trusted: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
-    """Return a TLS context that trusts the system's certificates, or those in the file `trusted`.
-
-    `certificate` and `key` are files that identify this process to the collector.
-    """
+def tls_context(trusted: str | None, certificate: str | None, key: str | None) -> ssl.SSLContext:
+    """Return a TLS context that trusts the system's certificates, or those in the file `trusted`. `certificate` and
+    `key` are files that identify this process to the collector."""
     import ssl
 
     # The class that `ssl` defines, also where a library has replaced `ssl.SSLContext`. Made for a client, it checks
@@ -187,7 +184,8 @@ def context(trusted: str | None, certificate: str | None, key: str | None) -> ss
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """An HTTP proxy. `address` has no secrets; `variable` is the environment variable that names the proxy."""
+    """An HTTP proxy. `address` is the URL without its password; `variable` is the environment variable that names the
+    proxy."""
 
     host: str
     port: int
@@ -197,11 +195,9 @@ class Proxy:
     """The value of the header `Proxy-Authorization`, "" for none."""
 
 
-def proxy_for(endpoint: str) -> Proxy | None:
-    """Return the proxy for a collector, None for none.
-
-    `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY` and `NO_PROXY` have the meaning of OpenTelemetry's SDK (`requests`).
-    """
+def find_proxy(endpoint: str) -> Proxy | None:
+    """Return the proxy that the environment names for a collector, or None. `HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`
+    and `NO_PROXY` are read as `requests` reads them for OpenTelemetry's SDK."""
     url = urlsplit(endpoint)
     names = {name.lower(): name for name, value in os.environ.items() if name.lower().endswith("_proxy") and value}
     variable = names.get(f"{url.scheme}_proxy") or names.get("all_proxy")

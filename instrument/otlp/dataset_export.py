@@ -1,7 +1,7 @@
-"""The dataset of running processes: settled requests as Parquet files, in a folder or an object store.
+"""Writes the settled requests of running processes as Parquet files, in a folder or an object store.
 
-Files are written on this machine, closed after a while, and uploaded as whole objects by a thread. A journal counts the
-rows in unfinished files, for the exporter that follows a killed one.
+Files are written on this machine, closed after a while, and uploaded as whole objects by a thread. A journal has the
+number of rows in unfinished files: if this exporter is killed, the next one counts them as lost.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ if TYPE_CHECKING:
     from instrument.trace.decisions import Decisions
 
 GROUP_ROWS = 5_000
-"""The rows of a table that are collected in memory for one row group of a file, at 350 bytes a span. 20,000 would take
-30 MB more, and save one byte a span."""
+"""The number of rows that are collected in memory, 350 bytes each, and written as one row group of a Parquet file.
+20,000 rows would take 30 MB more memory, and save one byte per span in the file."""
 
 JOURNAL = "journal.json"
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""The pauses before the first and before each late retry of an upload, in seconds."""
+"""Seconds before the first retry of an upload, and the most seconds before any later retry."""
 
 
 def settings_from(document: Mapping[str, Any]) -> Parquet:
-    """Return the settings of a dataset that a process sent. Raise `ValueError` for malformed ones."""
+    """Return the dataset settings that a process sent as JSON. Raise `ValueError` if they are malformed."""
     import msgspec
 
     return msgspec.convert(document, Parquet, strict=False)
 
 
 def limit_pyarrow() -> None:
-    """Have pyarrow use one thread, and return memory to the system. Only for our own processes."""
+    """Make pyarrow use one thread, and return freed memory to the system. Only for processes of our own."""
     arrow = pyarrow()
     arrow.set_cpu_count(1)
     arrow.set_memory_pool(arrow.system_memory_pool())
 
 
 class ReadRecording(Protocol):
-    """The interface of a `RecordingExport` for a dataset."""
+    """The part of a `RecordingExport` that a dataset uses."""
 
     dataset: DatasetExport | None
     ended_ns: int
@@ -97,18 +97,18 @@ class _SpooledFile(NamedTuple):
 
 
 class DatasetExport:
-    """The files of a dataset that one exporter writes.
+    """Writes the Parquet files of one exporter.
 
-    One thread uses it. `key` names the run. `counts` has rows by fate: `stored`, `unstored` for lost ones, and
-    `storing` for the rest. Files that wait for their upload take at most `disk_bytes`; the oldest are dropped above
-    that. Raises `InstrumentError` if pyarrow is missing or the path cannot be used.
+    One thread uses an instance. `key` names the run. `counts` has the number of rows that are `stored`, lost
+    (`unstored`), or not stored yet (`storing`). Files that wait for their upload take at most `disk_bytes`; above that,
+    the oldest are dropped. Raises `InstrumentError` if pyarrow is missing or the path cannot be used.
     """
 
     def __init__(self, settings: Parquet, key: str, disk_bytes: int) -> None:
         self._folder = Folder(settings.path)
         self._every_s = settings.every_ns / 1e9
         digest = blake2b(repr((key, settings.path)).encode(errors="surrogatepass"), digest_size=8).hexdigest()
-        self._spool = _own_folder() / digest
+        self._spool = _create_spool_root() / digest
         self.counts: Counter[str] = Counter()
         self._uploads = None if self._folder.is_local else _Uploads(self._folder, disk_bytes, self.counts)
         self._local = self._folder if self._uploads is None else Folder(str(self._spool))
@@ -120,15 +120,16 @@ class DatasetExport:
         self._problem = ""
         self._remembered = RememberedTraces()
         self.unwritten: Counter[ReadRecording] = Counter()
-        """The counts of spans not yet in a complete file, of recordings whose spans are not sent."""
+        """The number of spans that no complete file has yet, by recording, for recordings whose spans are not sent."""
         self._windows: dict[ReadRecording, tuple[int, Counter[str]]] = {}
-        """The end of the last window of each recording, and the losses until then."""
+        """The time in ns at which the last window of each recording ended, and the losses until then."""
         self._whole_windows: dict[str, tuple[int, Counter[str]]] = {}
-        """The same by the key of each recording, as far as whole files have it. The next exporter continues there."""
-        self._go_on()
+        """The newest windows in complete files, by the key of each recording. The next exporter continues after
+        them."""
+        self._resume_from_journal()
 
-    def _go_on(self) -> None:
-        """Count the rows in a killed exporter's unfinished files, and upload its complete files."""
+    def _resume_from_journal(self) -> None:
+        """Count the rows in a killed exporter's unfinished files as lost, and upload its complete files."""
         self._spool.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(OSError, ValueError, KeyError, TypeError):
             journal = json.loads((self._spool / JOURNAL).read_text("utf-8"))
@@ -137,7 +138,7 @@ class DatasetExport:
             self._whole_windows = {key: (int(end_ns), Counter(losses)) for key, (end_ns, losses) in windows.items()}
             for part in journal["parts"]:
                 self._local.remove(str(part))
-            self._lose(lost, "its exporter was killed before it had closed the files")
+            self._count_lost(lost, "its exporter was killed before it had closed the files")
         (self._spool / JOURNAL).unlink(missing_ok=True)
         if self._uploads is not None:
             from pyarrow import parquet
@@ -146,27 +147,27 @@ class DatasetExport:
                 with suppress(OSError, ValueError):
                     self._uploads.add(path, str(path.relative_to(self._spool)), parquet.read_metadata(path).num_rows)
 
-    def _lose(self, rows: int, why: object) -> None:
-        """Count lost rows, and log the first reason."""
+    def _count_lost(self, rows: int, why: object) -> None:
+        """Count lost rows, and log the reason if it is a new one."""
         self.counts["unstored"] += rows
         if rows and str(why) != self._problem:
             self._problem = str(why)
             logger.warning("export.parquet: %d rows are lost, later ones without a word: %s", rows, why)
 
     def put_settled(self, members: Sequence[ReadRecording], decisions: Decisions, now_ns: int) -> None:
-        """Add the rows of settled requests of the recordings with this dataset."""
-        processes = [_process_of(member) for member in members]
+        """Add the rows of settled requests, from those of the recordings that write to this dataset."""
+        processes = [_describe_process(member) for member in members]
         intervals_of = [member.intervals_of for member in members]
         try:
             rows = SettledRows(decisions, processes, intervals_of, self._remembered, now_ns)
             self.put(rows.tables(np.array([member.dataset is self for member in members], np.bool_)))
         except Exception as fault:  # what another process has recorded may be anything
-            self._lose(1, f"{type(fault).__name__}: {fault}")
+            self._count_lost(1, f"{type(fault).__name__}: {fault}")
 
     def put_window(self, member: ReadRecording) -> None:
-        """Add the gauges, losses and facts of a recording since the last call."""
+        """Add the gauge samples and the losses of a recording since the last call, and the facts of its process."""
         since = self._windows.get(member) or self._whole_windows.get(member.key)
-        process, (since_ns, before) = _process_of(member), since or (0, Counter[str]())
+        process, (since_ns, before) = _describe_process(member), since or (0, Counter[str]())
         facts, losses = process.facts, Counter({**member.mapped.losses(), **losses_by_name(member.fates)})
         del losses[OVERWRITTEN]  # the reader counts those that it has missed
         samples = [sample for sample in member.mapped.samples(since_ns) if since_ns < sample.at_ns <= facts.end_ns]
@@ -175,13 +176,13 @@ class DatasetExport:
         self.put(tables_of_windows([ProcessWindow(0, window, process.offset_ns)], [process]))
 
     def forget(self, member: ReadRecording) -> None:
-        """Add the last facts of a recording, and forget it."""
+        """Add the last window of a recording, and forget the recording."""
         if member.source is not None:
             self.put_window(member)
         self._windows.pop(member, None)
 
     def put(self, tables: Iterable[tuple[str, Any]]) -> None:
-        """Add rows to the tables."""
+        """Add rows to tables, and write each table that has enough rows for a row group."""
         for name, rows in tables:
             if not self._rows:
                 self._due_at = time.monotonic() + self._every_s
@@ -189,10 +190,10 @@ class DatasetExport:
             parts.append(rows)
             self._rows += len(rows)
             if sum(map(len, parts)) >= GROUP_ROWS:
-                self._write(name)
-        self._note()
+                self._write_table(name)
+        self._write_journal()
 
-    def _write(self, name: str) -> None:
+    def _write_table(self, name: str) -> None:
         """Write the waiting rows of a table."""
         parts = self._waiting.pop(name)
         if self._writer is None:
@@ -200,23 +201,23 @@ class DatasetExport:
         try:
             self._writer.write(name, pyarrow().concat_tables(parts).combine_chunks())
         except OSError as problem:
-            self._give_up(problem)
+            self._discard_unfinished(problem)
 
     def _settle_unwritten(self, *, is_written: bool) -> None:
         for member, count in self.unwritten.items():
             member.note_written(count, is_written=is_written)
         self.unwritten.clear()
 
-    def _give_up(self, problem: object) -> None:
+    def _discard_unfinished(self, problem: object) -> None:
         """Drop all rows in unfinished files, and count them as lost."""
         self._settle_unwritten(is_written=False)
         if self._writer is not None:
             self._writer.discard()
-        self._lose(self._rows, problem)
+        self._count_lost(self._rows, problem)
         self._writer, self._rows, self._waiting = None, 0, {}
 
-    def _note(self) -> None:
-        """Write the journal: the count of rows in unfinished files, and their names."""
+    def _write_journal(self) -> None:
+        """Write the journal: the names of unfinished files, and the number of their rows."""
         self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.rows)
         parts = [] if self._writer is None else self._writer.parts
         with suppress(OSError), atomic.replacing(self._spool / JOURNAL) as file:
@@ -235,13 +236,13 @@ class DatasetExport:
     def close_files(self) -> None:
         """Close all files, and begin to upload them if the dataset is in an object store."""
         while self._waiting:
-            self._write(next(iter(self._waiting)))
+            self._write_table(next(iter(self._waiting)))
         if self._writer is None:
             return
         try:
             names = self._writer.close()
         except OSError as problem:
-            self._give_up(problem)
+            self._discard_unfinished(problem)
         else:
             self._settle_unwritten(is_written=True)
             self._whole_windows = {member.key: window for member, window in self._windows.items()}
@@ -255,18 +256,18 @@ class DatasetExport:
                 for name in names:
                     path = Path(name)
                     self._uploads.add(path, str(path.relative_to(self._spool)), parquet.read_metadata(path).num_rows)
-        self._note()
+        self._write_journal()
 
     def end(self, until: float) -> None:
-        """Close all files, and upload them until a time on the monotonic clock. Other files are lost."""
+        """Close all files, and upload them. Files that are not uploaded by the monotonic time `until` are lost."""
         self.close_files()
         if self._uploads is not None:
             self._uploads.end(until)
-        self._note()
+        self._write_journal()
         shutil.rmtree(self._spool, ignore_errors=True)
 
 
-def _process_of(member: ReadRecording) -> DatasetProcess:
+def _describe_process(member: ReadRecording) -> DatasetProcess:
     """Return the process of a recording, with the ids that its spans have at a collector."""
     header, source = member.mapped.header, member.source
     origin = origin_of(header)
@@ -279,7 +280,7 @@ def _process_of(member: ReadRecording) -> DatasetProcess:
     return DatasetProcess(facts, offset_ns, ids=member.ids)
 
 
-def _own_folder() -> Path:
+def _create_spool_root() -> Path:
     """Return this user's folder for files that wait for their upload. Raises `OSError`."""
     folder = Path(tempfile.gettempdir()) / f"instrument-{os.geteuid()}-dataset"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -288,7 +289,7 @@ def _own_folder() -> Path:
 
 
 class _Uploads:
-    """Uploads complete files on a thread, the oldest first. Each is retried until it succeeds."""
+    """Uploads complete files on a thread, the oldest first. Each upload is retried until it succeeds."""
 
     def __init__(self, folder: Folder, disk_bytes: int, counts: Counter[str]) -> None:
         self._folder, self._disk_bytes, self._counts = folder, disk_bytes, counts
@@ -312,10 +313,10 @@ class _Uploads:
             over_bytes = sum(file.size_bytes for file in self._files) - self._disk_bytes
             while over_bytes > 0 and len(self._files) > 1:
                 over_bytes -= self._files[0].size_bytes
-                self._lose(self._files.popleft(), "those that wait for their upload exceed limits.disk")
+                self._drop_file(self._files.popleft(), "those that wait for their upload exceed limits.disk")
             self._changed.notify()
 
-    def _lose(self, file: _SpooledFile, why: str) -> None:
+    def _drop_file(self, file: _SpooledFile, why: str) -> None:
         file.path.unlink(missing_ok=True)
         self._counts["unstored"] += file.rows
         logger.warning("export.parquet: %s is lost, with %d rows: %s", file.name, file.rows, why)
@@ -361,10 +362,10 @@ class _Uploads:
         self._folder.rename(part, file.name)
 
     def end(self, until: float) -> None:
-        """Upload files until a time on the monotonic clock. Other files are lost."""
+        """Upload the waiting files. Those that are not uploaded by the monotonic time `until` are lost."""
         with self._changed:
             self._ends = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._files, max(until - time.monotonic(), 0))
             while self._files:
-                self._lose(self._files.popleft(), f"the run has ended, {self._problem or 'and time was up'}")
+                self._drop_file(self._files.popleft(), f"the run has ended, {self._problem or 'and time was up'}")

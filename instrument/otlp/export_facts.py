@@ -1,7 +1,8 @@
-"""The facts of a process for the exporter: ids and resource of its spans, the rules of capture, and its metrics.
+"""Passes an exporter the facts of another process: the ids and the resource of its spans, its rules of capture, its
+metrics.
 
-They are JSON in the recording. The collector's settings may contain secrets, so they are sent through the run's socket.
-The reader checks the facts, and ignores malformed ones.
+A process writes its facts as JSON into its recording. The exporter checks them, and ignores malformed ones. The
+collector's settings may contain secrets, so a process sends them through the run's socket instead.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _MASK = (1 << 64) - 1
 class Ids:
     """Converts the recorder's numbers to span and trace ids: random-looking, unique in the process, never zero.
 
-    splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. Number 0 is no span: its id
-    replaces the one id that would be zero. Numbers from 2**63 up are device intervals. `instance` is the process's
-    service.instance.id. A forked child makes new ids. Without an agent, processes of one `run` derive the same trace id
-    from a request's key, see `instrument.trace.joined.trace_id_of`; "" for no run.
+    splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. No span has number 0, so its
+    id can replace the one id that would be zero. Numbers from 2**63 up are device intervals. `instance` is the
+    process's service.instance.id. A forked child has seeds of its own. `run` names the run, "" for none. Without an
+    agent, the processes of a run derive the same trace id from a request's key, see
+    `instrument.trace.joined.trace_id_of`.
     """
 
     __slots__ = ("_device_number", "_seed", "_trace_seeds", "instance", "run")
@@ -67,7 +69,7 @@ class Ids:
         return first
 
     def of(self, span: Span) -> tuple[int, int]:
-        """Return the trace id and span id of a root at the collector."""
+        """Return the trace id and the span id that a collector gets for a root span."""
         trace_id = self.trace_id(span.root_id) if span.remote is None else span.remote.trace_id
         return trace_id, self.span_id(span.span_id)
 
@@ -78,12 +80,13 @@ class Ids:
         return trace_id
 
     def trace_lows(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Return the lower halves of trace ids for the numbers of the trees' roots."""
+        """Return the lower 64 bits of trace ids for the numbers of root spans."""
         lows: NDArray[np.uint64] = mix_bits(numbers + self._trace_seeds[1])
         return lows
 
     def many(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
-        """Return the span ids for some numbers. With part 1 or 2, return the upper or lower halves of trace ids."""
+        """Return the span ids of the recorder's numbers. With part 1 or 2, return the upper or lower halves of trace
+        ids."""
         return span_ids_of(self.seeds[part], numbers)
 
 
@@ -95,7 +98,7 @@ def _random_uuid() -> str:
 
 
 def mix_bits(value: Any) -> Any:
-    """Return splitmix64's finaliser of a 64-bit number, or of an array of 64-bit numbers."""
+    """Mix the bits of a 64-bit number, or of each in an array, by splitmix64's finaliser."""
     value &= _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
@@ -116,7 +119,7 @@ def span_ids_of(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class MeteredFacts:
-    """The metrics that a process asks for since `start_ns`, and facts about them that only the process has.
+    """The metrics that a process has asked for since `start_ns`, and the facts about them that only the process knows.
 
     `asks` is True if it has metrics other than gauges, `requests` if requests are recorded. `routes` are the routes for
     which a model generates answers. `by` names the attribute that groups requests, in at most `at_most` groups.
@@ -146,7 +149,8 @@ UNMETERED = MeteredFacts(0)
 
 @dataclass(frozen=True, slots=True)
 class ExportFacts:
-    """The facts of a process for an exporter: ids and resource of its spans, the rules of capture, and its metrics."""
+    """The facts of a process that its exporter needs: ids and resource of the spans, the rules of capture, and
+    metrics."""
 
     ids: Ids
     resource: Mapping[str, object]
@@ -162,7 +166,7 @@ def facts_as_json(
     spans_per_request: int,
     metered: MeteredFacts = UNMETERED,
 ) -> dict[str, Any]:
-    """Return the facts as JSON."""
+    """Return the facts of an `ExportFacts` as JSON."""
     return {
         "seeds": list(ids.seeds),
         "instance": ids.instance,

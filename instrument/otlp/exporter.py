@@ -1,4 +1,4 @@
-"""The background thread that sends kept span trees and metrics to a collector."""
+"""Sends kept span trees and metrics to a collector, on a background thread."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 REQUEST_BYTES = 512 << 10
-"""The maximum number of bytes of a request before compression: some receivers refuse 1 MiB."""
+"""The most bytes of a request before compression, because some receivers refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
-"""The lowest limit of a request's bytes after refusals, and the waiting bytes that are sent at once."""
+"""The lowest value to which a collector's refusals reduce the limit of a request's bytes. The queue is also sent at
+once when this many bytes wait in it."""
 HALVINGS = 12
-"""The maximum number of requests in a row that are halved as too large for the collector: 12 lead from 4,000 spans to
-single ones. Then such requests are dropped, until the collector accepts one."""
+"""The most requests in a row that are split in half because they are too large for the collector; 12 halvings lead from
+4,000 spans to one. Then requests that are too large are dropped, until the collector accepts one."""
 
 HOLD_LIMIT_S = 300.0
-"""The most seconds that one answer of a collector can delay all spans, which wait in the queue meanwhile."""
+"""The most seconds for which one answer of a collector can pause all spans. They wait in the queue."""
 
 _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.packed_spans", "instrument.trace.trace")
@@ -53,10 +54,8 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The counts of the spans offered since the exporter was made, by fate.
-
-    `settled` is True if each span offered before the flush was sent or lost in time. `reason` explains the last loss.
-    """
+    """The number of spans offered since the exporter was made, by what became of them. `settled` is True if each span
+    offered before the flush was sent or lost in time. `reason` explains the last loss."""
 
     offered: int
     exported: int
@@ -74,21 +73,20 @@ class Delivery:
 
 
 SILENCE_NS = 1_500_000_000
-"""The nanoseconds that a request waits for an answer before that is logged."""
+"""Nanoseconds without an answer to a request after which the silence is logged."""
 
 
 class Exporter:
-    """Sends kept trees to a collector on one daemon thread, and counts the fate of every span.
+    """Sends kept trees to a collector on one daemon thread, and counts what becomes of every span.
 
-    The trees are of this process or of others, each with its source, on one connection. Every method but
-    `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads` returns
-    the names of threads by native id. `metrics` takes samples of gauges, with a queue and counts of their own; they are
-    sent after the spans. `add_metrics` adds the metrics of another process, with its source. The origin and the ids of
-    `own` may be read at any time, and the origin replaced by a newer one. Only an exporter for its own process
-    `detects` that process's attributes. An exporter that never `sends` has no metrics. The sending thread calls
-    `settled(source)` after some spans or the metrics of a source were sent or lost. It also calls it before it sends
-    spans of a source, counted as `sending`. Raises `ExportError` for settings that cannot work, such as grpc without
-    its extra.
+    A `Source` is a process whose spans are sent; `own` is this process. All sources share one connection. Every method
+    but `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads`
+    returns the names of threads by native id. Metrics have a queue and counts of their own, and are sent after spans.
+    `add_metrics` adds the metrics of another process. The origin and the ids of `own` may be read at any time, and the
+    origin replaced by a newer one. Only an exporter for its own process `detects` that process's attributes. An
+    exporter that never `sends` has no metrics. The sending thread calls `settled(source)` before it sends spans of a
+    source, and after spans or metrics of the source were sent or lost. Raises `ExportError` for settings that cannot
+    work, such as grpc without its extra.
     """
 
     def __init__(
@@ -121,7 +119,7 @@ class Exporter:
         self._thread: Thread | None = None
         self._stop_at_ns = _NEVER_NS
         self.request_bytes = REQUEST_BYTES
-        """The largest size of a request in bytes, before compression. It falls if the collector refuses a size."""
+        """The most bytes of a request before compression. A collector's refusal reduces it."""
         self._halvings = 0
         self._is_patient = True
         self._deferred_until_ns = self._metrics_deferred_until_ns = self._sent_at_ns = 0
@@ -132,7 +130,7 @@ class Exporter:
 
     @property
     def component(self) -> str:
-        """The type of this exporter by OpenTelemetry's conventions."""
+        """The component type of this exporter in OpenTelemetry's conventions."""
         return f"otlp_{'grpc' if self._settings.protocol == 'grpc' else 'http'}_span_exporter"
 
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
@@ -165,10 +163,11 @@ class Exporter:
         return resource_attributes(self.own.origin, self.own.ids.instance, detected, provider_attributes())
 
     def start(self) -> None:
-        """Start the thread unless it runs.
+        """Start the export thread unless it runs.
 
-        It also sends spans offered before. The first start imports modules on the calling thread, in about 0.1 s. The
-        export thread must not import them: a child forked in the middle of an import can never import that module.
+        The thread also sends spans that were offered before. The first start imports modules on the calling thread, in
+        about 0.1 s. The export thread must not import them: a child forked in the middle of an import can never import
+        that module.
         """
         self.prepare()
         for name in _PACKING:
@@ -203,10 +202,8 @@ class Exporter:
         return self._sender
 
     def send(self, bodies: Iterable[Body]) -> Delivery:
-        """Send packed requests on the calling thread, one after the other, instead of `start` and `submit`.
-
-        Stops at the first request that fails, after the time-out of the settings at the latest.
-        """
+        """Send packed requests on the calling thread, one after the other, instead of `start` and `submit`. Stops at
+        the first request that fails, after the time-out of the settings at the latest."""
         self.prepare()
         with self._queue.lock:
             sender = self._open_sender()
@@ -228,10 +225,8 @@ class Exporter:
         return self.flush(0)
 
     def submit_rows(self, source: Source, trace: Columns, rows: Int64s, **facts: Any) -> None:
-        """Pack rows of one process in a trace, and queue them for sending.
-
-        `facts` are the arguments of `SpanPacker`. Never raises: rows that cannot be packed are counted as failed.
-        """
+        """Pack the rows of one process as requests, and queue these for sending. `facts` are the arguments of
+        `SpanPacker`. Never raises: rows that cannot be packed are counted as failed."""
         pace = Pace() if self._is_in_service else None
         bodies = []
         try:
@@ -252,8 +247,8 @@ class Exporter:
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
         """Queue packed requests for sending, by default of this process.
 
-        Each has at most `request_bytes`, as `Source.requests` makes them. Above `QUEUE_BYTES` the oldest are dropped
-        and counted. Return True if all were queued; newer ones may still displace them. Never waits for a lock.
+        Each request has at most `request_bytes`, as `Source.requests` makes it. Above `QUEUE_BYTES` the oldest are
+        dropped and counted. Return True if all were queued; newer ones may still displace them. Never waits for a lock.
         """
         are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
@@ -266,19 +261,17 @@ class Exporter:
         return self._queue.pending
 
     def send_soon(self) -> None:
-        """Send the offered spans now."""
+        """Wake the export thread, so that it sends the offered spans now."""
         if self._wake.empty():
             self._wake.put(None)
 
     def flush(self, timeout_ns: int) -> Delivery:
-        """Send the offered spans, wait up to `timeout_ns` until they are sent or lost, and return the counts.
-
-        Does not wait if the collector has asked for a longer pause.
-        """
+        """Send the offered spans, wait up to `timeout_ns` until they are sent or lost, and return the counts. Does not
+        wait if the collector has asked for a longer pause."""
         thread, end_ns = self._thread, time.monotonic_ns() + timeout_ns
         counts = self.counts()
         newest = self._queue.newest
-        waits = bool(counts["pending"]) or self._metrics_wait()
+        waits = bool(counts["pending"]) or self._have_waiting_metrics()
         settled = not waits and self._metrics_source is None  # in this order: what is just being sent waits no more
         while not settled and thread is not None and thread.is_alive() and not self._is_deferred_beyond(end_ns):
             reply: SimpleQueue[bool] = SimpleQueue()
@@ -287,7 +280,7 @@ class Exporter:
                 settled = reply.get(timeout=min(max(0, end_ns - time.monotonic_ns()) / 1e9, TIMEOUT_MAX))
             except Empty:
                 break  # the time is up; the counts say how far it came
-            if self._stop_at_ns != _NEVER_NS or not (self._are_metrics_late and self._metrics_wait()):
+            if self._stop_at_ns != _NEVER_NS or not (self._are_metrics_late and self._have_waiting_metrics()):
                 break
             settled = False  # metrics that the collector was too slow for are sent again
             time.sleep(min(_RETRY_S, max(0, end_ns - time.monotonic_ns()) / 1e9))
@@ -296,8 +289,8 @@ class Exporter:
         fates = {fate: counts[fate] for fate in FATES}
         return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
-    def _metrics_wait(self) -> bool:
-        return any(metered.waits() for metered in self._metrics_of_sources())
+    def _have_waiting_metrics(self) -> bool:
+        return any(metered.waits() for metered in self._list_metrics())
 
     def _is_deferred_beyond(self, time_ns: int) -> bool:
         """Return True if the collector has asked for a pause that ends after `time_ns`."""
@@ -321,7 +314,7 @@ class Exporter:
         finally:
             if has_lock:
                 self._queue.lock.release()
-        for metrics in self._metrics_of_sources():
+        for metrics in self._list_metrics():
             metrics.drop()
         self._wake.put(None)
         if thread is not None:
@@ -333,7 +326,7 @@ class Exporter:
         return delivery
 
     def note_silence(self) -> None:
-        """Log the obstacle of a request that has waited for more than `SILENCE_NS`."""
+        """Log the reason if the current request has waited for its answer longer than `SILENCE_NS`."""
         began_ns = self._sent_at_ns
         if began_ns and time.monotonic_ns() - began_ns > SILENCE_NS:
             self._log_outcome(Response(False, reason=self._sender.obstacle or "no answer yet"))
@@ -344,7 +337,7 @@ class Exporter:
 
     def after_fork_in_child(self) -> None:
         """Forget the parent's spans, counts, ids, thread and connection; `start` begins again in the child."""
-        self._sender.forked()
+        self._sender.after_fork_in_child()
         self._reset_sources(self.own.origin)
         if self._detected is not None:
             self._detected = child_attributes(self._detected)
@@ -382,14 +375,14 @@ class Exporter:
                 return
             self._deliver(sender, request)
 
-    def _metrics_of_sources(self) -> list[Metrics]:
+    def _list_metrics(self) -> list[Metrics]:
         return [metered.metrics for metered in self._metered if metered.metrics is not None]
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
-        """Send the waiting snapshots and samples if they are due.
+        """Send the waiting snapshots and samples of each process that are due.
 
-        If the collector does not accept those of one process, the next ones are other processes', after the usual
-        delay. It may refuse that one process alone.
+        If the collector does not accept the metrics of one process, those of the others come first after the usual
+        delay, because the collector may refuse that process alone.
         """
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
@@ -409,7 +402,8 @@ class Exporter:
                 self._move_to_end(source)
 
     def _attempt_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics. Return True if they were accepted, and after a fault, so that others are sent."""
+        """Send a process's metrics. Return True if they were accepted, or after a fault, so that others' metrics are
+        sent."""
         try:
             return source in self._metered and self._send_metrics_of(sender, source, metrics)
         except Exception as fault:
@@ -423,11 +417,8 @@ class Exporter:
                 self._metered = (*(metered for metered in self._metered if metered is not source), source)
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send the snapshot and the samples of a process.
-
-        Return True if the collector accepted them. Undelivered samples are lost. A later snapshot contains an earlier
-        one.
-        """
+        """Send the snapshot and the samples of a process. Return True if the collector accepted them. Samples that it
+        did not accept are lost. Totals are not, because the next snapshot contains them."""
         suppress_instrumentation()
         is_taken = self._send_snapshot(sender, source, metrics)
         while is_taken and metrics.has_samples() and self._is_current(sender):
@@ -451,14 +442,12 @@ class Exporter:
             metrics.settle_piece(piece, verdict)
             if not verdict.taken:
                 return False
-        metrics.snapshots.delivered(snapshot)
+        metrics.snapshots.note_delivered(snapshot)
         return True
 
     def _deliver_metrics(self, sender: Sender, source: Source, series: Sequence[Series]) -> Response:
-        """Send one request of metrics.
-
-        A pause that the collector asks for delays later metrics, not spans. At the exporter's end no spans wait for it.
-        """
+        """Send one request of metrics. A pause that the collector asks for delays later metrics, not spans. The last
+        request may take the whole time-out, because no spans wait behind it."""
         is_last = self._stop_at_ns != _NEVER_NS
         patience_ns = self._settings.timeout_ns if is_last else min(self._settings.timeout_ns, PATIENCE_NS)
         left_s = partial(self._left_s, sender, time.monotonic_ns() + patience_ns)
@@ -469,10 +458,8 @@ class Exporter:
         return verdict
 
     def _deliver(self, sender: Sender, request: QueuedRequest) -> None:
-        """Send one request, in halves if it is too large for the collector, and settle its spans.
-
-        If the collector asks for a pause, all spans wait, and the request is sent once more.
-        """
+        """Send one request, in halves if it is too large for the collector, and settle its spans. If the collector asks
+        for a pause, all spans wait, and then the request is sent again."""
         timeout_ns = self._settings.timeout_ns
         last_ns = time.monotonic_ns() + timeout_ns
         suppress_instrumentation()
@@ -513,11 +500,8 @@ class Exporter:
         return (until_ns - time.monotonic_ns()) / 1e9 if self._is_current(sender) else 0.0
 
     def _await_retry(self, sender: Sender, deadline_ns: int) -> bool:
-        """Wait for the pause that the collector asked for.
-
-        Further spans wait, too. Return True if sending may go on. Return False at once if the pause ends after the
-        exporter or after the deadline of `send`.
-        """
+        """Wait until the pause that the collector asked for is over. Return True if sending may go on. Return False at
+        once if the pause would outlast the exporter or the deadline of `send`."""
         while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns
             if not self._is_current(sender) or self._deferred_until_ns >= end_ns:

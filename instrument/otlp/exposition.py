@@ -1,4 +1,4 @@
-"""Metrics in Prometheus's text formats, by its client library, under OpenTelemetry's names for Prometheus.
+"""Writes metrics in Prometheus's text formats with its client library, under OpenTelemetry's names for Prometheus.
 
 Dots become underscores, the unit is a suffix, and counters end in `_total`. The format has no exponential histograms,
 so the bounds of buckets are fixed, by OpenTelemetry's advice if it gives any. A call is counted at the middle of its
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-"""The bounds of OpenTelemetry's conventions for `http.server.request.duration`."""
+"""The bucket bounds in seconds that OpenTelemetry's conventions advise for `http.server.request.duration`."""
 
 _GENERATION_S = tuple(round(0.01 * 2**power, 2) for power in range(14))
 
@@ -51,19 +51,20 @@ BOUNDS_OF: Mapping[str, Sequence[float]] = {
     QUEUE_TIME: (0.001, 0.005, *_GENERATION_S),
     "instrument.call.duration": tuple(round(1e-5 * 4**power, 5) for power in range(13)),
 }  # fmt: skip
-"""The bounds of histograms of times by metric, in seconds. Metrics of OpenTelemetry's GenAI conventions have that
-convention's bounds. Calls of functions have bounds from 10 us to some minutes."""
+"""The bucket bounds of each metric's histogram, in seconds. OpenTelemetry's GenAI metrics have the bounds of their
+convention. Calls of functions have bounds from 10 us to some minutes."""
 
 BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
-"""The bounds of histograms of counts. No bound is a whole number, so no count is on a bound."""
+"""The bucket bounds of histograms of counts. No bound is a whole number, so no count is on a bound."""
 
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
-"""The names of units in the names of metrics. A unit in braces is left out."""
+"""The words for units at the end of Prometheus's metric names. A unit in braces has no word."""
 
 _UNITS_OF_RATES = {"By/s": "bytes_per_second"}
 
 OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
-"""The prefixes of gauges of a process. Other gauges are of the machine, the same in each process."""
+"""The prefixes of gauges that measure one process. All other gauges measure the machine, and are the same in each
+process."""
 
 PROCESSES, PROCESS_PID, SERVICE = "instrument.processes", "process.pid", "service.name"
 
@@ -121,10 +122,8 @@ def families_of_process(metered: Metered, why_alone: str) -> Iterator[Family]:
 
 
 def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[Family]:
-    """Yield the metrics of several processes: for each service the sums over living and `ended` processes.
-
-    Gauges have the id of their process as a label. If there are several services, each series has the service's name.
-    """
+    """Yield the metrics of several processes: for each service the sums over living and `ended` processes. Gauges have
+    the id of their process as a label. If there are several services, each series has the service's name."""
     services = {*ended, *(process.origin.service for process in living)}
     labels: dict[str, Labels] = {name: ((SERVICE, name),) if len(services) > 1 else () for name in services}
     before = [
@@ -134,14 +133,14 @@ def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metr
     yield from _totals([*before, *((labels[process.origin.service], process) for process in living)])
     pids = [((*labels[process.origin.service], (PROCESS_PID, str(process.origin.pid))), process) for process in living]
     yield from _gauges(pids, of_processes=True)
-    yield from _gauges([((), _joined(living))] if living else [], of_processes=False)
+    yield from _gauges([((), _merge_samples(living))] if living else [], of_processes=False)
     description = "Living processes that these metrics are of. Totals include the processes that have ended."
     counts = Counter(process.origin.service for process in living)
     series: dict[Labels, float] = {key: counts[name] for name, key in labels.items()}
     yield _family(Metric(PROCESSES, "{process}", GAUGE, description, series or {(): 0}), Origin(0, "", 0, 0))
 
 
-def _joined(living: Sequence[Metered]) -> Metered:
+def _merge_samples(living: Sequence[Metered]) -> Metered:
     """Return the samples of all processes as one process's, in order of time."""
     samples = sorted((sample for process in living for sample in process.samples), key=lambda sample: sample.at_ns)
     gpus = {gpu.device: gpu for process in living for gpu in process.gpus}

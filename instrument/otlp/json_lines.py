@@ -1,7 +1,6 @@
-"""Spans as OTLP JSON lines, the format of OpenTelemetry's file exporter.
+"""Writes spans as lines of OTLP JSON, the format of OpenTelemetry's file exporter.
 
-Ids are hexadecimal and 64-bit integers are text, by OTLP's mapping to JSON. A span has the same content as for a
-collector, by the same functions.
+OTLP's JSON has ids in hexadecimal and 64-bit integers as text. `packed_spans` packs the same content for a collector.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ from instrument.trace.text import INT64
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 SPANS_IN_A_LINE = 1_000
-"""The number of spans after which a line ends, at the next end of a tree."""
+"""The number of spans after which a line ends, once the current span tree is complete."""
 
 
 def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s, roots: Int64s) -> Iterator[bytes]:
-    """Yield the pieces of the lines for rows of one process, with a packer of `JSON`.
-
-    `roots` are the roots of the rows, which are in order of their trees. Each line has complete trees.
-    """
+    """Yield the lines for the spans of one process in pieces, with a packer of `JSON`. `rows` are in order of their
+    trees, and `roots` has the root of each. Each line has complete trees."""
     scope = {"scope": {"name": SCOPE, "version": version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
-    line = {"resourceSpans": [{"resource": {"attributes": _attributes(resource)}, "scopeSpans": [scope]}]}
+    line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
     head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')
     head, tail = head + b'"spans":[', b"]" + tail + b"\n"
     places = np.append(firsts_of(roots)[1:], len(roots))
@@ -56,30 +53,30 @@ def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s,
             begin = until
 
 
-def _attributes(attributes: Mapping[str, object]) -> list[msgspec.Raw]:
-    return [_attribute(key, value) for key, value in attributes.items()]
+def _encode_attributes(attributes: Mapping[str, object]) -> list[msgspec.Raw]:
+    return [_encode_attribute(key, value) for key, value in attributes.items()]
 
 
-def _attribute(key: str, value: object) -> msgspec.Raw:
+def _encode_attribute(key: str, value: object) -> msgspec.Raw:
     if type(value) is str:
-        return _text(key, value)
+        return _encode_text(key, value)
     if type(value) is int and -INT64 <= value < INT64:
-        return msgspec.Raw(b'%b{"intValue":"%d"}}' % (_head(key), value))
-    return msgspec.Raw(b"%b%b}" % (_head(key), msgspec.json.encode(_value(plain(value)))))
+        return msgspec.Raw(b'%b{"intValue":"%d"}}' % (_encode_key(key), value))
+    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode(_encode_value(plain(value)))))
 
 
 @lru_cache(maxsize=4096)
-def _text(key: str, value: str) -> msgspec.Raw:
+def _encode_text(key: str, value: str) -> msgspec.Raw:
     """Return an attribute with a text value, cached because spans of a site share it."""
-    return msgspec.Raw(b"%b%b}" % (_head(key), msgspec.json.encode({"stringValue": plain(value)})))
+    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode({"stringValue": plain(value)})))
 
 
 @lru_cache(maxsize=1024)
-def _head(key: str) -> bytes:
+def _encode_key(key: str) -> bytes:
     return b'{"key":%b,"value":' % msgspec.json.encode(plain(key))
 
 
-def _value(value: object) -> dict[str, Any]:
+def _encode_value(value: object) -> dict[str, Any]:
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
@@ -88,7 +85,7 @@ def _value(value: object) -> dict[str, Any]:
         text = value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
         return {"doubleValue": text}
     if isinstance(value, list):
-        return {"arrayValue": {"values": list(map(_value, value))}}
+        return {"arrayValue": {"values": list(map(_encode_value, value))}}
     return {"stringValue": str(value)}
 
 
@@ -99,7 +96,7 @@ _IDS = frozenset(("high", "low", "own", "parent"))
 
 
 def hexadecimal(ids: NDArray[Any]) -> NDArray[Any]:
-    """Return 64-bit ids as texts of 16 characters."""
+    """Return 64-bit ids as 16 hexadecimal digits each."""
     return _HEX[ids.astype(">u8").view(np.uint8)].view("V16")
 
 
@@ -121,7 +118,7 @@ def decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
 
 
 class JsonForm:
-    """Entries of `ScopeSpans.spans` in JSON, with a comma before each."""
+    """The JSON encoding of spans in `ScopeSpans.spans`, with a comma before each."""
 
     end = b"}"
     around = 0
@@ -141,7 +138,7 @@ class JsonForm:
         comma = b""
         for name, width in widths.items():
             if width and name.startswith("instrument."):
-                parts += [("", b'%b%b{"intValue":"' % (comma, _head(name))), (name, width), ("", b'"}}')]
+                parts += [("", b'%b%b{"intValue":"' % (comma, _encode_key(name))), (name, width), ("", b'"}}')]
                 comma = b","
         return parts
 
@@ -156,7 +153,7 @@ class JsonForm:
         return b'%b],"name":%b,"kind":%d' % (self.attributes(attributes), msgspec.json.encode(plain(name)), kind)
 
     def attributes(self, attributes: Mapping[str, object]) -> bytes:
-        return b"".join([b",%b" % attribute for attribute in _attributes(attributes)])
+        return b"".join([b",%b" % attribute for attribute in _encode_attributes(attributes)])
 
     def members(self, members: RareMembers) -> bytes:
         facts: dict[str, Any] = {}
@@ -171,7 +168,7 @@ class JsonForm:
             ]
         if members.events:
             facts["events"] = [
-                {"timeUnixNano": str(time_ns), "name": name, "attributes": _attributes(values)}
+                {"timeUnixNano": str(time_ns), "name": name, "attributes": _encode_attributes(values)}
                 for time_ns, name, values in members.events
             ]
         if members.dropped:
@@ -179,13 +176,13 @@ class JsonForm:
         if members.status is not None:
             failed, why = members.status
             facts["status"] = {"code": ERROR, "message": why} if failed else {"code": OK}
-        return _members(facts) + b"}"
+        return _encode_members(facts) + b"}"
 
     def state(self, state: str) -> bytes:
-        return _members({"traceState": plain(state)})
+        return _encode_members({"traceState": plain(state)})
 
 
-def _members(facts: Mapping[str, Any]) -> bytes:
+def _encode_members(facts: Mapping[str, Any]) -> bytes:
     return b",%b" % msgspec.json.encode(facts)[1:-1] if facts else b""
 
 

@@ -1,4 +1,4 @@
-"""Files with the kept traces of a running process. `instrument report` reads a folder of them."""
+"""Writes the kept traces of a running process into files. `instrument report` reads a folder of such files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instrument.trace import file
 from instrument.trace.trace import Trace
 
 WRITE_S = 10.0
-"""The maximum number of seconds until kept spans are in a file."""
+"""The most seconds that kept spans wait in memory until they are written into a file."""
 
 FILE_SPANS = 20_000
 """The number of waiting spans at which a file is written at once."""
@@ -27,10 +27,10 @@ REMOVED = "files of kept requests that were removed to keep within limits.disk"
 
 
 class KeptFiles:
-    """The files of one process's kept spans in a folder, `SERVICE-RUN-PID-NUMBER-kept.npz`.
+    """Writes one process's kept spans into a folder, as files named `SERVICE-RUN-PID-NUMBER-kept.npz`.
 
-    All files with such names in the folder take at most `disk_bytes`. The oldest are removed, and the next file has the
-    count of removed ones.
+    All files with such names in the folder take at most `disk_bytes`. Above that, the oldest are removed, and the next
+    file reports how many.
     """
 
     def __init__(self, folder: Path, run: str, disk_bytes: int) -> None:
@@ -89,7 +89,8 @@ class KeptFiles:
         return self._folder / f"{service}-{self._run}-{pid}-{self._number}-kept.npz"
 
     def _make_room(self, wanted_bytes: int, newest: Path | None = None) -> None:
-        """Remove the oldest files until all fit into the limit. Count them, and the removals that they report."""
+        """Remove the oldest files until the others fit into the limit. Count them, and the removals that they
+        reported."""
         files = []
         for path in self._folder.glob("*-kept.npz"):
             with suppress(OSError):

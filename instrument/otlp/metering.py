@@ -1,7 +1,7 @@
-"""The metrics of one recording, counted by a `Meter` over the rows that its exporter reads.
+"""Counts the metrics of one recording, from the rows that its exporter reads.
 
-The counts are written into the recording before and after they are sent. The next exporter, another agent or the
-process itself, continues from them.
+The counts are written into the recording before and after they are sent. The next exporter (another agent, or the
+process itself) continues from them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""Nanoseconds until another snapshot, if the last one lacks rows that had ended before its request."""
+"""Nanoseconds until another snapshot, if the last one lacks spans that had ended before it was requested."""
 
 GAUGES_FOR_NS = 30 * 10**9
-"""The largest age of a gauge's reading in a scrape, in ns."""
+"""The age in ns above which a gauge's sample is left out of a scrape."""
 
 RELEASE_S = 0.5
-"""The maximum number of seconds to wait for a running request of metrics, before another exporter begins."""
+"""The most seconds to wait for a running request of metrics, before another exporter may continue."""
 
 
 GROUPS: dict[tuple[str, str], set[str]] = {}
@@ -58,10 +58,11 @@ _EXPORT_ERRORS = {
     "queue_full": ["dropped"],
 }
 _PROCESSOR_ERRORS = {"": ["kept"], "queue_full": ["missed", "beyond"], "already_shutdown": ["abandoned", "unanswered"]}
-"""The counters of spans by OpenTelemetry's `error.type`, "" for success: of an exporter, and of what is before it."""
+"""The counters of spans for each `error.type` of OpenTelemetry ("" for success): in the exporter, and in the sampling
+before it."""
 
 
-def _by_error(component: str, counts: Mapping[str, float]) -> dict[Labels, float]:
+def _label_errors(component: str, counts: Mapping[str, float]) -> dict[Labels, float]:
     """Return the series of a component, one for each `error.type`."""
     labels: Labels = (("otel.component.name", f"{component}/0"), ("otel.component.type", component))
     return {(*labels, *([("error.type", error)] if error else [])): count for error, count in counts.items()}
@@ -92,7 +93,7 @@ class Metering:
         self._meter = Meter(self._reader, facts.metered.start_ns)
         self.metrics = self._source.metrics = exporter.new_metrics(facts.metered.environ)
         self._ended: tuple[int, Ended] | None = None
-        """A time, and the requests that had ended by then. Some of them may be unread."""
+        """A time in ns, and the requests that had ended by then. The reader may not have read all of them yet."""
         self._asked_ns = 0
         self._due_ns = time.monotonic_ns() + DELAY_NS
         self._state: MeterState | None = None
@@ -105,7 +106,7 @@ class Metering:
         exporter.add_metrics(self._source)
 
     def _restore(self, saved: MeterState | None) -> Mapping[int, int]:
-        """Restore the counts of the previous exporter. Return its next row by ring."""
+        """Restore the counts of the previous exporter. Return the next row to count in each ring."""
         if saved is None or saved.generation != self._generation:
             return {}
         try:
@@ -117,19 +118,17 @@ class Metering:
         return saved.places
 
     def _count_earlier_rows(self, places: Mapping[int, int]) -> None:
-        """Count rows that the reader has read already, from the next row of each ring in `places` on."""
+        """Count rows that the reader has already read. `places` has the first of them in each ring."""
         if not self._facts.metered.asks:
             return
-        for rows in self._reader.between(places):
+        for rows in self._reader.reread(places):
             self._meter.count([row for row in rows if is_request_root(row)])
             if self._meter.watches:
                 self._meter.count_parts(rows, self._facts.metered.streams)
 
     def change(self, facts: ExportFacts) -> None:
-        """Apply the newest facts of the process.
-
-        They name the functions that generate, before these are called. Rows read in the meantime are counted now.
-        """
+        """Apply the newest facts of the process. The facts name the functions that generate items before these are
+        called. Rows read in the meantime are counted now."""
         self._facts = facts
         self._meter.generations = facts.metered.routes
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
@@ -164,11 +163,11 @@ class Metering:
         """Take a snapshot if one is due, after the recording was read. With `is_complete`, it was read to its end."""
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
-            self._settle()
+            self._settle_ended()
         if self._is_due:
             self._take_snapshot(until_ns if is_complete else 0)
 
-    def _settle(self) -> None:
+    def _settle_ended(self) -> None:
         if self._ended is not None and self._mapped.generation_now() == self._generation:
             self._meter.settle(self._ended[1])
         self._ended = None
@@ -178,7 +177,8 @@ class Metering:
         return time.monotonic_ns() >= self._due_ns
 
     def _take_snapshot(self, until_ns: int) -> None:
-        """Take a snapshot of the rows read up to a time, and the samples."""
+        """Take a snapshot of all rows that ended by `until_ns` (0 if some are unread), and the new samples of
+        gauges."""
         metrics, header = self.metrics, self._mapped.header
         if self._mapped.generation != self._generation:
             return  # what is there by now is another session's
@@ -186,7 +186,7 @@ class Metering:
             self._due_ns = time.monotonic_ns() + ASKED_NS
         else:
             self._due_ns = NEVER_NS if header.state == "goodbye" else time.monotonic_ns() + DELAY_NS
-        snapshot = self._snapshot()
+        snapshot = self._make_snapshot()
         samples = [] if metrics.off else self._mapped.samples(metrics.taken_ns + 1)
         gpus = header.gpus if samples else ()
         if self._mapped.generation != self._generation:
@@ -194,7 +194,7 @@ class Metering:
         state = MeterState(self._generation, 0, self._meter.state(), {}, dict(self._reader.places))
         with self._lock:
             self._state = state
-        self._write()  # before the exporter may send any of it
+        self._write_state()  # before the exporter may send any of it
         self.unsaved = 0
         with self._lock:
             self._taken_ns = max(self._taken_ns, until_ns)
@@ -203,9 +203,9 @@ class Metering:
             if snapshot is not None:
                 metrics.put(snapshot)
         metrics.hurry()
-        self._write()
+        self._write_state()
 
-    def _snapshot(self) -> Snapshot | None:
+    def _make_snapshot(self) -> Snapshot | None:
         """Return the current totals; None if there are none to send."""
         if (newest := facts_from(self._mapped.header.facts.get("export"))) is not None:
             self.change(newest)
@@ -223,10 +223,10 @@ class Metering:
         used_bytes = 0 if self._meter.has_ended else self._mapped.header.memory_bytes
         about = "Memory that the recordings of living processes take."
         memory = Metric("instrument.recording.memory", "By", UPDOWN, about, {(): used_bytes})
-        return replace(snapshot, metrics=(*snapshot.metrics, memory, *self._of_sdk(), *numbers))
+        return replace(snapshot, metrics=(*snapshot.metrics, memory, *self._make_sdk_metrics(), *numbers))
 
-    def _of_sdk(self) -> list[Metric]:
-        """Return the metrics that OpenTelemetry's conventions have for SDKs, of what was recorded and exported."""
+    def _make_sdk_metrics(self) -> list[Metric]:
+        """Return OpenTelemetry's own metrics of an SDK: the spans that were recorded, sampled and exported."""
         fates, live = self._fates, 0 if self._meter.has_ended else len(self._mapped.open_spans())
         started = sum(self._mapped.heads().values()) + self._mapped.ended_rows + live
         processed, exported = "processor.span.processed", "exporter.span.exported"
@@ -240,10 +240,10 @@ class Metering:
             ("span.live", UPDOWN, "Recorded spans that are open.", {(): live}),
             ("span.started", COUNTER, "Recorded spans that have begun.", {(): started}),
             (processed, COUNTER, "Spans that sampling kept, or that were lost before.",
-             _by_error("instrument.tail_sampler", counts[processed])),
+             _label_errors("instrument.tail_sampler", counts[processed])),
             ("exporter.span.inflight", UPDOWN, "Kept spans that wait for their export.",
-             _by_error(exporter, {"": waiting})),
-            (exported, COUNTER, "Kept spans whose export has finished.", _by_error(exporter, counts[exported])),
+             _label_errors(exporter, {"": waiting})),
+            (exported, COUNTER, "Kept spans whose export has finished.", _label_errors(exporter, counts[exported])),
         )  # fmt: skip
         return [Metric(f"otel.sdk.{name}", "{span}", kind, about, values) for name, kind, about, values in series]
 
@@ -251,7 +251,7 @@ class Metering:
         """Return the current metrics for a scrape. They are not sent to the collector."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
-        snapshot, header = self._snapshot(), self._mapped.header
+        snapshot, header = self._make_snapshot(), self._mapped.header
         samples = [] if self._meter.has_ended else self._mapped.samples(time.monotonic_ns() - GAUGES_FOR_NS)
         return Metered(origin_of(header), snapshot, samples, header.gpus)
 
@@ -269,7 +269,7 @@ class Metering:
             until_ns = time.monotonic_ns()
             if self._facts.metered.asks:
                 self._ended = until_ns, self._meter.ended()
-                self._settle()
+                self._settle_ended()
             self._take_snapshot(until_ns)
 
     @property
@@ -281,7 +281,7 @@ class Metering:
         # In this order: who sends them says so before it takes them.
         if not (self.metrics.due(time.monotonic_ns()) or self._exporter.is_sending_metrics(self._source)):
             self.metrics.drop()
-            self._write()
+            self._write_state()
             return True
         return False
 
@@ -294,14 +294,14 @@ class Metering:
     def note_sent(self) -> None:
         """Write the state after metrics were sent or lost. After spans, write nothing."""
         if self._exporter.is_sending_metrics(self._source):
-            self._write()
+            self._write_state()
 
     def end(self) -> None:
         """Send no more metrics, so that another exporter can continue."""
         self._exporter.remove_metrics(self._source, RELEASE_S)
-        self._write()
+        self._write_state()
 
-    def _write(self) -> None:
+    def _write_state(self) -> None:
         with self._lock:
             if self._state is None:
                 return

@@ -1,9 +1,9 @@
-"""Metrics for a collector: samples of gauges, converted to metrics, and snapshots of totals.
+"""Prepares metrics for a collector from samples of gauges and from snapshots of totals, and counts lost ones.
 
 Names, units and kinds are those of OpenTelemetry's conventions if there are any (hardware, process and system metrics,
 version 1.44). Other names begin with `instrument.`. A value has the time at which it was read. A failed delivery of a
 snapshot loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered one. The start
-time of a total stays the same when the wall clock is set or drifts, or a collector would assume a restart. A delta
+time of a total never follows the wall clock, because a collector would take a new start time for a restart. A delta
 begins at the end of the previous delta.
 """
 
@@ -41,7 +41,7 @@ our counters remain totals, because they are read as totals."""
 
 @dataclass(slots=True)
 class Piece:
-    """The series of one request, the number of their points, and the value of each with its wall time."""
+    """The part of a snapshot in one request: series, the number of their points, and each value with its wall time."""
 
     series: list[Series]
     points: int
@@ -49,9 +49,10 @@ class Piece:
 
 
 class Snapshots:
-    """The newest snapshot, and the progress of its delivery. One thread calls `put`, another the rest, any `state`.
+    """The newest snapshot, and the progress of its delivery.
 
-    The preferred temporality is read from the environment of the process with the metrics.
+    One thread calls `put`, another the other methods, and any thread `state`. `environ` is the environment of the
+    process with the metrics, which names the preferred temporality.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
@@ -71,7 +72,7 @@ class Snapshots:
         self._start_ns = self._start_realtime_ns = self.delivered_ns = 0
 
     def state(self) -> dict[str, Any]:
-        """Return the values that the collector has, as JSON, for another process that goes on sending."""
+        """Return the values that the collector has, as JSON, for another process that continues to send."""
         values = [
             [name, labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value, at_ns]
             for (name, labels), (value, at_ns) in self._delivered_values.items()
@@ -97,7 +98,7 @@ class Snapshots:
         self._start_ns, self._start_realtime_ns, self._delivered_values = start_ns, start_realtime_ns, values
 
     def put(self, snapshot: Snapshot) -> None:
-        """Store a snapshot in place of the one before."""
+        """Replace the newest snapshot."""
         self._newest = snapshot
 
     def waits(self) -> bool:
@@ -105,16 +106,16 @@ class Snapshots:
         return self._newest is not self._delivered
 
     def due(self) -> bool:
-        """Return True if there is a snapshot that has not been sent once."""
+        """Return True if no attempt was made yet to send the newest snapshot."""
         return self._newest is not self._tried
 
     def take(self) -> Snapshot | None:
-        """Return the snapshot to send now, None for none."""
+        """Return the snapshot to send now, or None."""
         self._tried = self._newest
         return self._tried if self.waits() else None
 
     def pieces(self, snapshot: Snapshot, origin: Origin, most_points: int) -> Iterator[Piece]:
-        """Yield a snapshot in pieces for a collector, each of at most `most_points` points."""
+        """Yield a snapshot in pieces of at most `most_points` points, one per request."""
         if self._start_ns != snapshot.start_ns or not self._start_realtime_ns:
             self._start_ns, self._start_realtime_ns = snapshot.start_ns, origin.realtime_of(snapshot.start_ns)
         at_ns = origin.realtime_of(snapshot.at_ns)
@@ -122,7 +123,7 @@ class Snapshots:
         for metric in snapshot.metrics:
             series: Series | None = None
             for labels, value in metric.series.items():
-                point = self._point(metric, labels, value, at_ns, origin)
+                point = self._make_point(metric, labels, value, at_ns, origin)
                 if point is None:
                     continue
                 if piece.points >= most_points:
@@ -138,7 +139,7 @@ class Snapshots:
         if piece.points:
             yield piece
 
-    def _point(
+    def _make_point(
         self, metric: Metric, labels: Labels, value: float | Distribution, at_ns: int, origin: Origin
     ) -> Point | None:
         """Return a point, None for a delta without change since the last delivery."""
@@ -166,12 +167,12 @@ class Snapshots:
         # Not before its start, where the wall clock was set back.
         return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
-    def taken(self, piece: Piece) -> None:
+    def note_accepted(self, piece: Piece) -> None:
         """Note that the collector has accepted a piece."""
         if self._deltas:
             self._delivered_values = {**self._delivered_values, **piece.values}  # another thread may read it
 
-    def delivered(self, snapshot: Snapshot) -> None:
+    def note_delivered(self, snapshot: Snapshot) -> None:
         """Note that the collector has accepted all pieces of a snapshot."""
         self._delivered, self.delivered_ns = snapshot, snapshot.at_ns
 
@@ -186,19 +187,20 @@ QUEUE_SAMPLES = 65_536
 """The maximum number of samples that wait for delivery. Above that the oldest are dropped."""
 
 DELAY_NS = 10 * 10**9
-"""Nanoseconds for which samples are gathered before they are sent, many in one request."""
+"""Nanoseconds for which samples are gathered before they are sent together in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The maximum number of samples or series of a request, and the least to which a collector's refusals can lower that. A
+"""The most samples or series in a request, and the lowest number to which a collector's refusals reduce that limit. A
 sample takes some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
-"""The maximum number of ns that one delivery of metrics may delay the spans behind it."""
+"""The most nanoseconds for which a request of metrics may delay the spans that wait behind it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """The metric that a gauge becomes: its value times `scale`, divided by the newest value of the gauge `per`.
+    """The metric that a collector gets of a gauge: the value times `scale`, divided by the newest value of the gauge
+    `per`.
 
     `kind` is `gauge`, `updown` (a sum that goes both ways) or `counter`.
     """
@@ -244,7 +246,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("nvlink_sent", "instrument.gpu.nvlink.io", "By/s", attributes=(("network.io.direction", "transmit"),)),
     Measure("nvlink_received", "instrument.gpu.nvlink.io", "By/s", attributes=(("network.io.direction", "receive"),)),
 )
-"""The metrics of a collector by gauge."""
+"""The metrics that a collector gets of each gauge."""
 
 _OF_GAUGE: dict[str, list[Measure]] = {}
 for _measure in MEASURES:
@@ -332,7 +334,7 @@ class Metrics:
                 self._lost["dropped"] += 1
 
     def put(self, snapshot: Snapshot) -> None:
-        """Store a snapshot in place of the previous one. Does nothing if metrics are off."""
+        """Replace the newest snapshot. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = True
         else:
@@ -343,7 +345,7 @@ class Metrics:
         return bool(self._waiting) or self.snapshots.waits()
 
     def due(self, now_ns: int) -> bool:
-        """Return True if it is time to send."""
+        """Return True if it is time to send samples or a snapshot."""
         return self.snapshots.due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
     def hurry(self) -> None:
@@ -359,7 +361,7 @@ class Metrics:
         return self.snapshots.pieces(snapshot, origin, self._request_samples)
 
     def take(self, origin: Origin) -> tuple[list[Series], int]:
-        """Return the content of the next request, and its number of samples."""
+        """Remove the samples of the next request. Return them as series, and their number."""
         with self._lock:
             samples = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._request_samples))]
             self._oldest_ns = time.monotonic_ns()
@@ -378,7 +380,7 @@ class Metrics:
     def settle_piece(self, piece: Piece, verdict: Response) -> None:
         """Count the outcome of sending a piece of a snapshot. The next snapshot repeats a refused piece."""
         if verdict.taken:
-            self.snapshots.taken(piece)
+            self.snapshots.note_accepted(piece)
             with self._lock:
                 self._lost_series["rejected"] += verdict.rejected
         self._note_verdict(verdict, verdict.rejected if verdict.taken else piece.points)
@@ -409,7 +411,7 @@ class Metrics:
         return {f"{reason} by the OTLP export": lost for reason, lost in counts.items() if lost}
 
     def notes(self) -> list[str]:
-        """Return notes on metrics that are not sent although there are samples, and on losses."""
+        """Return notes for the reports: why metrics are not sent, and why some were lost."""
         if self.off:
             return [f"export.otlp: metrics are not sent: {self.off}"] if self._has_metrics else []
         notes = [f"export.otlp: {self.snapshots.problem}"] if self.snapshots.problem else []
@@ -423,7 +425,7 @@ def series_of(
     newest: dict[tuple[str, int], float],
     begun_ns: dict[int, int],
 ) -> list[Series]:
-    """Return samples as metrics.
+    """Convert samples of gauges to metrics.
 
     `newest` collects the last reading of each gauge. `begun_ns` collects the wall time of each device's first reading,
     the start of its sums.
@@ -441,7 +443,7 @@ def series_of(
                 series = series_by_name.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
                 series.points.append(
                     Point(
-                        _attributes(measure, gpus.get(sample.device), sample.device),
+                        _describe_device(measure, gpus.get(sample.device), sample.device),
                         first_ns if measure.kind != "gauge" else 0,
                         max(at_ns, first_ns) if measure.kind != "gauge" else at_ns,
                         sample.value * measure.scale / base,
@@ -456,7 +458,7 @@ def _measures_of_number(name: str) -> list[Measure]:
     return [Measure(name, name, GAUGES[name].unit)] if is_gauge else []
 
 
-def _attributes(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str | int]:
+def _describe_device(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str | int]:
     if device == HOST:
         return dict(measure.attributes)
     known_gpu = gpu or Gpu(device)

@@ -1,8 +1,8 @@
-"""Spans packed from columns, many rows at once, for a collector or for a file of OTLP in JSON.
+"""Encodes spans from columns, many at once: as protobuf for a collector, or as OTLP JSON for a file.
 
-Each entry has four pieces. The head has the ids, the times and the measured numbers of a span. Heads of one layout are
-written together, as rows of one array. The attributes of the span, those of its site, and its rare members are packed
-once per distinct value. A device interval is an entry after the span that enqueued the work.
+An entry, the encoding of one span, has four pieces. The head has the ids, the times and the measured numbers. Heads of
+one layout are written together, as rows of one array. The other pieces (own attributes, attributes of the site, rare
+members) are encoded once per distinct value. A device interval is an entry after the span that enqueued the work.
 
     ids = SpanIds(trace, Ids())
     packer = SpanPacker(PROTOBUF, trace, ids, origin, threads)
@@ -74,7 +74,7 @@ class Form(Protocol):
     end: bytes
     """The bytes that end a span without rare members."""
     around: int
-    """The bytes of a span that its length field does not count."""
+    """The number of bytes of an entry that its length field does not count."""
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
         """Return the encoded size of each value of a field, in bytes."""
@@ -116,10 +116,10 @@ class PackedRows(NamedTuple):
 
 
 class SpanPacker:
-    """Packs rows of one process in a trace.
+    """Packs the rows of one process in a trace.
 
-    `threads` are the names of threads by native id. In a trace of several processes `part` has the native ids. `links`
-    and `interruptions` are by row.
+    `threads` has the names of threads by native id. In a trace of several processes, `part` has the native ids of this
+    one. `links` and `interruptions` have the links and the interruptions of each row.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class SpanPacker:
     def pack(self, rows: Int64s) -> Iterator[PackedRows]:
         """Pack some rows, in their order."""
         for at in range(0, len(rows), ROWS_AT_ONCE):
-            yield self._packed(rows[at : at + ROWS_AT_ONCE])
+            yield self._pack_block(rows[at : at + ROWS_AT_ONCE])
 
-    def _packed(self, rows: Int64s) -> PackedRows:
+    def _pack_block(self, rows: Int64s) -> PackedRows:
         trace, count = self._trace, len(rows)
         ids, (number, sets) = self._ids.of(rows), trace.attributes.distinct(rows)
         pieces, size = self._pieces_without_heads(rows, ids, number, sets)
@@ -182,7 +182,7 @@ class SpanPacker:
             more = np.where(self._with_more[place] == rows, place + 1, 0)
         pieces = np.empty((count, 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _pieces_by_row(self._facts_of, site, is_server, thread)
+        pieces[:, 2], size = _pieces_by_row(self._pack_site, site, is_server, thread)
         size += len(form.end)
         rare = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
         if len(rare):
@@ -192,13 +192,13 @@ class SpanPacker:
                 for at in rare[firsts].tolist()
             ]
             for packed, column in (([part[0] for part in parts], 1), ([part[1] for part in parts], 3)):
-                values, lengths = _table(packed)
+                values, lengths = _make_table(packed)
                 pieces[rare, column] = values[group]
                 size[rare] += lengths[group]
             size[rare] -= len(form.end)
             hides = np.array([bool(part[2]) for part in parts], dtype=np.bool_)
             for at, hidden in zip(rare[hides[group]].tolist(), group[hides[group]].tolist(), strict=True):
-                facts = self._facts_of(int(site[at]), int(is_server[at]), int(thread[at]), parts[hidden][2])
+                facts = self._pack_site(int(site[at]), int(is_server[at]), int(thread[at]), parts[hidden][2])
                 size[at] += len(facts) - len(pieces[at, 2])
                 pieces[at, 2] = facts
         self._put_states(pieces, size, ids.remote)
@@ -212,8 +212,8 @@ class SpanPacker:
             pieces[stated, 3] = states + pieces[stated, 3]
             size[stated] += lengths
 
-    def _facts_of(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
-        """Return the piece that spans of a site and a thread share, without the attributes in `hidden`."""
+    def _pack_site(self, site: int, is_server: int, thread: int, hidden: frozenset[str] = frozenset()) -> bytes:
+        """Return the piece that the spans of a site on a thread share, without the attributes in `hidden`."""
         key = (site, is_server, thread)
         packed = None if hidden else self._facts.get(key)
         if packed is None:
@@ -301,7 +301,7 @@ class SpanPacker:
             widths[name] = width if is_there is None else width * is_there
         kind, firsts = numbered(*widths.values())
         layouts = [{name: int(width[first]) for name, width in widths.items()} for first in firsts.tolist()]
-        bare = np.array([_size(form.head({**layout, "length": 0})) for layout in layouts], dtype=np.int64)
+        bare = np.array([_sum_sizes(form.head({**layout, "length": 0})) for layout in layouts], dtype=np.int64)
         columns["length"] = bare[kind] + size - form.around
         length_widths = form.length_widths(columns["length"])
         groups, firsts = numbered(kind, length_widths)
@@ -310,18 +310,18 @@ class SpanPacker:
         for group, first in enumerate(firsts.tolist()):
             some = order[bounds[group] : bounds[group + 1]]
             layout = {**layouts[int(kind[first])], "length": int(length_widths[first])}
-            pieces[some, 0] = _heads(form, layout, {name: column[some] for name, column in columns.items()})
+            pieces[some, 0] = _make_heads(form, layout, {name: column[some] for name, column in columns.items()})
         return np.asarray(bare[kind] + length_widths + size)
 
 
-def _size(parts: Sequence[Part]) -> int:
+def _sum_sizes(parts: Sequence[Part]) -> int:
     return sum(part if isinstance(part, int) else len(part) for _, part in parts)
 
 
-def _heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
+def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
     """Return the heads of one layout: its shared bytes, with each span's fields written into them."""
     parts = form.head(layout)
-    size, at, shared = _size(parts), 0, bytearray()
+    size, at, shared = _sum_sizes(parts), 0, bytearray()
     names: list[str] = []
     places: list[int] = []
     types: list[str] = []
@@ -344,17 +344,18 @@ def _heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[
     return table.view(f"V{size}").astype(object)
 
 
-def _table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
-    """Return pieces as an array, and the bytes of each."""
+def _make_table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
+    """Return pieces as an array, and the size of each in bytes."""
     pieces = np.empty(len(values), dtype=object)
     pieces[:] = values
     return pieces, np.array(list(map(len, values)), dtype=np.int64)
 
 
 def _pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
-    """Return the piece of each row, and its size. `make` is called once per distinct combination in the columns."""
+    """Return the piece of each row, and its size. `make` is called once per distinct combination of the columns'
+    values."""
     group, firsts = numbered(*columns)
-    pieces, lengths = _table(list(map(make, *(column[firsts].tolist() for column in columns))))
+    pieces, lengths = _make_table(list(map(make, *(column[firsts].tolist() for column in columns))))
     return pieces[group], lengths[group]
 
 
@@ -387,7 +388,7 @@ _TYPES = {"high": ">u8", "low": ">u8", "own": ">u8", "parent": ">u8", "flags": "
 
 
 class ProtobufForm:
-    """Entries of `ScopeSpans.spans`."""
+    """The protobuf encoding of spans in `ScopeSpans.spans`."""
 
     end = b""
     around = 1
@@ -433,7 +434,7 @@ PROTOBUF = ProtobufForm()
 
 
 REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
-"""The limits of a request before compression: some receivers refuse 1 MiB, or drop spans above 8,192."""
+"""The most bytes and spans of a request before compression. Some receivers refuse 1 MiB, or drop spans above 8,192."""
 
 
 def request_bodies(

@@ -1,8 +1,7 @@
-"""The OTLP form of a span: its ids, its attributes under OpenTelemetry's names, and its bytes.
+"""Packs spans as OTLP's protobuf messages, with attributes under OpenTelemetry's names.
 
-The Span message of a site has a constant layout. Constant fields are packed once per site; a span adds its ids, its
-times and its measurements. No OpenTelemetry object is built. A device interval is sent and counted as a span, a child
-of the span that enqueued the work.
+No OpenTelemetry object is built. The fields that all spans of a site share are packed once; a span adds its ids, times
+and measurements. A device interval is sent and counted as a span, a child of the span that enqueued the work.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from instrument.recording.remote_parents import LINK, LINK_REMOTE, LINK_STATE, L
 from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, Site, Span
 
 SCOPE = "instrument"
-"""The instrumentation scope of every span."""
+"""The name of OpenTelemetry's instrumentation scope of every span."""
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.45.0"
-"""The version of OpenTelemetry's names that the attributes follow."""
+"""The version of OpenTelemetry's conventions whose names the attributes have."""
 EVENT_LIMIT = 128
-"""The maximum number of events of a span: OpenTelemetry's own limit."""
+"""The most events of a span that are sent, which is OpenTelemetry's own limit."""
 DURATION = "instrument.duration_ns"
 """The attribute with the length of an event in ns."""
 LINK_NAMES = frozenset((LINK, LINK_REMOTE))
-"""The attributes of a span with a link to another span."""
+"""The attributes in which a recorded span stores a link to another span."""
 IS_REMOTE = 0x200
 """The bit of a span's OTLP flags that marks a parent in another process (opentelemetry-proto, SpanFlags)."""
 
@@ -54,8 +53,8 @@ _FILLED = frozenset(
 
 
 def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
-    """Return the link in a span's attributes: to the ended span that started its task or thread, or to the caller's
-    span. `linked` returns a span from its number and its root's number."""
+    """Return the link that a span's attributes store: to the ended span that started its task or thread, or to the
+    caller's span. `linked` finds a span by its number and its root's number."""
     state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
@@ -88,7 +87,7 @@ def device_attributes(
     site: Site, attributes: Mapping[str, object], device: int, stream: int, label: str
 ) -> dict[str, object]:
     """Return the attributes of a device interval of a span, except its uncertainty."""
-    facts = _given(site.kind, (*site.attributes, *attributes.items()))
+    facts = _rename_attributes(site.kind, (*site.attributes, *attributes.items()))
     facts = {key: facts[key] for key in ("cuda.memcpy.kind", "instrument.bytes") if key in facts}
     return facts | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
 
@@ -100,7 +99,7 @@ def device_name(site: Site) -> str:
 
 def site_attributes(site: Site) -> dict[str, object]:
     """Return the attributes that all spans of a site share."""
-    facts = _given(site.kind, site.attributes)
+    facts = _rename_attributes(site.kind, site.attributes)
     facts["instrument.kind"] = site.kind
     if site.instance:
         facts["instrument.instance"] = site.instance
@@ -122,7 +121,7 @@ def own_attributes(
     site: Site, attributes: Mapping[str, object], error: str | None, is_clipped: bool
 ) -> dict[str, object]:
     """Return the attributes of one span, except its measured numbers."""
-    facts = _given(site.kind, attributes.items()) if attributes else {}
+    facts = _rename_attributes(site.kind, attributes.items()) if attributes else {}
     if is_clipped:
         facts["instrument.clipped"] = True
     error_type = error if error is not None else attributes.get(ERROR_TYPE)
@@ -138,7 +137,7 @@ def status_of(error: str | None, attributes: Mapping[str, object]) -> tuple[bool
     return (False, "") if attributes.get(STATUS_CODE) == "OK" else None
 
 
-def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, object]:
+def _rename_attributes(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, object]:
     facts = {key: value for key, value in attributes if key not in _FILLED}
     if kind == "copy":
         memcpy_kind = _MEMCPY_KINDS.get(str(facts.get("direction")))
@@ -153,7 +152,8 @@ def _given(kind: str, attributes: Iterable[tuple[str, object]]) -> dict[str, obj
 
 
 def plain(value: object) -> object:
-    """Return a value that OTLP can represent, and the name of the type for any other value: tensors are never read."""
+    """Return a value that OTLP can represent. Any other value, such as a tensor, is never read: its type's name
+    replaces it."""
     if isinstance(value, str):
         return str.__str__(value).encode("utf-8", "replace").decode()
     if isinstance(value, bool):
@@ -192,17 +192,17 @@ class Body(NamedTuple):
 
 
 def halves_of(request: bytes) -> Sequence[Body]:
-    """Split a request of `request_of` into two."""
-    (of_resource,) = _fields(request, 0, len(request))
-    resource, of_scope = _fields(request, *of_resource[1:])
-    _, *pieces, _ = _fields(request, *of_scope[1:])
+    """Split a request that `request_of` made into two."""
+    (of_resource,) = _split_fields(request, 0, len(request))
+    resource, of_scope = _split_fields(request, *of_resource[1:])
+    _, *pieces, _ = _split_fields(request, *of_scope[1:])
     packed = [request[first:end] for first, _, end in pieces]
     middle = len(packed) // 2
     packed_resource = request[resource[0] : resource[2]]
     return [Body(request_of(packed_resource, half), len(half)) for half in (packed[:middle], packed[middle:])]
 
 
-def _fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _split_fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yield the offsets of the tag, the content and the end of each field. Fields have a one-byte tag and a length."""
     while at < end:
         first, size, shift = at, 0, 0
@@ -244,31 +244,31 @@ def pack_link(link: LinkedSpan) -> bytes:
 
 
 def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> bytes:
-    """Return Return KeyValues as a repeated field, by default `Span.attributes`."""
-    return b"".join([_attribute(key, value, tag) for key, value in attributes.items()])
+    """Return attributes as KeyValues of a repeated field, by default `Span.attributes`."""
+    return b"".join([_pack_attribute(key, value, tag) for key, value in attributes.items()])
 
 
-def _attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
-    """Return a KeyValue as a repeated field, by default of `Span.attributes`."""
+def _pack_attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
+    """Return an attribute as a KeyValue of a repeated field, by default `Span.attributes`."""
     if type(value) is int and 0 <= value < 1 << 63:
         number = varint(value)
         return int_head(tag, key, len(number)) + number
-    return pack_field(tag, _key(key) + pack_field(b"\x12", _any_value(value)))
+    return pack_field(tag, _pack_key(key) + pack_field(b"\x12", _pack_value(value)))
 
 
 @lru_cache(maxsize=1024)
-def _key(key: str) -> bytes:
+def _pack_key(key: str) -> bytes:
     return pack_text(b"\x0a", key)
 
 
 @lru_cache(maxsize=1024)
 def int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
     """Return the bytes of a KeyValue before an integer whose varint takes `varint_bytes`."""
-    head = _key(key) + b"\x12" + varint(varint_bytes + 1) + b"\x18"
+    head = _pack_key(key) + b"\x12" + varint(varint_bytes + 1) + b"\x18"
     return tag + varint(len(head) + varint_bytes) + head
 
 
-def _any_value(value: object) -> bytes:
+def _pack_value(value: object) -> bytes:
     if type(value) is str:
         return pack_text(b"\x0a", value)
     if type(value) is bool:
@@ -278,8 +278,8 @@ def _any_value(value: object) -> bytes:
     if type(value) is float:
         return _pack_double(b"\x21", value)
     if type(value) is list:
-        return pack_field(b"\x2a", b"".join([pack_field(b"\x0a", _any_value(item)) for item in value]))
-    return _any_value(plain(value))
+        return pack_field(b"\x2a", b"".join([pack_field(b"\x0a", _pack_value(item)) for item in value]))
+    return _pack_value(plain(value))
 
 
 def pack_text(tag: bytes, text: str) -> bytes:
@@ -293,7 +293,7 @@ def pack_field(tag: bytes, content: bytes) -> bytes:
 
 
 def varint(number: int) -> bytes:
-    """Return a number, of any size from 0, as a varint."""
+    """Encode a non-negative integer of any size as a varint."""
     if number < 0x80:
         return bytes((number,))
     if number < 0x4000:

@@ -1,8 +1,9 @@
-"""Points of OTLP metrics, and their bytes.
+"""Packs metrics as OTLP's data points.
 
-A distribution is an exponential histogram, from which a collector computes any percentile. Buckets of scale `s` end at
-powers of 2 ** (2 ** -s), 2.2 % wide at scale 5. The values in a bucket of the tally count as its middle, so a value
-within 0.78 % of a border may count in the next bucket. Pairs of buckets are merged until at most `MOST_BUCKETS` remain.
+A distribution is sent as an exponential histogram, from which a collector computes any percentile. Buckets of scale `s`
+end at powers of 2 ** (2 ** -s), 2.2 % wide at scale 5. All values in a bucket of the tally are counted at the bucket's
+middle, so a value within 0.78 % of a border may be counted in the next bucket. Pairs of buckets are merged until at
+most `MOST_BUCKETS` remain.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from instrument.runtime.cheap_start import dataclass, field
 
 FINEST_SCALE = 5
 MOST_BUCKETS = 160
-"""The maximum number of buckets, as in OpenTelemetry's SDKs."""
+"""The most buckets of an exponential histogram, as in OpenTelemetry's SDKs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +149,14 @@ def pack_exponential(of: Exponential) -> bytes:
         (
             _pack_time(0x21, of.count),
             _pack_double(0x29, of.sum_s),
-            b"\x30" + varint(_zigzag(of.scale)),
+            b"\x30" + varint(_encode_zigzag(of.scale)),
             _pack_time(0x39, of.zero_count),
-            pack_field(b"\x42", b"\x08" + varint(_zigzag(of.offset)) + pack_field(b"\x12", counts)),
+            pack_field(b"\x42", b"\x08" + varint(_encode_zigzag(of.offset)) + pack_field(b"\x12", counts)),
             b"" if of.least_s is None else _pack_double(0x61, of.least_s),
             b"" if of.most_s is None else _pack_double(0x69, of.most_s),
         )
     )
 
 
-def _zigzag(number: int) -> int:
+def _encode_zigzag(number: int) -> int:
     return number << 1 if number >= 0 else (-number << 1) - 1

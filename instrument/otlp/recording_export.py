@@ -1,8 +1,8 @@
-"""The export of one recording: it reads new rows, and passes settled ones to an exporter.
+"""Exports one recording: reads its new rows, and passes the spans of settled requests to an exporter.
 
-The counts of rows by fate are written into the recording, and a later exporter continues from them. A request is marked
-as settled before its first span is sent, so no span is sent twice. The spans that a killed exporter was sending are
-counted.
+The number of rows by what became of them is written into the recording, and a later exporter continues from there. A
+request is marked as settled before its first span is sent, so no span is sent twice. The spans that a killed exporter
+was sending are counted.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ if TYPE_CHECKING:
     from instrument.otlp.dataset_export import DatasetExport
 
 FACTS_S = 1.0
-"""Seconds between two reads of the facts that a process publishes."""
+"""Seconds between two reads of the export settings that a process publishes in its recording."""
 
 WAITING_SPANS = 10_000
-"""The maximum number of spans in the exporter's memory. Further spans wait in the recording, which outlives the
-exporter and keeps the newest."""
+"""The number of unsent spans in the exporter's memory above which rows wait in the recording. The recording outlives
+the exporter, and keeps the newest rows."""
 
 SETTLE_EACH_NS = 25 * 10**7
 """Nanoseconds between two rounds of settling."""
 
 BEHIND_NS = 5 * 10**9
-"""The longest pause in settling, in nanoseconds, while the collector has not accepted earlier spans."""
+"""The most nanoseconds for which settling pauses while the collector has not accepted earlier spans."""
 
 LAST_METRICS_S = 5.0
-"""Seconds for which a new session waits until the last metrics of the earlier one are sent."""
+"""The most seconds for which a new session waits until the last metrics of the previous session are sent."""
 
 
 class RecordingExport:
-    """The export of one session in a recording, by a copy of the descriptor.
+    """Exports one session of a recording. `fd` is the recording's file descriptor, of which it opens a copy.
 
-    Each session has a generation; 0 means the current one. Without `sends`, no span is sent. Raises `TraceError` and
-    `OSError`. One thread reads and settles; another may call `note_settled` and `note_sent`.
+    `generation` is the number of the session, 0 for the current one. Without `sends`, no span is sent. Raises
+    `TraceError` and `OSError`. One thread reads and settles; another may call `note_settled` and `note_sent`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RecordingExport:
             self.ended_ns = time.monotonic_ns()
         if self._reading is not None and self.is_ours:
             self._reading.metering.before_read(meters=meters or is_last)
-        has_more = self._has_more = self._read()
+        has_more = self._has_more = self._read_rows()
         reading = self._reading
         self.is_over = ended and not (has_more or self.is_behind)
         if self.is_over and reading is not None:
@@ -153,7 +153,7 @@ class RecordingExport:
         if self._reading is not None and self.is_ours:
             self._reading.metering.after_read(is_complete=not (self._has_more or self.is_behind))
 
-    def _read(self) -> bool:
+    def _read_rows(self) -> bool:
         if not self.is_ours:
             self.is_ours = self._place.take()
             if not self.is_ours:
@@ -169,10 +169,10 @@ class RecordingExport:
             self.is_behind = True
             return False
         self.is_behind = False
-        reading = self._reading or self._begin(facts)
+        reading = self._reading or self._begin_reading(facts)
         reading.source.look_at_clock()
         reading.derived.look_at_clock()
-        reading.times.look()
+        reading.times.note_count()
         ended = reading.reader.read()
         if self._is_superseded():
             self.is_spoilt = True
@@ -187,7 +187,7 @@ class RecordingExport:
         """The current reading, None before the first read, or while another exporter has the recording."""
         return self._reading if self.is_ours else None
 
-    def take(self, settled: Settled, settled_ns: int) -> None:
+    def take_settled(self, settled: Settled, settled_ns: int) -> None:
         """Send and write the settled rows of this recording. Requests that ended by `settled_ns` are settled."""
         reading = self._reading
         if reading is None:
@@ -228,7 +228,7 @@ class RecordingExport:
             self.note_written(count, is_written=is_written)
 
     def note_written(self, count: int, *, is_written: bool) -> None:
-        """Count kept spans that are in complete files of the dataset, or lost."""
+        """Count kept spans as exported if they are in complete files (`is_written`), else as lost."""
         if (reading := self._reading) is not None:
             reading.source.counts["exported" if is_written else "unwritten"] += count
             self.note_settled()
@@ -241,7 +241,7 @@ class RecordingExport:
 
     @property
     def mapped(self) -> Mapped:
-        """The recording."""
+        """The mapped memory of the recording."""
         return self._mapped
 
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
@@ -273,7 +273,7 @@ class RecordingExport:
             reading.change(facts)
         return facts
 
-    def _begin(self, facts: ExportFacts) -> _Reading:
+    def _begin_reading(self, facts: ExportFacts) -> _Reading:
         """Continue the export of the previous exporter, or begin the export of a new session."""
         self._mapped.tree()
         header, progress = self._mapped.header, self._progress
@@ -337,14 +337,14 @@ class RecordingExport:
             self._place.write(self._progress)
 
     def note_sent(self) -> None:
-        """Write what has become of spans and metrics that were sent."""
+        """Write the outcome of spans and metrics that were sent into the recording."""
         self.note_settled()
         with self._lock:
             if self.is_ours and self._reading is not None:
                 self._reading.metering.note_sent()
 
     def keep_open(self, spans: Sequence[Span]) -> None:
-        """Mark the open requests among the spans as kept, also without an error."""
+        """Keep the requests among the spans that are still open, even if they end without an error."""
         reading = self._reading
         if reading is not None:
             rows = reading.reader.rows
@@ -461,9 +461,9 @@ def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
 
 
 class ExportedRun:
-    """The recordings that one exporter reads and settles together: a run's in the agent, or a process's own.
+    """Reads and settles the recordings of one exporter together: a run's in the agent, or a process's own.
 
-    `members` has them by number. Used by one thread.
+    `members` has the recordings by number. One thread uses an instance.
     """
 
     def __init__(self, members: dict[int, RecordingExport]) -> None:
@@ -475,7 +475,7 @@ class ExportedRun:
         self, attempt: Callable[[int, Callable[[], object]], None], *, is_last: bool = False, at_once: bool = False,
         metered: RecordingExport | None = None,
     ) -> bool:  # fmt: skip
-        """Read all recordings, and settle due requests, all ended ones if `at_once`, all requests if `is_last`.
+        """Read all recordings, and settle the requests that are due: all ended ones if `at_once`, all if `is_last`.
 
         `attempt(number, action)` runs an action on one recording, and ends that recording's export if it fails. Return
         True if a recording has more rows.
@@ -493,12 +493,12 @@ class ExportedRun:
         is_behind = any(member.is_behind for member in self.members.values()) and since_ns < BEHIND_NS
         is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more
         if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
-            self._settle(attempt, now_ns, is_last=is_last, at_once=at_once and not has_more)
+            self._settle_requests(attempt, now_ns, is_last=is_last, at_once=at_once and not has_more)
         for number, member in list(self.members.items()):
             attempt(number, member.take_metrics)
         return bool(has_more) or (self._settling.has_more and not is_behind)
 
-    def _settle(
+    def _settle_requests(
         self, attempt: Callable[[int, Callable[[], object]], None], now_ns: int, *, is_last: bool, at_once: bool
     ) -> None:
         self._settled_at_ns = now_ns
@@ -517,7 +517,7 @@ class ExportedRun:
         )  # fmt: skip
         for place, settled in settled_by_place.items():
             member = self.members[numbers[place]]
-            attempt(numbers[place], partial(member.take, settled, self._settling.settled_ns))
+            attempt(numbers[place], partial(member.take_settled, settled, self._settling.settled_ns))
         for number in numbers:
             attempt(number, partial(self.members[number].write_progress, self._settling.settled_ns))
 
@@ -538,7 +538,7 @@ class ExportedRun:
 
 
 class _Reading:
-    """The reading of one session in a recording. It continues from the rows and counts of the previous exporter."""
+    """The state of reading one session in a recording. It continues the rows and counts of the previous exporter."""
 
     def __init__(
         self,
@@ -574,6 +574,6 @@ class _Reading:
 
 
 def _origin_now(header: Header) -> Origin:
-    """Return the process of a recording, with a new reading of the machine's two clocks."""
+    """Return the origin of a recording's process, with both of the machine's clocks read anew."""
     monotonic_ns, realtime_ns = clock.pair()
     return replace(origin_of(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)

@@ -1,4 +1,4 @@
-"""The reader of one recording: its new rows as columns, their device times, and its totals."""
+"""Reads the new rows of one recording as columns, their device times, and the recording's totals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEVICE_WAIT_NS = 2 * 10**9
 """The maximum number of nanoseconds that spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The maximum number of past reads that are remembered, each with the count of device intervals at its time."""
+"""The most past reads whose time and count of device intervals are remembered."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 
@@ -40,8 +40,8 @@ _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 class RecordingReader:
     """Reads one recording, from the rows after the last read.
 
-    Used by one thread. `rows` has the waiting rows. `seen` counts the rows that were read, `missed` those that were
-    overwritten before. `places` has the next row of each ring, by the ring's number.
+    One thread uses an instance. `rows` has the waiting rows. `seen` counts the rows that were read, `missed` those that
+    were overwritten before. `places` has the next row of each ring, by the ring's number.
     """
 
     def __init__(self, mapped: Mapped, progress: Progress, facts: ExportFacts) -> None:
@@ -85,17 +85,17 @@ class RecordingReader:
         tally = self._mapped.tally(is_counted or (lambda tree: tree.by_site(is_request)))
         return tally.merged() if merged else tally
 
-    def between(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
-        """Yield the rows of requests, generators and batches that this reader has read, from `places` on."""
+    def reread(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
+        """Read rows of requests, generators and batches again, from `places` to the rows read last."""
         if all(places.get(ring, 0) >= place for ring, place in self.places.items()):
             return
         details, _ = self._mapped.details_since(0)
         marks = {span_id for span_id, (_, text) in details.items() if any(name in text for name in _WATCHED)}
-        for rings in self._pieces(places):
+        for rings in self._read_pieces(places):
             for ring in rings:
                 rows = ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]
                 is_read = _are_request_roots(rows) | np.isin(rows["span_id"], np.fromiter(marks, np.uint64, len(marks)))
-                yield _rows_of(rows[is_read], details)
+                yield _unpack_rows(rows[is_read], details)
 
     # ---------------------------------------------------------------- reading
 
@@ -118,9 +118,9 @@ class RecordingReader:
             self.ahead += len(ring.rows)
             written += ring.head
             roots = ring.rows[_are_request_roots(ring.rows)]
-            ended += _rows_of(roots, {**early, **details} if early else details)
+            ended += _unpack_rows(roots, {**early, **details} if early else details)
             if self._marks:
-                self._take_marked(ring.rows, {**early, **details} if early else details)
+                self._collect_marked(ring.rows, {**early, **details} if early else details)
         self.rows.add(rings, opened, details, self._mapped.details_bytes)
         self.places = {ring.ring: ring.head for ring in rings}
         self.missed = max(self.missed, written - self.seen)
@@ -130,11 +130,11 @@ class RecordingReader:
             self.rows.read_ns = max(settled_ns, now_ns - DEVICE_WAIT_NS) if 0 < settled_ns < now_ns else now_ns
         return ended
 
-    def _take_marked(self, rows: Records, details: Details) -> None:
+    def _collect_marked(self, rows: Records, details: Details) -> None:
         marked = rows[np.isin(rows["span_id"], np.fromiter(self._marks, np.uint64, len(self._marks)))]
         self._marks.difference_update(marked["span_id"].tolist())
         if self._watched is not None:
-            self._watched += _rows_of(marked, details)
+            self._watched += _unpack_rows(marked, details)
 
     def _adopt_unsettled(self, settled_ns: int) -> None:
         """Add the rows that an earlier reader had read but not settled. These are rows of requests that are open or
@@ -142,19 +142,19 @@ class RecordingReader:
         self._mapped.tree()
         opened = {span.span_id: span for span in self._mapped.open_spans()}
         roots = [np.array([row for row in opened if row & REQUEST_BIT], np.uint64)]
-        for rings in self._pieces({}):
+        for rings in self._read_pieces({}):
             for ring in rings:
                 unsettled_roots = ring.rows[_are_request_roots(ring.rows) & (ring.rows["end_ns"] > settled_ns)]
                 roots.append(unsettled_roots["span_id"])
         undecided = np.concatenate(roots)
         details, _ = self._mapped.details_since(0)
-        for rings in self._pieces({}):
+        for rings in self._read_pieces({}):
             old = [
                 ring._replace(rows=ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]) for ring in rings
             ]
             self.rows.adopt(old, opened, details, undecided, settled_ns)
 
-    def _pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
+    def _read_pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
         """Yield all rows in the rings from `places` on, `ROWS_AT_ONCE` at a time."""
         until = self._mapped.heads()
         while any(places.get(ring, 0) < head for ring, head in until.items()):
@@ -167,7 +167,7 @@ class RecordingReader:
 class DeviceTimes:
     """Joins rows of a recording with their device times.
 
-    Used by one thread. `untimed` counts the spans that were sent before their device times could be known.
+    One thread uses an instance. `untimed` counts the spans that were sent before their device times could be known.
     """
 
     def __init__(self, mapped: Mapped) -> None:
@@ -175,8 +175,8 @@ class DeviceTimes:
         self._counts: deque[tuple[int, int]] = deque(maxlen=INTERVALS_KNOWN)
         self.untimed = 0
 
-    def look(self) -> None:
-        """Note the current count of intervals. Called at each read, before the settled time is read."""
+    def note_count(self) -> None:
+        """Note the current count of device intervals, at each read, before the settled time is read."""
         count = self._mapped.interval_count()
         if not self._counts or self._counts[-1][1] != count:
             self._counts.append((time.monotonic_ns(), count))
@@ -184,8 +184,8 @@ class DeviceTimes:
     def join(self, trace: Columns, settled_ns: int) -> Columns:
         """Return the rows with their device intervals.
 
-        Rows that ended by `settled_ns` have all of them. Call it for many rows at once: it reads all intervals since
-        the first row began.
+        Rows that ended by `settled_ns` have all of them. Call it for many rows at once, because it reads all intervals
+        since the first row began.
         """
         asking = np.flatnonzero(trace.of_sites([bool(site.device) for site in trace.sites]))
         if not len(asking):
@@ -195,7 +195,8 @@ class DeviceTimes:
         return replace(trace, device=device) if len(device) else trace
 
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
-        """Return the device intervals of the `asking` spans, by row. The spans have these ids and begins."""
+        """Return the device intervals of the rows `asking`. `span_id` and `start_ns` are the ids and begins of all
+        rows."""
         first_ns = int(start_ns[asking].min())
         since = next((count for at_ns, count in reversed(self._counts) if at_ns <= first_ns), 0)
         cells = self._mapped.intervals(since)
@@ -207,15 +208,15 @@ def row_of_open(span: OpenSpan) -> Row:
     return row_of(span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns, end_ns=0)
 
 
-def _rows_of(rows: Records, details: Details) -> list[Row]:
+def _unpack_rows(rows: Records, details: Details) -> list[Row]:
     """Return rows of the recording as `Row` objects."""
     return [
-        row if (detail := details.get(row[SPAN_ID])) is None else with_more(row, _details_of(*detail))
+        row if (detail := details.get(row[SPAN_ID])) is None else with_more(row, _unpack_details(*detail))
         for row in unpacked_rows(rows.tobytes())
     ]
 
 
-def _details_of(active_ns: int, text: bytes) -> tuple[int, str | None, dict[str, object] | None]:
+def _unpack_details(active_ns: int, text: bytes) -> tuple[int, str | None, dict[str, object] | None]:
     active_ns, error, attributes = detail_of(active_ns, facts_in(text))
     return active_ns, error, dict(attributes) or None
 

@@ -1,4 +1,4 @@
-"""The OTLP resource of a process, from its facts, its environment and the service's own OpenTelemetry."""
+"""Makes the OTLP resource of a process from its facts, its environment and the service's own OpenTelemetry SDK."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def child_attributes(detected: Mapping[str, object]) -> dict[str, object]:
 
 
 def resource_of(origin: Origin, instance: str) -> dict[str, object]:
-    """Return the attributes from a process's origin; `instance` is its service.instance.id."""
+    """Return the attributes that a process's origin gives. `instance` is the service.instance.id."""
     attributes: dict[str, object] = {
         "service.name": origin.service or _UNNAMED,
         "service.instance.id": instance,
@@ -57,7 +57,7 @@ def resource_of(origin: Origin, instance: str) -> dict[str, object]:
 
 
 CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.digest")
-"""The attributes of a resource that the process's own facts replace."""
+"""The resource attributes that no SDK may set, because the process itself knows them."""
 
 
 def resource_attributes(

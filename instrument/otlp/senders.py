@@ -1,7 +1,7 @@
-"""Senders to a collector: HTTP/1.1 on a socket of our own, and gRPC by the official library.
+"""Sends requests to a collector, by HTTP/1.1 on a socket of our own or by gRPC's official library.
 
 Both send the same bytes. A sender sends one request at a time within a time-out, and returns a `Response`. Only the
-export thread uses it, except for `abort` and `forked`.
+export thread uses a sender, except for `abort` and `after_fork_in_child`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import ExportError
 from instrument.otlp import packing
-from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, context, proxy_for, require_time_left
+from instrument.otlp.connection import (
+    TcpConnection,
+    Timed,
+    TlsConnection,
+    find_proxy,
+    require_time_left,
+    tls_context,
+)
 from instrument.otlp.points import Series, pack_metric
 from instrument.profile.document import without_secrets
 from instrument.recording.gen_ai_metrics import NAMESPACE
@@ -44,8 +51,8 @@ _PARTIAL_SUCCESS = re.compile(
 class Response:
     """The outcome of a request: `taken` if it was accepted, the count of `rejected` spans, and the `reason`.
 
-    `refused` is True if the collector accepts no such requests. It accepts none for `wait_s` seconds. `is_late`: no
-    answer in time.
+    `refused` is True if the collector never accepts such requests, `is_late` if it did not answer in time. `wait_s` is
+    the pause in seconds that it asks for.
     """
 
     taken: bool
@@ -75,7 +82,7 @@ class Sender(ABC):
     """The reason why the last attempt to send the current request failed."""
 
     _places: tuple[Any, Any]
-    """The addresses for spans and metrics."""
+    """The addresses to which spans and metrics are sent."""
 
     def send(self, request: bytes, spans: int, left_s: Callable[[], float], pause: Callable[[float], None]) -> Response:
         """Send one request. Retry while time is left and the collector may still accept it."""
@@ -97,12 +104,12 @@ class Sender(ABC):
     def _send(
         self, place: Any, body: bytes, count: int, left_s: Callable[[], float], pause: Callable[[float], None]
     ) -> Response:
-        body = self._packed(body)
+        body = self._compress(body)
         back_off_s, self.obstacle = _FIRST_BACK_OFF_S, ""
         while True:
             wait_s = back_off_s * (0.8 + os.urandom(1)[0] / 640)
             try:
-                return self._try(place, body, count, left_s)
+                return self._send_once(place, body, count, left_s)
             except _UnavailableError as answer:
                 reason = self.obstacle = answer.reason
                 asked_s = answer.asked_s
@@ -114,11 +121,11 @@ class Sender(ABC):
             pause(wait_s)
             back_off_s *= 2
 
-    def _packed(self, body: bytes) -> bytes:
+    def _compress(self, body: bytes) -> bytes:
         return body
 
     @abstractmethod
-    def _try(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
+    def _send_once(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
         """Send a request with `count` spans or points once. Raises `_UnavailableError` if a retry may succeed."""
 
     @abstractmethod
@@ -129,7 +136,7 @@ class Sender(ABC):
     def abort(self) -> None:
         """Wake the thread that waits for an answer, from another thread."""
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Drop the parent's connection, in a forked child."""
         self.close()
 
@@ -158,7 +165,7 @@ class HttpSender(Sender):
         if url.scheme not in ("http", "https") or not url.hostname:
             shown = without_secrets(settings.endpoint)
             raise ExportError(f"the OTLP endpoint is not valid: {shown!r}, which is no http:// or https:// URL")
-        self._proxy = proxy = proxy_for(settings.endpoint)
+        self._proxy = proxy = find_proxy(settings.endpoint)
         # A proxy is asked for the whole URL, but where it has opened a tunnel.
         before = f"http://{url.netloc.rpartition('@')[2]}" if proxy is not None and not self._tls else ""
         path = before + (url.path or "/") + (f"?{url.query}" if url.query else "")
@@ -178,13 +185,13 @@ class HttpSender(Sender):
         self._places = spans, f"POST {path} HTTP/1.1{head}".encode()
         self._connection: TcpConnection | None = None
 
-    def _packed(self, body: bytes) -> bytes:
+    def _compress(self, body: bytes) -> bytes:
         if not self._gzip:
             return body
         packer = compressor(zlib_level=1)
         return packer.compress(body) + packer.flush()
 
-    def _try(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
+    def _send_once(self, place: Any, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
         from http.client import HTTPException
 
         reused = self._connection is not None
@@ -192,7 +199,7 @@ class HttpSender(Sender):
             response, content = self._post(place, body, left_s)
         except OSError as fault:
             if reused:  # the collector may have closed an idle connection
-                return self._try(place, body, count, left_s)
+                return self._send_once(place, body, count, left_s)
             by = f", by way of the proxy {self._proxy.address}" if self._proxy is not None else ""
             raise _UnavailableError(f"{type(fault).__name__}: {fault}{by}") from fault
         except HTTPException as fault:
@@ -200,7 +207,7 @@ class HttpSender(Sender):
         if response.status in (429, 502, 503, 504):
             reason = f"HTTP {response.status} {response.reason[:100]}"
             raise _UnavailableError(reason, _retry_after_s(response.getheader("Retry-After")))
-        return _judge(response, content, count)
+        return _judge_response(response, content, count)
 
     def _post(self, head: bytes, body: bytes, left_s: Callable[[], float]) -> tuple[HTTPResponse, bytes]:
         from http.client import HTTPException, HTTPResponse
@@ -229,7 +236,7 @@ class HttpSender(Sender):
         if not self._tls:
             return TcpConnection(*(self._address if proxy is None else (proxy.host, proxy.port)), left_s)
         settings = self._settings
-        trusted = context(settings.certificate, settings.client_certificate, settings.client_key)
+        trusted = tls_context(settings.certificate, settings.client_certificate, settings.client_key)
         return TlsConnection(*self._address, left_s, trusted, proxy)
 
     def close(self) -> None:
@@ -255,7 +262,7 @@ def _user_agent() -> str:
     return f"instrument-sdk/{packing.version()}"
 
 
-def _judge(response: HTTPResponse, content: bytes, spans: int) -> Response:
+def _judge_response(response: HTTPResponse, content: bytes, spans: int) -> Response:
     if 200 <= response.status < 300:
         rejected, message = partial_success(content)
         return Response(True, rejected=min(rejected, spans), reason=message)
@@ -272,11 +279,11 @@ def partial_success(answer: bytes) -> tuple[int, str]:
     match = _PARTIAL_SUCCESS.match(answer)
     if match is None:
         return 0, ""
-    rejected, message = _number(match.group(1) or b""), match.group(2) or b""
+    rejected, message = _decode_varint(match.group(1) or b""), match.group(2) or b""
     return rejected if rejected < 1 << 63 else 0, message.decode("utf-8", "replace")[:500]
 
 
-def _number(varint: bytes) -> int:
+def _decode_varint(varint: bytes) -> int:
     return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
 
 
@@ -307,9 +314,9 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""The statuses after which an OTLP client retries; after RESOURCE_EXHAUSTED only with a RetryInfo."""
+"""The gRPC statuses after which an OTLP client retries; after RESOURCE_EXHAUSTED only with a RetryInfo."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
-"""The texts by which gRPC in C, Go, Rust and Java refuses too large requests (RESOURCE_EXHAUSTED, OUT_OF_RANGE)."""
+"""The messages with which gRPC in C, Go, Rust and Java refuses a request that is too large."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
 # RetryInfo {retry_delay {seconds, nanos}}, as a detail of a status or by itself
 _RETRY_INFO = {
@@ -337,12 +344,12 @@ class GrpcSender(Sender):
                     f"gRPC cannot send the header {name!r}; allowed: letters, digits and _.-, and no -bin at the end"
                 )
 
-    def _try(self, place: str, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
+    def _send_once(self, place: str, body: bytes, count: int, left_s: Callable[[], float]) -> Response:
         from importlib import import_module
 
         grpc: Any = import_module("grpc")
         try:
-            channel = self._channel = self._channel or self._opened(grpc)
+            channel = self._channel = self._channel or self._open_channel(grpc)
             export = channel.unary_unary(f"/opentelemetry.proto.collector.{place}/Export")
             answer = export(body, timeout=require_time_left(left_s()), metadata=self._metadata)
         except grpc.RpcError as fault:
@@ -359,7 +366,7 @@ class GrpcSender(Sender):
         rejected, message = partial_success(answer)
         return Response(True, rejected=min(rejected, count), reason=message)
 
-    def _opened(self, grpc: Any) -> Any:
+    def _open_channel(self, grpc: Any) -> Any:
         from urllib.parse import urlsplit
 
         settings = self._settings
@@ -386,7 +393,7 @@ class GrpcSender(Sender):
 
     abort = close
 
-    def forked(self) -> None:
+    def after_fork_in_child(self) -> None:
         """Keep the parent's channel open: a child that closes or collects it can hang."""
         self._of_parents.append(self._channel)
         self._channel = None
@@ -398,7 +405,7 @@ def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float |
         if name in _RETRY_INFO and isinstance(value, bytes):
             match = re.search(_RETRY_INFO[name] + _RETRY_DELAY, value, re.DOTALL)
             if match is not None:
-                return _number(match[1] or b"") + _number(match[2] or b"") / 1e9
+                return _decode_varint(match[1] or b"") + _decode_varint(match[2] or b"") / 1e9
     return None
 
 

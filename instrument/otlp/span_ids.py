@@ -1,4 +1,4 @@
-"""The ids of spans as columns: the same ids as `Ids` makes, for many rows at once."""
+"""Computes the ids of many spans at once, as columns. They are the ids that `Ids` makes for one span at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UInt64s = NDArray[np.uint64]
 
 
 class SpanIds:
-    """The ids of a trace's rows at a collector.
+    """The ids that a collector gets for the rows of a trace.
 
     `ids` has one entry per process, and `process` the index of each row's process if there are several. `trace.own_id`
     has the numbers by which the process knows its spans, `absent` those of parents and roots without a row.
@@ -53,13 +53,13 @@ class SpanIds:
         self._local = np.array([remote.is_local for remote in self._remotes], dtype=np.bool_)
 
     def of(self, rows: Int64s) -> RowIds:
-        """Return the ids of some rows."""
+        """Return the ids of rows as columns."""
         trace = self._trace
         span, parent, root = trace.span_id[rows], trace.parent_id[rows], trace.root_id[rows]
         is_root = span == root
         is_top = is_root | (parent == 0)
-        span_ids, above = self._mixed(span, rows, 0), self._mixed(parent, rows, 0)
-        high, low = self._mixed(root, rows, 1), self._mixed(root, rows, 2)
+        span_ids, above = self._mix_numbers(span, rows, 0), self._mix_numbers(parent, rows, 0)
+        high, low = self._mix_numbers(root, rows, 1), self._mix_numbers(root, rows, 2)
         above[is_top] = 0
         flags = np.full(len(rows), HAS_IS_REMOTE | OF_OURS, dtype=np.uint32)
         remote = np.full(len(rows), NONE, dtype=np.int64)
@@ -79,11 +79,12 @@ class SpanIds:
         return "" if remote == NONE else self._remotes[remote].state
 
     def links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
-        """Return links to spans, each by its number and its root's number in the trace or in the row's process."""
+        """Return links to spans, given by their numbers and their roots' numbers in the trace or in the process of
+        `row`."""
         span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         rows = np.full(len(spans), row)
         requests = ((span_ids, 0), (root_ids, 1), (root_ids, 2))
-        own_ids, high, low = (self._mixed(numbers, rows, part).tolist() for numbers, part in requests)
+        own_ids, high, low = (self._mix_numbers(numbers, rows, part).tolist() for numbers, part in requests)
         linked = [
             LinkedSpan(upper << 64 | lower, span_id) for span_id, upper, lower in zip(own_ids, high, low, strict=True)
         ]
@@ -112,7 +113,7 @@ class SpanIds:
         first = self._ids[number].take_device_numbers(count)
         return span_ids_of(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
 
-    def _mixed(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
+    def _mix_numbers(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
         """Return the span ids, or one half of the trace ids, for the recorder's numbers."""
         process, trace = self._process, self._trace
         if process is None or self._order is None:

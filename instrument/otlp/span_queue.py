@@ -1,4 +1,4 @@
-"""The queue of packed requests for a collector, and counts of spans by their fate."""
+"""Queues packed requests for a collector, and counts what becomes of their spans."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ QUEUE_BYTES = 16 << 20
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""The minimum drift of the wall clock in ns that is corrected, and the minimum number of ns between two corrections.
-They are rare, because spans before and after a correction nest less exactly."""
+"""The least ns between two corrections of the wall clock, and the least drift in ns that is corrected. Corrections are
+rare, because spans before and after a correction nest less exactly."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The least change of the wall clock in ns that is a step and not drift, such as after a suspension of the machine."""
+"""The change of the wall clock in ns above which it was set, or the machine was suspended. Below that, it has
+drifted."""
 
 PATIENCE_S = 0.1
-"""The most seconds to wait for the lock: a waiting signal handler may have interrupted the lock's owner."""
+"""The most seconds to wait for the lock, because a signal handler may wait for the owner that it has interrupted."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 _SENDING = "sending"
@@ -75,7 +76,8 @@ class Source:
     ) -> Iterator[Body]:
         """Pack rows of a trace as requests.
 
-        `facts` are the arguments of `SpanPacker`. Trees from before a step of the wall clock have its earlier time.
+        `facts` are the arguments of `SpanPacker`. Trees that began before a step of the wall clock keep the time before
+        the step.
         """
         from instrument.otlp.packed_spans import PROTOBUF, SpanPacker, request_bodies
         from instrument.otlp.span_ids import SpanIds
@@ -104,9 +106,9 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    """A bounded queue of requests to send, with the current request.
+    """A bounded queue of requests to send, with the request that is being sent (the current one).
 
-    It counts spans by fate. `reason` is the cause of the latest loss.
+    The queue counts spans by fate. `reason` is the cause of the latest loss.
     """
 
     def __init__(self) -> None:
@@ -124,10 +126,10 @@ class RequestQueue:
 
     def offer(self, body: Body, source: Source) -> bool:
         """Queue one request, without waiting. Return False once the queue is closed."""
-        self._put(QueuedRequest(body.data, body.spans, source))
+        self._enqueue(QueuedRequest(body.data, body.spans, source))
         return not self.is_closed
 
-    def _put(self, request: QueuedRequest) -> None:
+    def _enqueue(self, request: QueuedRequest) -> None:
         self._inbox.append(request)
         if self.lock.acquire(blocking=False):  # otherwise its holder, or the thread's next round, takes it in
             try:
@@ -137,7 +139,7 @@ class RequestQueue:
 
     @property
     def pending(self) -> int:
-        """The number of spans that are on their way."""
+        """The number of spans that are neither sent nor lost yet."""
         return self._counts["pending"]
 
     def counts(self) -> Mapping[str, int]:
@@ -166,7 +168,7 @@ class RequestQueue:
                 self.lock.release()
 
     def take(self) -> QueuedRequest | None:
-        """Return the next request, which becomes the current one. The caller has the lock."""
+        """Remove and return the next request, which becomes the current one. The caller has the lock."""
         self._queue_offered()
         if not self._queue:
             return None
@@ -193,8 +195,8 @@ class RequestQueue:
         if request in self._in_flight:  # a stop that could not wait for the lock may have given it up already
             self._in_flight.remove(request)
             rejected = min(verdict.rejected, request.spans) if verdict.taken else 0
-            self._count(request.source, "rejected", rejected)
-            self._count(request.source, "exported" if verdict.taken else "failed", request.spans - rejected)
+            self._count_fate(request.source, "rejected", rejected)
+            self._count_fate(request.source, "exported" if verdict.taken else "failed", request.spans - rejected)
         self._counts["requests"] += 1
 
     def fail(self, spans: int, source: Source, reason: str) -> None:
@@ -202,7 +204,7 @@ class RequestQueue:
         with self.lock:
             self._count_pending(spans, source)
             self.reason = reason
-            self._count(source, "failed", spans)
+            self._count_fate(source, "failed", spans)
 
     def give_up(self, reason: str) -> None:
         """Count the current request as failed and, once closed, waiting ones as dropped. The caller has the lock."""
@@ -211,7 +213,7 @@ class RequestQueue:
         while self._in_flight:
             request = self._in_flight.popleft()
             request.source.counts[_SENDING] = 0
-            self._count(request.source, "failed", request.spans)
+            self._count_fate(request.source, "failed", request.spans)
         self._queue_offered()
         while self.is_closed and self._queue:
             self._drop_oldest()
@@ -236,14 +238,14 @@ class RequestQueue:
 
     def _drop_oldest(self) -> None:
         request = self._remove_oldest()
-        self._count(request.source, "dropped", request.spans)
+        self._count_fate(request.source, "dropped", request.spans)
 
     def _remove_oldest(self) -> QueuedRequest:
         request = self._queue.popleft()
         self.queued_bytes -= len(request.data)
         return request
 
-    def _count(self, source: Source, fate: str, spans: int) -> None:
+    def _count_fate(self, source: Source, fate: str, spans: int) -> None:
         """Count some spans of a source by fate. The caller has the lock."""
         if spans:
             for counts in (self._counts, source.counts):

@@ -1,4 +1,4 @@
-"""The service's own OpenTelemetry: its current span, and the suppression of its instrumentation on our threads."""
+"""Reads the current span of the service's own OpenTelemetry, and turns its instrumentations off on our threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _is_in_server_span(local: Any) -> bool:
 
 
 def suppress_instrumentation() -> None:
-    """Keep OpenTelemetry's instrumentations off this thread's work, by the context keys that they test."""
+    """Turn OpenTelemetry's instrumentations off on this thread, by the context keys that they read."""
     context = sys.modules.get("opentelemetry.context")
     if context is None:
         return
