@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (137, 1),
     "instrumentors": (12_934, 49),
     "native": (9_222, 29),
-    "otlp": (5_414, 20),
+    "otlp": (5_412, 20),
     "profile": (2_615, 8),
     "proposal": (1_390, 4),
     "recorder": (2_642, 10),
