@@ -1,12 +1,10 @@
-"""Instrumentation for inference services, selected by one `profile.yaml`.
+"""Instrumentation for inference services: records the functions, layers and copies that a `profile.yaml` selects.
 
-In code, `profiled`, `scope` and `loader` name the spans of a service, and `annotate` adds attributes. `start`, `stop`,
-`summary` and `dump` control a session. `Profiler` records the steps of a loop. `load` reads traces in a notebook, and
-`compare` compares them.
-Without a change in the service: ``instrument run --profile profile.yaml -- script.py``.
+``instrument run --profile profile.yaml -- script.py`` records a service without a change in its code. In code,
+`profiled`, `scope` and `loader` open spans, and `annotate` adds attributes to them. `start`, `stop`, `summary` and
+`dump` control a session. `Profiler` records the steps of a loop. `load` and `compare` read traces in a notebook.
 
-Importing this package starts nothing and changes nothing; each name is loaded as it is first asked for, and what a
-session needs by `start`.
+Importing this package starts nothing and changes nothing. Each name's module is loaded at the name's first use.
 """
 
 from __future__ import annotations

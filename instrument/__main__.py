@@ -1,4 +1,4 @@
-"""`python -m instrument` is the `instrument` command."""
+"""The `instrument` command as `python -m instrument`."""
 
 import sys
 
@@ -13,7 +13,7 @@ from instrument import native
 
 
 def leave_source_tree() -> None:
-    """Load the installed package instead of a source tree in the current folder, which has no recorder in C."""
+    """Load the installed package if the imported one is a source tree, which lacks the compiled recorder."""
     if native.MODULE is not None:
         return
     file, entries = Path(__file__), sys.path[:]

@@ -1,6 +1,6 @@
-"""The two clocks of a process: CLOCK_MONOTONIC, which times spans, and the wall clock; the deadline of a session's end.
+"""Clocks and deadlines: CLOCK_MONOTONIC times spans, and the wall clock aligns the spans of several machines.
 
-All waits of an end share one deadline, so their time-outs do not add up.
+A `Deadline` limits the end of a session: all waits share it, so their time-outs do not add up.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 STAT = Path("/proc/self/stat")
 START_FIELD = 19
-"""The index of `starttime` among the words after the program's name in `/proc/self/stat` (man 5 proc)."""
+"""The index of the process's start time among the words after the program's name in `/proc/PID/stat`."""
 
 
 def pair() -> tuple[int, int]:
-    """Return one moment on the monotonic and on the wall clock, in ns, by the tightest of five readings."""
+    """Read the monotonic and the wall clock at the same moment, in ns. The most exact of five attempts counts."""
     pairs = []
     for _ in range(5):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -30,15 +30,15 @@ def pair() -> tuple[int, int]:
 
 
 _TIMEX_BYTES, _MAXERROR_AT, _STATUS_AT = 208, 24, 40
-"""The size of `struct timex` on 64-bit Linux and the offsets of two fields (man 2 adjtimex)."""
+"""The size of `struct timex` in bytes on 64-bit Linux, and the byte offsets of `maxerror` and `status` in it."""
 
 _UNSYNCHRONIZED, _FAILED = 0x40, (-1, 5)
 
 
 def wall_error_ns() -> int:
-    """Return the largest error of the wall clock in ns, as the kernel reports it; 0 if unknown.
+    """Return the maximum error of the wall clock in ns, as the kernel estimates it.
 
-    NTP or PTP must set the clock. The call changes nothing.
+    Return 0 if no NTP or PTP client sets the clock, because the error is then unknown.
     """
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         return 0
@@ -56,7 +56,7 @@ def wall_error_ns() -> int:
 
 @cache
 def boot_id() -> str:
-    """Return the system's identifier of its current boot, "" if it cannot be read."""
+    """Return the kernel's random id of the current boot, "" if it cannot be read."""
     try:
         return BOOT.read_text("ascii", "replace").strip()[:64]
     except OSError:
@@ -64,9 +64,9 @@ def boot_id() -> str:
 
 
 def process_start_ns() -> int | None:
-    """Return the start of this process on the monotonic clock, to a tick of 10 ms; None if it cannot be read.
+    """Return the start of this process on the monotonic clock, exact to 10 ms; None if it cannot be read.
 
-    `exec` does not change it: programs that ran in the process before, such as `instrument run`, count.
+    The start includes earlier programs of the process, such as `instrument run`, because `exec` keeps the process.
     """
     ticks = start_ticks(STAT)
     if not ticks:
@@ -80,9 +80,9 @@ def process_start_ns() -> int | None:
 
 
 def start_ticks(stat: Path) -> int:
-    """Return the start of a process in ticks since boot, from a file like `/proc/self/stat`; 0 for an ended process.
+    """Return the start of a process in clock ticks since boot, read from its `/proc/PID/stat`.
 
-    The start distinguishes processes that had the same id. A zombie has ended.
+    Return 0 for an ended process or a zombie. The start distinguishes processes that had the same id.
     """
     try:
         # The name of the program is in brackets, and may have blanks and brackets itself.
@@ -93,17 +93,17 @@ def start_ticks(stat: Path) -> int:
 
 
 LEAST_S = 0.25
-"""The least seconds of each last wait. So a report or summary is tried even if saving has used all the time."""
+"""Seconds that a last wait gets even after the deadline, so that a report is printed although saving took too long."""
 
 
 class Deadline:
-    """A deadline for all waits of a session's end, `limit_s` seconds from now."""
+    """A deadline `limit_s` seconds from now, which all waits at the end of a session share."""
 
     def __init__(self, limit_s: float) -> None:
         self._end = time.monotonic() + limit_s
 
     def earlier(self, by_s: float) -> Deadline:
-        """Return a deadline `by_s` seconds before this one, for waits that leave time to later waits."""
+        """Return a deadline `by_s` seconds before this one. The first waits use it to leave time to later ones."""
         return Deadline(self._end - time.monotonic() - by_s)
 
     def left_s(self, at_most_s: float = math.inf) -> float:
@@ -111,5 +111,5 @@ class Deadline:
         return max(min(self._end - time.monotonic(), at_most_s), 0.0)
 
     def last_s(self) -> float:
-        """Return the seconds left for one of the last waits, at least `LEAST_S`."""
+        """Return the seconds left for a last wait, such as that for a report: at least `LEAST_S`."""
         return max(self.left_s(), LEAST_S)

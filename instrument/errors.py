@@ -1,28 +1,28 @@
-"""The exceptions that `instrument` raises to its callers: from `start`, `stop`, commands, and readers of files."""
+"""The exceptions that `instrument` raises. Callers of the package and the commands catch `InstrumentError`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 ERROR_NAME_LIMIT = 200
-"""The maximum number of characters of the name of an exception's class."""
+"""The maximum length of an exception's class name in characters. A longer name is cut."""
 
 _name_of = type.__dict__["__name__"].__get__
 
 
 def error_name(error: BaseException) -> str:
-    """Return the name of an exception's class, cut to the limit. No code of the class runs."""
+    """Return the class name of an exception, cut to `ERROR_NAME_LIMIT`, without running code of the class."""
     return str.__getitem__(_name_of(type(error)), slice(ERROR_NAME_LIMIT))
 
 
 class InstrumentError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """The base class of all exceptions that this package raises on purpose."""
 
 
 class ProfileError(InstrumentError, ValueError):
-    """A `profile.yaml` that cannot be used.
+    """A `profile.yaml` or an argument has mistakes.
 
-    `problems` holds every mistake of the file, each a line that starts with `file:line:column`.
+    `problems` lists all mistakes. Those of a file start with `file:line:column`.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -34,16 +34,16 @@ class ProfileError(InstrumentError, ValueError):
 
 
 class TraceError(InstrumentError, ValueError):
-    """A trace file that cannot be read or written: what was asked, what was found, what to do."""
+    """A trace file cannot be read or written. The message names the file, the problem and a remedy."""
 
 
 class StateError(InstrumentError, RuntimeError):
-    """A call that the session's state does not allow, such as a second `start`."""
+    """The session's state does not allow a call, such as a second `start`."""
 
 
 class TargetError(InstrumentError, TypeError):
-    """An object that cannot be instrumented was passed to `profiled` or `scope`."""
+    """The argument of `profiled` or `scope` cannot be instrumented."""
 
 
 class ExportError(InstrumentError, RuntimeError):
-    """An explicitly requested export could not be delivered."""
+    """An export that the caller requested failed."""

@@ -37,7 +37,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(torch_profiler, "is_there", lambda: False)  # another test may have imported torch
     yield
     fluid._run = None
-    minicaffe._is_on, minicaffe._looked_at, minicaffe._own = False, None, None
+    minicaffe._is_on, minicaffe._session, minicaffe._own_session = False, None, None
     minicaffe._forget_scopes()
     instrument.stop()
 

@@ -1,4 +1,4 @@
-"""The interfaces of older profilers over the same session, for code that cannot be rewritten yet.
+"""Substitutes for older profilers, for code that cannot be rewritten yet. They record by a session of `instrument`.
 
-Each module has the names of one profiler, and measures nothing itself. Its docstring has the intended differences.
+Each module has the functions of one profiler under their own names. Its docstring lists the intended differences.
 """

@@ -1,7 +1,7 @@
-"""The profiler of Paddle's fluid: ``start_profiler("All", "OpDetail")``, ``stop_profiler("total")``.
+"""A substitute for the profiler of Paddle's fluid: ``start_profiler("All", "OpDetail")``, ``stop_profiler("total")``.
 
-Differences: no device is synchronised and no kernel launched. The Total of state `All` is the union of host and device
-time, not their sum. `profile_path` gets a Chrome trace. A running session is used and continues afterwards.
+Differences: the profiler neither synchronises a device nor launches a kernel. The Total of state `All` is the union of
+host and device time, not their sum. `profile_path` becomes a Chrome trace. A running session is used and continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Run:
     tracer_option: str
     since_ns: int
     counts_all: bool
-    """True if the session began with this run. Its tally is then exact for all calls."""
+    """True if the session began with this run. The session's tally then counts exactly the calls of the run."""
     torch: TorchProfiler | None
 
 
@@ -48,9 +48,9 @@ _run: _Run | None = None
 
 
 def start_profiler(state: str, tracer_option: str = "Default") -> None:
-    """Start recording. Does nothing if recording is on. Raises `ProfileError`, a ValueError, as `profiler` does."""
+    """Start recording, unless it is on. Raises `ProfileError`, a ValueError, for an unknown state or option."""
     global _run
-    _refuse(state=(state, STATES), tracer_option=(tracer_option, TRACER_OPTIONS))
+    _check_choices(state=(state, STATES), tracer_option=(tracer_option, TRACER_OPTIONS))
     with _lock:
         if _run is not None:
             return
@@ -66,9 +66,9 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
 
 
 def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
-    """Print the report of all threads together, then by thread, and write the timeline. Does nothing while off."""
+    """Stop recording, if it is on. Print a report of all threads and of each, and write a Chrome trace."""
     global _run
-    _refuse(sorted_key=(sorted_key or "default", SORTED_KEYS))
+    _check_choices(sorted_key=(sorted_key or "default", SORTED_KEYS))
     with _lock:
         run, _run = _run, None
         if run is None:
@@ -82,21 +82,21 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
             else:
                 recording = run.session.recording() if run.counts_all else Recording.of_trace(trace)
             options = Options(tracer_option=run.tracer_option, state=run.state, sorted_by=sorted_key or "default")
-            print(_report(recording, options), flush=True)
+            print(_report_text(recording, options), flush=True)
             if profile_path is not None:
                 chrome.dump(profile_path, trace)
         finally:
             leave(run.session)
 
 
-def _report(recording: Recording, options: Options) -> str:
-    """Return the report with full names, and with the instrumentation's cost and gaps."""
-    about = instrumentation(recording)
-    return "\n".join([*events(recording, options).wide().lines(), *about])
+def _report_text(recording: Recording, options: Options) -> str:
+    """Return the text of the report with full names. The last lines are the instrumentation's cost and losses."""
+    notes = instrumentation(recording)
+    return "\n".join([*events(recording, options).wide().lines(), *notes])
 
 
 def reset_profiler() -> None:
-    """Drop the spans up to now, such as the first iterations. Open spans count from now on."""
+    """Drop the spans up to now, such as those of the first iterations. Of open spans, the time from now on counts."""
     with _lock:
         if _run is not None:
             _run.since_ns, _run.counts_all = time.monotonic_ns(), False
@@ -109,8 +109,8 @@ def profiler(
     profile_path: _Path | None = PROFILE_PATH,
     tracer_option: str = "Default",
 ) -> Iterator[None]:
-    """Record within the block, and report at its end, also after an exception."""
-    _refuse(sorted_key=(sorted_key or "default", SORTED_KEYS))
+    """Record the block, and print the report at its end, also after an exception."""
+    _check_choices(sorted_key=(sorted_key or "default", SORTED_KEYS))
     start_profiler(state, tracer_option)
     try:
         yield
@@ -118,7 +118,7 @@ def profiler(
         stop_profiler(sorted_key, profile_path)
 
 
-def _refuse(**arguments: tuple[Any, tuple[str, ...]]) -> None:
+def _check_choices(**arguments: tuple[Any, tuple[str, ...]]) -> None:
     problems = [
         f"start_profiler: {name}: found {value!r}; allowed: {', '.join(allowed)}"
         for name, (value, allowed) in arguments.items()

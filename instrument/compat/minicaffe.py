@@ -1,12 +1,12 @@
-"""The profiler of Mini-Caffe: `enable`, `disable`, `open_scope`, `close_scope`, `dump`.
+"""A substitute for the profiler of Mini-Caffe: `enable`, `disable`, `open_scope`, `close_scope`, `dump`.
 
-The states are those of Mini-Caffe: scopes do nothing while it is off, it cannot be disabled with open scopes, and each
-thread closes its own scopes. Differences: `dump` is allowed at any time and drops nothing. It writes slices in lanes of
-their threads, in nanoseconds. Each thread has scopes of its own, which end with the thread at the latest. A name is the
-argument itself, not the path. The end of the session disables it, even with open scopes.
+As in Mini-Caffe, scopes do nothing while the profiler is off, and it cannot be disabled while scopes are open.
+Differences: `dump` is allowed at any time and keeps the spans. It writes a track per thread, in nanoseconds. A thread
+closes only its own scopes, and its end closes them. The name of a span is the argument, without the outer scopes'
+names. The end of the session disables the profiler, even if scopes are open.
 
-If no session runs, `enable` begins one by the profile in `INSTRUMENT_PROFILE`, else one that also records the layers of
-torch's models, each by its class. A session that ran before continues after `disable`.
+If no session runs, `enable` begins one with the profile in `INSTRUMENT_PROFILE`. Without that variable, the session
+also records each layer of torch's models by its class. A session that ran before continues after `disable`.
 """
 
 from __future__ import annotations
@@ -27,96 +27,96 @@ from instrument.sessions.session import Session
 EVERY_LAYER = Profile(layers=(LayerRule(match=("**",), text="every layer"),), source="instrument.compat.minicaffe")
 
 
-class _Opened(threading.local):
+class _OpenScopes(threading.local):
     """The open scopes of a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
         with _lock:
-            _scopes_of[threading.current_thread()] = self.scopes
+            _scopes_by_thread[threading.current_thread()] = self.scopes
 
 
 _lock = threading.RLock()
-_scopes_of: dict[threading.Thread, list[Scope]] = {}
-_opened = _Opened()
+_scopes_by_thread: dict[threading.Thread, list[Scope]] = {}
+_open_scopes = _OpenScopes()
 _is_on = False
-_looked_at: Session | None = None
-_own: Session | None = None
+_session: Session | None = None
+_own_session: Session | None = None
 
 
 def enable() -> None:
-    """Start or resume recording. Raises `StateError` if it is on."""
-    global _is_on, _looked_at, _own
+    """Start or resume recording. Raises `StateError` if the profiler is on."""
+    global _is_on, _session, _own_session
     with _lock:
-        if _is_on and not _has_ended():
+        if _is_on and not _session_has_ended():
             raise StateError("the profiler is already on; call disable() first")
-        _forget_scopes()
-        running = _running()
-        if running is None:
-            _own = join(None if os.environ.get("INSTRUMENT_PROFILE") or OFF else EVERY_LAYER)
-        elif running is _own:
+        _close_scopes()
+        session = _find_session()
+        if session is None:
+            _own_session = join(None if os.environ.get("INSTRUMENT_PROFILE") or OFF else EVERY_LAYER)
+        elif session is _own_session:
             process.enable()
-        _looked_at = running or _own
+        _session = session or _own_session
         _is_on = True
 
 
 def disable() -> None:
-    """Stop recording. The spans can still be dumped. Raises `StateError` if it is off or scopes are open."""
+    """Stop recording and keep the spans for `dump`. Raises `StateError` if the profiler is off or scopes are open."""
     global _is_on
     with _lock:
         if not _is_on:
             raise StateError("the profiler is off; call enable() first")
-        if _has_ended():
-            _forget_scopes()
-        count = sum(len(scopes) for thread, scopes in _scopes_of.items() if thread.is_alive())
+        if _session_has_ended():
+            _close_scopes()
+        count = sum(len(scopes) for thread, scopes in _scopes_by_thread.items() if thread.is_alive())
         if count:
             raise StateError(f"the profiler has {count} open scopes; call close_scope() first")
-        if _own is not None and _running() is _own:
+        if _own_session is not None and _find_session() is _own_session:
             process.disable()
         _is_on = False
 
 
 def open_scope(name: str) -> None:
-    """Begin a scope within this thread's open one. Does nothing while the profiler is off."""
+    """Begin a scope inside this thread's innermost open scope. Does nothing while the profiler is off."""
     if _is_on:
-        _opened.scopes.append(RECORDER.make_scope(name).start())
+        _open_scopes.scopes.append(RECORDER.make_scope(name).start())
 
 
 def close_scope() -> None:
-    """End this thread's innermost scope. Does nothing while the profiler is off. Raises `StateError` without one."""
+    """End this thread's innermost scope, unless the profiler is off. Raises `StateError` if no scope is open."""
     if not _is_on:
         return
-    if not _opened.scopes:
+    if not _open_scopes.scopes:
         raise StateError("this thread has no open scope to close; call open_scope(name) first")
-    _opened.scopes.pop().end()
+    _open_scopes.scopes.pop().end()
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write all spans recorded so far as a Chrome trace. Raises `StateError`, `TraceError`."""
+    """Write all spans recorded so far as a Chrome trace. Raises `StateError` without a session, or `TraceError`."""
     return process.dump(path)
 
 
 def now() -> int:
-    """Return the time in microseconds on the clock of the spans."""
+    """Return the current time in microseconds on the monotonic clock, which also times the spans."""
     return time.monotonic_ns() // 1000
 
 
-def _has_ended() -> bool:
-    """Return True if the session of the profiler has ended."""
-    return _looked_at is not None and _running() is not _looked_at
+def _session_has_ended() -> bool:
+    """Return True if the session in which the profiler was enabled has ended."""
+    return _session is not None and _find_session() is not _session
 
 
-def _forget_scopes() -> None:
-    """Drop the scopes of ended threads, and end the open scopes of an ended session."""
-    for thread, scopes in list(_scopes_of.items()):
+def _close_scopes() -> None:
+    """Drop the open scopes of ended threads, and end those of running threads."""
+    for thread, scopes in list(_scopes_by_thread.items()):
         if not thread.is_alive():
-            del _scopes_of[thread]
+            del _scopes_by_thread[thread]
             continue
         while scopes:
             scopes.pop().end()
 
 
-def _running() -> Session | None:
+def _find_session() -> Session | None:
     try:
         return process.session()
     except StateError:

@@ -1,11 +1,11 @@
-"""The names of `paddle.profiler`: `Profiler`, `make_scheduler`, `RecordEvent`, `SortedKeys`, `SummaryView` and so on.
+"""A substitute for `paddle.profiler`: `Profiler`, `make_scheduler`, `RecordEvent`, `SortedKeys`, `SummaryView` etc.
 
-Differences: on_trace_ready runs before the next window is armed; without it nothing is written. A window that the
-schedule ends without RECORD_AND_RETURN is delivered, too. Ranges may overlap, and cross steps and tasks; profilers may
+Differences: `on_trace_ready` runs before the next window begins; without it no file is written. A window that the
+schedule ends without RECORD_AND_RETURN is delivered, too. Ranges may overlap, and cross steps and tasks. Profilers may
 be nested. `make_scheduler` is `instrument.schedule`, and `ProfilerState` is `instrument.sessions.window.State`.
-`summary` prints and returns the text. There is no protobuf. Operators, kernels and the data of `record_shapes`,
-`profile_memory` and `with_flops` come from torch.profiler, if torch is imported and no session of a profile runs. The
-log (once) and the session's notes name the options that are not recorded.
+`summary` prints the text and returns it. No protobuf is written. If torch is imported and no session with a profile
+runs, torch.profiler records operators, kernels and the data of `record_shapes`, `profile_memory` and `with_flops`. The
+log (once) and the session's notes name the options without effect.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ProfilerTarget(Enum):
-    """The devices of Paddle. Only the host and GPUs are timed."""
+    """The devices that Paddle can profile. Here only `CPU` and `GPU` are timed."""
 
     CPU = 0
     GPU = 1
@@ -68,21 +68,21 @@ class ProfilerTarget(Enum):
 
 _TIMED = (ProfilerTarget.CPU, ProfilerTarget.GPU)
 
-_NO_DEVICE = "host and GPU are timed"
-_INSTEAD: Mapping[str, str] = {
+_DEVICE_NOTE = "host and GPU are timed"
+_REPLACEMENTS: Mapping[str, str] = {
     "record_shapes": "torch.profiler notes shapes where torch is imported and no session of a profile runs",
     "profile_memory": "torch.profiler records allocations where torch is imported and no session of a profile runs",
     "emit_nvtx": "under Nsight every span is an NVTX range without it",
     "with_flops": "torch.profiler records operations where torch is imported and no session of a profile runs",
 }
-_OF_TORCH = ("record_shapes", "profile_memory", "with_flops")
-"""The options that torch.profiler honours."""
+_TORCH_OPTIONS = ("record_shapes", "profile_memory", "with_flops")
+"""The options of `Profiler` that torch.profiler carries out."""
 
-_logged: set[str] = set()
+_logged_notes: set[str] = set()
 
 
 class SortedKeys(Enum):
-    """Paddle's sort keys. Each value is our name of the key."""
+    """Paddle's sort keys. Each value is the name of the same key in `instrument report`."""
 
     CPUTotal = "cpu_total"
     CPUAvg = "cpu_ave"
@@ -95,7 +95,7 @@ class SortedKeys(Enum):
 
 
 class SummaryView(Enum):
-    """Paddle's views. Each value is our name of the view."""
+    """Paddle's views. Each value is the name of the same view in `instrument report`."""
 
     DeviceView = "device"
     OverView = "overview"
@@ -109,7 +109,7 @@ class SummaryView(Enum):
 
 
 class TracerEventType(Enum):
-    """The type of a range. Each value is the kind of its span, or the phase."""
+    """Paddle's types of ranges. A value is the kind of the range's span, unless `_SCOPE_ARGUMENTS` maps the type."""
 
     Operator = "op"
     Dataloader = "loader"
@@ -123,7 +123,7 @@ class TracerEventType(Enum):
     PythonUserDefined = "python user"
 
 
-_SCOPE_OF: Mapping[TracerEventType, Mapping[str, str]] = {
+_SCOPE_ARGUMENTS: Mapping[TracerEventType, Mapping[str, str]] = {
     TracerEventType.Forward: {"phase": "forward"},
     TracerEventType.Backward: {"phase": "backward"},
     TracerEventType.Optimization: {"phase": "optimizer"},
@@ -133,21 +133,21 @@ _SCOPE_OF: Mapping[TracerEventType, Mapping[str, str]] = {
 
 
 class RecordEvent:
-    """A range by name: a context manager, a decorator, or `begin` and `end`. `end` without `begin` does nothing."""
+    """A named range, usable as a context manager, as a decorator, or by `begin` and `end`."""
 
     def __init__(self, name: str, event_type: TracerEventType = TracerEventType.PythonUserDefined) -> None:
         self.name = name
         self.event_type = event_type
-        self._how = _SCOPE_OF.get(event_type) or {"kind": event_type.value}
+        self._scope_arguments = _SCOPE_ARGUMENTS.get(event_type) or {"kind": event_type.value}
         self._scope: Scope | None = None
 
     def begin(self) -> None:
-        """Begin the range, unless it is open."""
+        """Begin the range. Does nothing if it is open."""
         if self._scope is None:
-            self._scope = RECORDER.make_scope(self.name, **self._how).start()  # type: ignore[arg-type]
+            self._scope = RECORDER.make_scope(self.name, **self._scope_arguments).start()  # type: ignore[arg-type]
 
     def end(self) -> None:
-        """End the range, on any thread or task."""
+        """End the range, on any thread or task. Does nothing if it is not open."""
         opened, self._scope = self._scope, None
         if opened is not None:
             opened.end()
@@ -162,11 +162,11 @@ class RecordEvent:
             opened.end(error)
 
     def __call__(self, function: Function) -> Function:
-        return profiled(self.name, **self._how)(function)  # type: ignore[call-overload, no-any-return]
+        return profiled(self.name, **self._scope_arguments)(function)  # type: ignore[call-overload, no-any-return]
 
 
 class _Exporter(InBackground):
-    """A writer of windows. Called with a profiler, as in a handler, it writes the profiler's newest window at once."""
+    """A writer of windows in the background. A handler may also call it with a profiler: it then writes at once."""
 
     def __call__(self, ready: Profiler | Window) -> object:
         window = ready.window if isinstance(ready, Profiler) else ready
@@ -174,23 +174,22 @@ class _Exporter(InBackground):
 
 
 def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
-    """Return a handler like `instrument.export_chrome`: a file per window, by service or worker, process, window."""
+    """Return a handler that writes a Chrome trace per window, named by worker or service, by process and window."""
     return _Exporter(chrome_files(dir_name, worker_name))
 
 
 def export_protobuf(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
-    """Raise `ProfileError`, which names the replacement."""
+    """Raise `ProfileError`: no protobuf is written. The message names the replacement."""
     raise ProfileError(
         ["export_protobuf: no protobuf is written; use export_chrome_tracing, load_profiler_result reads it"]
     )
 
 
 class Profiler(_Profiler):
-    """A substitute for `paddle.profiler.Profiler`, which maps arguments to those of `instrument.Profiler`.
+    """A substitute for `paddle.profiler.Profiler`, which passes its arguments on to `instrument.Profiler`.
 
-    `targets` with a GPU also time the device, and default to both. In a `scheduler` ``(start, end)`` a start below 0 is
-    0. `on_trace_ready` gets this object, with the recorded `window`. A handler may call `stop`. Recording then stops
-    after the step, and later steps do not count.
+    `targets` default to host and GPU. In a `scheduler` ``(start, end)`` a start below 0 counts as 0. `on_trace_ready`
+    gets this object, whose `window` is the recorded one. If a handler calls `stop`, recording stops after the step.
     """
 
     def __init__(
@@ -219,11 +218,11 @@ class Profiler(_Profiler):
         }  # fmt: skip
         self._not_recorded = sorted(name for name, value in options.items() if value)
         devices.intersection_update(_TIMED)
-        many = on_trace_ready if isinstance(on_trace_ready, (list, tuple)) else [on_trace_ready]
+        handlers = on_trace_ready if isinstance(on_trace_ready, (list, tuple)) else [on_trace_ready]
         super().__init__(
             state=None if len(devices) > 1 else devices.pop().name,
             schedule=scheduler,
-            on_trace_ready=[self._as_window_handler(handler) for handler in many if handler is not None],
+            on_trace_ready=[self._as_window_handler(handler) for handler in handlers if handler is not None],
             timer_only=timer_only,
         )
         self._torch_options = replace(
@@ -233,7 +232,7 @@ class Profiler(_Profiler):
         )
 
     def _as_window_handler(self, handler: Any) -> Any:
-        """Return a handler as a function of a window, like the handlers of `instrument`."""
+        """Wrap a handler of the profiler as a handler of a window, as `instrument.Profiler` expects it."""
         if (
             not callable(handler)
             or is_asynchronous(handler)
@@ -244,21 +243,21 @@ class Profiler(_Profiler):
         return lambda window: handler(self)
 
     def start(self) -> None:
-        """Start like `instrument.Profiler`."""
+        """Start like `instrument.Profiler`, and log each option that has no effect."""
         super().start()
-        by_torch = _OF_TORCH if self._torch is not None and torch_profiler.is_there() else ()
+        torch_options = _TORCH_OPTIONS if self._torch is not None and torch_profiler.is_there() else ()
         for name in self._not_recorded:
-            if name in by_torch:
+            if name in torch_options:
                 continue
-            note = f"paddle.Profiler: {name}: accepted, but not recorded; {_INSTEAD.get(name, _NO_DEVICE)}"
-            if note not in _logged:
-                _logged.add(note)
+            note = f"paddle.Profiler: {name}: accepted, but not recorded; {_REPLACEMENTS.get(name, _DEVICE_NOTE)}"
+            if note not in _logged_notes:
+                _logged_notes.add(note)
                 logger.warning("%s", note)
             if self._session is not None and note not in self._session.account.notes():
                 self._session.account.complain(note, log=False)
 
     def _stop(self) -> None:
-        """Stop like `instrument.Profiler`, and print the cost of the timed steps, if any."""
+        """Stop like `instrument.Profiler`, and print the times of the steps, if any were timed."""
         was_running = self._is_running
         super()._stop()
         if was_running and not OFF and self._benchmark.loop().steps:
@@ -280,21 +279,21 @@ class Profiler(_Profiler):
         time_unit: str = "ms",
         views: SummaryView | Iterable[SummaryView] | None = None,
     ) -> str:
-        """Print the newest window's views and the cost of the steps, and return the text."""
+        """Print the views of the newest window and the times of the steps, and return the text."""
         text = "\n".join(loops_of_benchmark(self._benchmark, Options(unit=time_unit)).lines())
         if self.window is not None:
             recording = Recording.of_trace(self.window.trace)
-            text = f"{_text(recording, sorted_by, op_detail, thread_sep, time_unit, views)}\n{text}"
+            text = f"{_views_text(recording, sorted_by, op_detail, thread_sep, time_unit, views)}\n{text}"
         print(text, flush=True)
         return text
 
 
 Handler = Callable[[Profiler], object] | InBackground
-"""A handler for `on_trace_ready`."""
+"""A handler for `on_trace_ready`: a function of the profiler, or a writer of windows."""
 
 
 class ProfilerResult:
-    """A saved window: its `trace`, its `tally`, and a `summary` like that of `Profiler`."""
+    """A window that was read from a file: its `trace`, its `tally`, and `summary` as in `Profiler`."""
 
     def __init__(self, trace: Trace, tally: Tally) -> None:
         self.trace = trace
@@ -309,7 +308,7 @@ class ProfilerResult:
         views: SummaryView | Iterable[SummaryView] | None = None,
     ) -> str:
         """Print the views and return their text."""
-        text = _text(
+        text = _views_text(
             Recording.of_trace(self.trace, lambda: self.tally), sorted_by, op_detail, thread_sep, time_unit, views
         )
         print(text, flush=True)
@@ -317,11 +316,11 @@ class ProfilerResult:
 
 
 def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:
-    """Read a file that `export_chrome_tracing` or `export` has written. Raises `TraceError`."""
+    """Read a file of `export_chrome_tracing` or `Profiler.export`. Raises `TraceError` if it cannot be read."""
     return ProfilerResult(*chrome.load(file_name))
 
 
-def _text(
+def _views_text(
     recording: Recording,
     sorted_by: SortedKeys,
     op_detail: bool,
@@ -329,8 +328,8 @@ def _text(
     time_unit: str,
     views: SummaryView | Iterable[SummaryView] | None,
 ) -> str:
-    """Return the text of the views in Paddle's order. The default is all views, with memory if it was profiled."""
-    if views is None:  # memory only if it was profiled, as in Paddle
+    """Return the text of the views in Paddle's order, by default of all. Memory is left out if none was profiled."""
+    if views is None:
         hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
         views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]
     elif isinstance(views, SummaryView):

@@ -1,12 +1,12 @@
-"""The device profiling of SINGA: `SetVerbosity`, `SetSkipIteration`, `PrintTimeProfiling` of a device.
+"""A substitute for the profiling of SINGA's device: `SetVerbosity`, `SetSkipIteration`, `PrintTimeProfiling`.
 
-Verbosity 0 prints nothing, 1 forward and backward, 2 a line per operator in the order of execution, 3 only operators of
-communication. An iteration begins with the forward after a backward or an optimizer, or without these with each
-forward. `EndIteration`, which SINGA lacks, marks the end of a graph instead. Differences: nothing is synchronised.
-Averages divide by the timed iterations, whose number is printed. Backward is backward alone, without the optimizer and
-gaps, which the view `phases` has. A missing phase is `-`. No device is made or used: the spans are the timed work.
-If no session runs, one begins by `INSTRUMENT_PROFILE`, else one that records phases, layers, communication and copies.
-If torch is imported, it also records the operators of torch.profiler, up to the first print.
+Verbosity 0 prints nothing, 1 the times of forward and backward, 2 a line per operator in the order of execution, and 3
+only operators of communication. An iteration begins with the first forward after a backward or an optimizer. Without
+these it begins with each forward. `EndIteration`, which SINGA lacks, marks the iterations' ends instead.
+Differences: the profiler neither uses nor synchronises a device; it times spans. Averages divide by the number of timed
+iterations, which is printed. Backward excludes the optimizer and gaps, which the view `phases` shows. A missing phase
+prints `-`. If no session runs, one begins with the profile in `INSTRUMENT_PROFILE`, else with phases, layers,
+communication and copies. If torch is imported, torch.profiler records operators up to the first print.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from instrument.trace.trace import Trace
 SKIPPED_ITERATIONS = 5
 
 _EVALUATES = "autograd::engine::evaluate_function"
-"""The prefix of autograd's operators that only call a single operator of the backward pass."""
+"""The name prefix of autograd's operators around a single operator of the backward pass. They are not printed."""
 
 
 class Device:
-    """A substitute for SINGA's device, with the methods that time its graph. `verbosity` 0 records nothing."""
+    """A substitute for SINGA's device that has only the methods for timing. `verbosity` 0 records nothing."""
 
     def __init__(self) -> None:
         self.verbosity = 0
@@ -46,18 +46,18 @@ class Device:
         self._session: Session | None = None
         self._torch: TorchProfiler | None = None
         self._joined: Trace | None = None
-        self._cut = ""
+        self._cut_note = ""
         self._since_ns = self._step_ns = 0
         self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
         self._ended = 0
 
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802 - the name that its users have
-        """Set the verbosity, 0 to 3. A value above 0 begins the first iteration, and 0 ends and drops the recording."""
+        """Set the verbosity, 0 to 3. A value above 0 begins the first iteration. 0 stops and drops the recording."""
         if verbosity not in (0, 1, 2, 3):
             raise ProfileError([f"SetVerbosity: found {verbosity!r}; allowed: 0, 1, 2, 3"])
         self.verbosity = verbosity
         if verbosity and self._session is None:
-            self._session, self._ended, self._joined, self._cut = join(None), 0, None, ""
+            self._session, self._ended, self._joined, self._cut_note = join(None), 0, None, ""
             self._steps.clear()
             self._since_ns = self._step_ns = time.monotonic_ns()
         if verbosity > 1 and self._session is not None and self._torch is None:
@@ -73,13 +73,13 @@ class Device:
             leave(session)
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
-        """Set the number of first iterations that are not timed."""
+        """Exclude the first `iterations` iterations from the mean times."""
         if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 0:
             raise ProfileError([f"SetSkipIteration: found {iterations!r}; allowed: a whole number from 0"])
         self.skip_iteration = iterations
 
     def EndIteration(self) -> None:  # noqa: N802
-        """End an iteration, and begin the next one."""
+        """End the current iteration, and begin the next one."""
         if self._session is not None:
             began_ns, self._step_ns = self._step_ns, time.monotonic_ns()
             self._steps.append(Step(self._ended, began_ns, self._step_ns, threading.get_native_id()))
@@ -88,55 +88,55 @@ class Device:
                 self._torch.look()
 
     def PrintTimeProfiling(self) -> None:  # noqa: N802
-        """Print the mean times of the iterations so far, without a reset. Prints nothing for verbosity 0."""
+        """Print the mean times of all iterations so far. Prints nothing for verbosity 0."""
         if not self.verbosity:
             logger.info("SINGA: verbosity is 0: nothing was timed; SetVerbosity(1) or more")
         elif self._session is not None:  # None: switched off by the environment
-            print("\n".join(["", "Time Profiling:", *self._lines(self._session)]), flush=True)
+            print("\n".join(["", "Time Profiling:", *self._report_lines(self._session)]), flush=True)
 
-    def _lines(self, session: Session) -> list[str]:
+    def _report_lines(self, session: Session) -> list[str]:
         options = Options(tracer_option="AllOpDetail", skip_first=self.skip_iteration)
-        trace = self._trace(session)
+        trace = self._take_trace(session)
         recording = Recording.of_trace(trace)
         if self.verbosity == 1:
             view = phases(recording, options)
             return [*propagation_lines(view.mean_ns), self._count_text(view.timed if view.of == "step" else 0)]
         if any(is_operator(span.site) for span in trace.spans):
-            means, timed = _means(trace, self.skip_iteration)
-            shown = [(at, *item) for at, item in enumerate(means.items()) if self._is_shown(item[0][1])]
-            return [*(_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown), self._count_text(timed)]
+            means, timed = _mean_times(trace, self.skip_iteration)
+            shown = [(at, *item) for at, item in enumerate(means.items()) if self._has_line(item[0][1])]
+            return [*(_op_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown), self._count_text(timed)]
         order = operators(recording, options).in_order
         if order is None:
             return [self._count_text(0)]
-        listed = [item for item in order.operators if item.total_ns and self._is_shown(item.kind)]
-        return [*(_line(item.number, item.name, item.mean_ns) for item in listed), self._count_text(order.timed)]
+        shown = [item for item in order.operators if item.total_ns and self._has_line(item.kind)]
+        return [*(_op_line(item.number, item.name, item.mean_ns) for item in shown), self._count_text(order.timed)]
 
-    def _is_shown(self, kind: str) -> bool:
+    def _has_line(self, kind: str) -> bool:
         return self.verbosity == 2 or kind == "comm"
 
-    def _trace(self, session: Session) -> Trace:
-        """Return the trace with its iterations. It covers only the time of torch.profiler, if that was on."""
+    def _take_trace(self, session: Session) -> Trace:
+        """Return the trace with iterations as spans. If torch.profiler was on, only the time until its end counts."""
         profiled = None if self._torch is None else self._torch.end()
         if profiled is None and self._joined is not None and self.verbosity > 1:
             return self._joined
         until_ns = time.monotonic_ns() if profiled is None else profiled.end_ns
         trace = session.trace_of(session.take(self._since_ns, until_ns))
-        steps = [step for step in self._steps if step.end_ns <= until_ns] if self._ended else _iterations(trace)
+        steps = [step for step in self._steps if step.end_ns <= until_ns] if self._ended else _split_iterations(trace)
         trace = with_steps(trace, steps)
         if profiled is not None:
             trace = self._joined = profiled.join(trace)
-            self._cut = f"; torch.profiler was on for these alone: {profiled.cut}" if profiled.cut else ""
+            self._cut_note = f"; torch.profiler was on for these alone: {profiled.cut}" if profiled.cut else ""
         return trace
 
     def _count_text(self, count: int) -> str:
-        why = self._cut if self.verbosity > 1 else ""
+        why = self._cut_note if self.verbosity > 1 else ""
         if not count and not self._ended:
             why = f"; call EndIteration() after each, or use torch; the first {self.skip_iteration} are skipped"
         return f"Timed iterations: {count}{why}"
 
 
-def _iterations(trace: Trace) -> list[Step]:
-    """Split a trace at each forward after a backward or an optimizer. Without these split at each forward."""
+def _split_iterations(trace: Trace) -> list[Step]:
+    """Split a trace into iterations: at each forward after a backward or an optimizer, or else at each forward."""
     by_thread: dict[int, list[tuple[Span, str]]] = {}
     for span in trace.spans:
         phase = phase_of(span.site)
@@ -145,23 +145,23 @@ def _iterations(trace: Trace) -> list[Step]:
     steps: list[Step] = []
     for thread_id, phases_of_thread in by_thread.items():
         phases_of_thread.sort(key=lambda item: item[0].start_ns)
-        learns = any(phase != "forward" for _, phase in phases_of_thread)
+        trains = any(phase != "forward" for _, phase in phases_of_thread)
         starts: list[int] = []
-        has_learnt = True
+        has_updated = True
         for span, phase in phases_of_thread:
-            if phase == "forward" and (has_learnt or not learns):
+            if phase == "forward" and (has_updated or not trains):
                 starts.append(span.start_ns)
-                has_learnt = False
-            has_learnt |= phase != "forward"
+                has_updated = False
+            has_updated |= phase != "forward"
         ends = [*starts[1:], max(span.end_ns for span, _ in phases_of_thread)]
         steps += [Step(at, *times, thread_id) for at, times in enumerate(zip(starts, ends, strict=True)) if starts]
     return steps
 
 
-def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
-    """Return operators' mean times by name, kind and number in an iteration, and the number of iterations.
+def _mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
+    """Return the mean times of operators in the order of execution, and the number of timed iterations.
 
-    Operators are in the order of execution. Their times include those of operators inside.
+    A key has an operator's name, kind and number of earlier calls in the iteration. Times include operators inside.
     """
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {
@@ -176,7 +176,7 @@ def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float
                 device_ns[outer.span_id] += span.device_ns
     sums: dict[tuple[str, str, int], int] = {}
     for span in sorted(trace.spans, key=lambda span: (span.start_ns, -span.end_ns)):
-        if not _is_listed(span, by_id):
+        if not _is_printed(span, by_id):
             continue
         counts = next(
             (iterations[outer.span_id] for outer in _ancestors(span, by_id) if outer.span_id in iterations), None
@@ -189,8 +189,8 @@ def _means(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float
     return {key: total_ns / len(iterations) for key, total_ns in sums.items()}, len(iterations)
 
 
-def _is_listed(span: Span, by_id: Mapping[int, Span]) -> bool:
-    """Return True for a printed operator. Layers and operators inside another operator are not printed."""
+def _is_printed(span: Span, by_id: Mapping[int, Span]) -> bool:
+    """Return True if the report has a line for an operator. It has none for layers and operators inside others."""
     if not is_operator(span.site):
         return span.site.kind in IN_ORDER and span.site.kind != "layer"
     around = [outer.site for outer in _ancestors(span, by_id) if is_operator(outer.site)]
@@ -204,7 +204,7 @@ def _ancestors(span: Span, by_id: Mapping[int, Span]) -> Iterator[Span]:
         outer = by_id.get(outer.parent_id)
 
 
-def _line(at: int, name: str, mean_ns: float) -> str:
+def _op_line(at: int, name: str, mean_ns: float) -> str:
     return f"OP_ID{at}. {safe(name)} : {six_digits(mean_ns)} sec"
 
 
@@ -219,5 +219,5 @@ def create_cuda_gpu() -> Device:
 
 
 def create_cuda_gpu_on(device_id: int) -> Device:
-    """Return the device of a program that computes on the GPU with a number."""
+    """Return the device of a program that computes on the GPU with the number `device_id`."""
     return Device()

@@ -1,12 +1,12 @@
-"""The profiles of Theano: one per function and their sum, printed when the interpreter exits.
+"""A substitute for Theano's profiles: one per function and their sum, printed when the interpreter exits.
 
-``@function(profile=True)`` replaces ``theano.function(..., profile=True)``: the calls of the Python function are its
-profile, and the views `classes`, `ops` and `instances` are its sections Class, Ops and Apply. The first such function
-begins a session if none runs. Its first call begins torch.profiler if torch is imported and no profile is in force;
-then operators of torch are the ops. Differences: ``theano.function([x], y)``, which compiles a graph, is refused; times
-are self times of spans instead of thunks. Functions that call each other have the time of their own calls; their sum
-counts it once. Theano's flags `profile`, `profiling.n_ops`, `profiling.n_apply` and `profiling.destination` are
-honoured, in `THEANO_FLAGS` or as `config.profile`; the log has a line on others.
+``@function(profile=True)`` on a Python function replaces ``theano.function(..., profile=True)``. The views `classes`,
+`ops` and `instances` take the place of the sections Class, Ops and Apply. The first such function begins a session if
+none runs. Its first call begins torch.profiler if torch is imported and no `profile.yaml` is in use. The ops are then
+torch's operators. Differences: ``theano.function([x], y)``, which compiles a graph, is refused. Times are self times of
+spans instead of thunks. If functions call each other, each profile has its function's whole time, and the sum counts it
+once. Only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and `profiling.destination` have an effect, in
+`THEANO_FLAGS` or as `config.profile`. The log warns of other flags.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SECTIONS = ("classes", "ops", "instances")
 SUM = Site("all functions")
-"""The site of the sum over all functions."""
+"""The root of the call paths in the sum over all functions."""
 
 _ALLOWED: Mapping[type, str] = {bool: "True or False", int: "a whole number from 1", str: "stderr, stdout or a path"}
 _BOOLS: Mapping[str, bool] = {
@@ -56,7 +56,7 @@ _BOOLS: Mapping[str, bool] = {
 
 
 class Flags:
-    """Theano's flags as attributes. Setting any other flag has no effect; the log has a warning."""
+    """Theano's flags as attributes. To set an unknown flag only logs a warning."""
 
     def __init__(self, prefix: str = "", **values: Any) -> None:
         vars(self).update(values, _prefix=prefix)
@@ -73,7 +73,7 @@ class Flags:
 
 
 def flags_of(text: str) -> Any:
-    """Read flags from a text such as ``profile=True,profiling.n_ops=10``. Logs a line per mistake."""
+    """Parse flags from a text such as ``profile=True,profiling.n_ops=10``. Each mistake is logged."""
     flags: Any = Flags(profile=False, profiling=Flags("profiling.", n_apply=20, n_ops=20, destination="stderr"))
     for flag in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = flag.partition("=")
@@ -99,72 +99,72 @@ config = flags_of(os.environ.get("THEANO_FLAGS", ""))
 
 
 class ProfileStats:
-    """The profile of a function, or of all functions that share this object.
+    """The profile of a function, or of several functions that share this object.
 
-    `message` is its name and defaults to the place of the first function. `calls` and `call_ns` are exact, regardless
-    of the rings' size.
+    `message` names the profile and defaults to the file and line of the first function. `calls` and `call_ns` count all
+    calls, even if the rings have lost spans.
     """
 
     def __init__(self, message: str | None = None) -> None:
         self.message = message
         self._sites: list[Site] = []
 
-    def _add(self, site: Site) -> None:
+    def _add_site(self, site: Site) -> None:
         self._sites.append(site)
         if self.message is None:
             self.message = f"{os.path.basename(site.file)}:{site.line}"  # noqa: PTH119 - of a text
 
     @property
     def calls(self) -> int:
-        """The number of calls of the functions, without the calls that one of them makes."""
-        return _outermost(self._tally()).calls
+        """The number of outermost calls of the functions. Calls inside another of the functions do not count."""
+        return _sum_outermost(self._tally()).calls
 
     @property
     def call_ns(self) -> int:
-        """The time of the calls, in ns."""
-        return _outermost(self._tally()).total_ns
+        """The time of the outermost calls in ns."""
+        return _sum_outermost(self._tally()).total_ns
 
     def summary(
         self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
     ) -> str:
-        """Print the profile to `file`, else to the destination of `config`, and return the text. Raises as `text`."""
+        """Print the text of `text` to `file`, by default to `config.profiling.destination`, and return it."""
         text = self.text(n_ops_to_print, n_apply_to_print)
-        _print(text, file)
+        _print_text(text, file)
         return text
 
     def text(self, rows: int | None = None, instances: int | None = None) -> str:
-        """Return the profile, with `rows` of classes and of ops, and `instances`, by default the numbers of `config`.
+        """Return the profile as text, and end torch.profiler. Raises `StateError` without a session.
 
-        Ends torch.profiler. Raises `StateError` without a session.
+        `rows` limits the sections Class and Ops, and `instances` limits Apply. Both default to the numbers of `config`.
         """
         lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}"]
         if OFF:
             return "\n".join([*lines, "", process.SWITCHED_OFF]) + "\n"
-        tally, torch_tally = self._tally(), _below(_tally_with_torch(), self._sites)
+        tally, torch_tally = self._tally(), _tally_below(_take_torch_tally(), self._sites)
         lines.append(f"  Time in {self.calls} calls to Function.__call__: {self.call_ns / 1e9:e}s")
         if torch_tally.calls:
             tally = torch_tally
-            outermost = _outermost(torch_tally)
+            outermost = _sum_outermost(torch_tally)
             calls_ns, calls = outermost.total_ns, outermost.calls
             work_ns = sum(row.totals.self_ns for row in torch_tally.rows() if is_operator(row.path[-1]))
             lines.append(f"  Time in thunks: {work_ns / 1e9:e}s ({100 * work_ns / (calls_ns or 1):.3f}%)")
             if calls < self.calls:
                 lines.append(f"  Thunks, classes, ops and instances: of the first {calls}, with torch.profiler")
-        return "\n".join([*lines, "", *_sections(tally, rows, instances)]) + "\n"
+        return "\n".join([*lines, "", *_section_lines(tally, rows, instances)]) + "\n"
 
     def _tally(self) -> Tally:
-        return Tally() if OFF else _below(process.session().tally(), self._sites)
+        return Tally() if OFF else _tally_below(process.session().tally(), self._sites)
 
 
 _profiles: list[ProfileStats] = []
-_made: Counter[tuple[object, ...]] = Counter()
-"""The number of recorded functions by the key of their site. All but the first have a number in their names."""
+_function_counts: Counter[tuple[object, ...]] = Counter()
+"""The number of functions per site. The second and later functions of a site have a number in their names."""
 
 _lock = threading.RLock()
 
 
-class _Torch:
-    """A run of torch.profiler, from a session's first call of the functions on."""
+class _TorchRun:
+    """A run of torch.profiler in a session. It begins at the first call of a profiled function."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -174,7 +174,7 @@ class _Torch:
         self.tally = Tally()
 
     def begin(self) -> None:
-        """Begin torch.profiler once, if torch is imported."""
+        """Begin torch.profiler at the first call, if torch is imported."""
         profiler = self.profiler
         if profiler is None or self._since_ns:
             return
@@ -183,7 +183,7 @@ class _Torch:
             self._since_ns = time.monotonic_ns()
 
     def end(self) -> Tally:
-        """End torch.profiler. Return the tally of the calls in its time, with torch's operators."""
+        """End torch.profiler. Return the tally of the calls while it was on, with torch's operators."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None
@@ -196,17 +196,17 @@ class _Torch:
         return self.tally
 
 
-_torch: _Torch | None = None
+_torch: _TorchRun | None = None
 
 
 def function(
     *graph: object, profile: bool | str | ProfileStats | None = None, name: str | None = None
 ) -> Callable[[Function], Function]:
-    """Return a decorator that gives a function a `profile`: its own, named by a message, or a shared one.
+    """Return a decorator that profiles a function.
 
-    `profile` defaults to `config.profile`; False records nothing. `name` is the name of its spans and defaults to the
-    function's. A further function from the same place has a number after its name, and its own calls. Raises
-    `ProfileError` for the inputs and outputs of a graph.
+    `profile` is True, the message of a new profile, or a profile to share. It defaults to `config.profile`; False
+    records nothing. `name` names the spans and defaults to the function's name. A second function defined at the same
+    line has a number after its name. Raises `ProfileError` for the inputs and outputs of a graph.
     """
     if graph:
         raise ProfileError(
@@ -224,53 +224,53 @@ def function(
     def decorate(target: Function) -> Function:
         recorded = profiled(name)(target) if name else profiled(target)
         if OFF:
-            off: Function = _with_profile(recorded, stats)
+            off: Function = _attach_profile(recorded, stats)
             return off
         site = site_on(recorded)
         if site is not None:
             with _lock:
-                _made[site.key] += 1
-                number = _made[site.key]
+                _function_counts[site.key] += 1
+                number = _function_counts[site.key]
             if number > 1:  # another function of a factory, or of the same line, with the same site
                 recorded = profiled(f"{site.name} ({number})")(target)
                 site = site_on(recorded)
         if site is None:
             return recorded
-        stats._add(site)
+        stats._add_site(site)
         with _lock:
             if stats not in _profiles:
                 _profiles.append(stats)
-            _begin()
-            recorded = _with_torch_start(recorded)
+            _begin_session()
+            recorded = _begin_torch_on_call(recorded)
         recorded.profile = stats  # type: ignore[attr-defined]
         return recorded
 
     return decorate
 
 
-def _with_profile(target: Any, stats: ProfileStats) -> Any:
-    """Return the function with its profile, or a wrapper if it takes no attribute, such as a bound method."""
+def _attach_profile(target: Any, stats: ProfileStats) -> Any:
+    """Set the function's attribute `profile`, and return it. Wrap it first if it takes none, like a bound method."""
     try:
         target.profile = stats
     except (AttributeError, TypeError):
-        return _with_profile(functools.wraps(target)(lambda *args, **kwargs: target(*args, **kwargs)), stats)
+        return _attach_profile(functools.wraps(target)(lambda *args, **kwargs: target(*args, **kwargs)), stats)
     return target
 
 
-def _begin() -> None:
+def _begin_session() -> None:
     global _torch
     try:
         session: Session | None = process.session()
     except StateError:
         session = join(None)
     if session is not None and (_torch is None or _torch.session is not session):
-        _torch = _Torch(session)
+        _torch = _TorchRun(session)
     atexit.unregister(_print_at_exit)
     atexit.register(_print_at_exit)  # before the session's own end, which was registered earlier
 
 
-def _with_torch_start(target: Function) -> Function:
-    """Begin torch.profiler at a function's first call, or now for anything else than a plain function."""
+def _begin_torch_on_call(target: Function) -> Function:
+    """Wrap a plain function so that its first call begins torch.profiler. For other targets begin it now."""
     torch = _torch
     if torch is None or torch.profiler is None:
         return target
@@ -281,14 +281,14 @@ def _with_torch_start(target: Function) -> Function:
         return target
 
     @functools.wraps(target)
-    def first(*args: Any, **kwargs: Any) -> Any:
+    def run_first_call(*args: Any, **kwargs: Any) -> Any:
         torch.begin()
         return target(*args, **kwargs)
 
-    return first  # type: ignore[return-value]
+    return run_first_call  # type: ignore[return-value]
 
 
-def _tally_with_torch() -> Tally:
+def _take_torch_tally() -> Tally:
     with _lock:
         return Tally() if _torch is None or _torch.session is not process.session() else _torch.end()
 
@@ -296,15 +296,15 @@ def _tally_with_torch() -> Tally:
 def _print_at_exit() -> None:
     try:
         process.session()
-        _print(report())
+        _print_text(report())
     except StateError:
         pass  # it was stopped before
     except Exception as fault:
         FAULTS.note("profiles at exit", fault)
 
 
-def _print(text: str, file: TextIO | None = None) -> None:
-    """Print to `file`, else to the destination of the flags. Appends to a file."""
+def _print_text(text: str, file: TextIO | None = None) -> None:
+    """Print to `file`, by default to the flags' destination: a stream, or the path of a file to append to."""
     destination = config.profiling.destination
     if file is None and destination not in ("stderr", "stdout"):
         with Path(destination).open("a", encoding="utf-8") as opened:
@@ -314,7 +314,7 @@ def _print(text: str, file: TextIO | None = None) -> None:
 
 
 def report() -> str:
-    """Return the profiles by the time in calls, the longest first, and their sum, as printed at exit."""
+    """Return the text that is printed at exit: the profiles, the longest first, and their sum."""
     with _lock:
         profiles = sorted(_profiles, key=lambda stats: stats.call_ns, reverse=True)
     called = [stats for stats in profiles if stats.calls]
@@ -323,33 +323,34 @@ def report() -> str:
     if len(called) > 1:
         lines = [f"Sum of all({len(called)}) printed profiles at exit", ""]
         sites = [site for stats in called for site in stats._sites]
-        tally, torch_tally = _below(process.session().tally(), sites, SUM), _below(_tally_with_torch(), sites, SUM)
+        tally = _tally_below(process.session().tally(), sites, SUM)
+        torch_tally = _tally_below(_take_torch_tally(), sites, SUM)
         tally = torch_tally if torch_tally.calls else tally
-        texts.append("\n".join([*lines, *_sections(tally)]) + "\n")
+        texts.append("\n".join([*lines, *_section_lines(tally)]) + "\n")
     return "\n".join(texts)
 
 
-def _outermost(tally: Tally) -> Totals:
-    """Return the totals of the functions' outermost calls."""
+def _sum_outermost(tally: Tally) -> Totals:
+    """Return the totals over the outermost calls of a profile's functions."""
     return total_of(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
 
 
-def _sections(tally: Tally, rows: int | None = None, instances: int | None = None) -> list[str]:
-    recording = Recording(lambda: tally, _no_trace)
+def _section_lines(tally: Tally, rows: int | None = None, instances: int | None = None) -> list[str]:
+    recording = Recording(lambda: tally, _refuse_trace)
     rows, instances = rows or config.profiling.n_ops, instances or config.profiling.n_apply
     lines: list[str] = []
-    for views, most in ((SECTIONS[:2], rows), (SECTIONS[2:], instances)):
-        for view in make_views(views, recording, Options(rows=most, sorted_by="total")).values():
+    for views, limit in ((SECTIONS[:2], rows), (SECTIONS[2:], instances)):
+        for view in make_views(views, recording, Options(rows=limit, sorted_by="total")).values():
             lines += view.lines()
     return lines
 
 
-def _no_trace() -> Trace:
+def _refuse_trace() -> Trace:
     raise AssertionError("these views are made of a tally alone")
 
 
-def _below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
-    """Return the part of a tally within calls of the sites. Paths begin at the outermost call, or at `root`."""
+def _tally_below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
+    """Return the part of a tally inside calls of the sites. Its call paths begin at such a call, or with `root`."""
     keys_of_sites = {site.key for site in sites}
 
     def below(path: CallPath) -> CallPath | None:

@@ -1,7 +1,7 @@
-"""Functions that engines run over a dataset of many hosts: PySpark, Ray Data, and DuckDB for one process.
+"""Functions that analyse the dataset of many hosts in PySpark, Ray Data or DuckDB, with the code of the commands.
 
-Each takes Arrow tables with the rows of a run, or of another self-contained part, and returns a table. They use the
-same code as commands: `joined` joins a request of several hosts by its key, like `instrument report`.
+Each function takes Arrow tables with the rows of one run and returns an Arrow table. A request that several hosts
+served is joined by its key, as in `instrument report`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ RESULTS = {
         "high_ratio": "double", "cost_ns": "double",
     },
 }  # fmt: skip
-"""The columns, with types, of the tables that only these functions return."""
+"""The columns and types of the tables `explanations` and `changes`, which the dataset itself does not have."""
 
 
-def _columns(table: str) -> dict[str, str]:
+def _columns_of(table: str) -> dict[str, str]:
     if table in RESULTS:
         return RESULTS[table]
     document = dataset.definition()
@@ -44,7 +44,7 @@ def _columns(table: str) -> dict[str, str]:
 
 
 def spark_schema(table: str) -> str:
-    """Return the columns of a table or of a result as a schema for Spark's `applyInArrow`."""
+    """Return the columns of a table of the dataset or of `RESULTS` as a schema for Spark's `applyInArrow`."""
     names = {"text": "string", "int64": "bigint", "bool": "boolean", "list": "array", "binary(8)": "binary",
              "binary(16)": "binary"}  # fmt: skip
 
@@ -53,13 +53,13 @@ def spark_schema(table: str) -> str:
         types = f"<{', '.join(map(of, inner[:-1].split(',')))}>" if inner else ""
         return names.get(outer, outer) + types
 
-    return ", ".join(f"{name} {of(kind)}" for name, kind in _columns(table).items())
+    return ", ".join(f"{name} {of(kind)}" for name, kind in _columns_of(table).items())
 
 
 def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
-    """Return the function for Spark's `applyInArrow`, with one table as argument, or two for a cogroup.
+    """Wrap a function of one table, or of the two tables of a cogroup, for Spark's `applyInArrow`.
 
-    Spark reads the number of arguments from the function. Bytes of fixed length, which Spark lacks, become plain bytes.
+    Spark counts the wrapper's arguments. The wrapper converts bytes of fixed length, which Spark lacks, to plain bytes.
     """
     arrow = pyarrow()
 
@@ -68,37 +68,37 @@ def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any
         types = [(field.name, arrow.binary() if is_fixed(field.type) else field.type) for field in result.schema]
         return result.cast(arrow.schema(types))
 
-    of_one, of_two = (lambda table: plain(function(table))), (lambda first, second: plain(function(first, second)))
-    return of_one if tables == 1 else of_two
+    take_one, take_two = (lambda table: plain(function(table))), (lambda first, second: plain(function(first, second)))
+    return take_one if tables == 1 else take_two
 
 
-def _rows(**tables: Any) -> DatasetRows:
+def _merge_tables(**tables: Any) -> DatasetRows:
     processes = processes_in({name: table for name, table in tables.items() if table is not None})
     merged = merge([process.saved for process in processes], by_wall_clock=True)
     return DatasetRows(merged, [process.ids for process in processes])
 
 
 def joined(table: str, spans: Any, intervals: Any = None, processes: Any = None) -> Any:
-    """Return the rows of `requests`, `batches` or `members`, computed from the spans of all hosts."""
+    """Return the table `requests`, `batches` or `members`, computed from the spans of all hosts."""
     if not len(spans):
         return dataset.schema(table).empty_table()
-    rows = _rows(spans=spans, intervals=intervals, processes=processes)
+    rows = _merge_tables(spans=spans, intervals=intervals, processes=processes)
     return pyarrow().concat_tables([part for name, part in rows.tables() if name == table])
 
 
 def requests(spans: Any, intervals: Any = None) -> Any:
-    """Return the requests among spans, with their time by the parts of the ledger and by stages."""
+    """Return the table of requests among the spans. Columns divide each request's time into parts and stages."""
     return joined("requests", spans, intervals)
 
 
 def recording(spans: Any, **tables: Any) -> Recording:
-    """Return a recording of spans for views, `explain` and `compare`. `tables` are further tables by name."""
-    return Recording.of_saved(graft(_rows(spans=spans, **tables).merged.saved))
+    """Return a recording, as views and `explain` take it, from spans and further `tables` such as `intervals`."""
+    return Recording.of_saved(graft(_merge_tables(spans=spans, **tables).merged.saved))
 
 
 def explanations(spans: Any, most: int = 10) -> Any:
-    """Return the causes of the slowest requests, as `instrument explain` names them."""
-    rows = _rows(spans=spans)
+    """Explain the `most` slowest requests, as `instrument explain` does. Return a row per request with its cause."""
+    rows = _merge_tables(spans=spans)
     causes = explain(Recording.of_saved(graft(rows.merged.saved)), RequestChoice(slowest=most), Options())
     places = rows_of(rows.trace.span_id, np.array([item.span_id for item in causes], dtype=np.int64))
     identities = [rows.members[process].identity for process in rows.process[places].tolist()]
@@ -114,21 +114,20 @@ def explanations(spans: Any, most: int = 10) -> Any:
         "cause": [item.causes[0].title() if item.causes else None for item in causes],
         "sentence": [item.sentence() for item in causes],
     }
-    return _result("explanations", columns)
+    return _make_table("explanations", columns)
 
 
 def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
-    """Return the changes of call paths between two versions, as `instrument compare` finds them.
+    """Return the call paths whose time changed between two versions, as `instrument compare` finds them.
 
-    Each side has the spans of one run or of several. Several runs show how far equal runs differ. A side without a run
-    has no changes.
+    `before` and `after` each have a table of spans per run. Several runs of a version show how much equal runs differ.
     """
-    sides = [[recording(spans) for spans in side] for side in (before, after)]
-    rows = compare(sides[0], sides[1], Options()).changes if all(sides) else ()
-    return _result("changes", {name: [getattr(row, name) for row in rows] for name in RESULTS["changes"]})
+    recordings = [[recording(spans) for spans in side] for side in (before, after)]
+    rows = compare(recordings[0], recordings[1], Options()).changes if all(recordings) else ()
+    return _make_table("changes", {name: [getattr(row, name) for row in rows] for name in RESULTS["changes"]})
 
 
-def _result(name: str, columns: dict[str, Any]) -> Any:
+def _make_table(name: str, columns: dict[str, Any]) -> Any:
     arrow = pyarrow()
     types = arrow.schema([(column, dataset.arrow_type(kind)) for column, kind in RESULTS[name].items()])
     return arrow.Table.from_arrays(
