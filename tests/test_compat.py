@@ -38,7 +38,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     yield
     fluid._run = None
     minicaffe._is_on, minicaffe._session, minicaffe._own_session = False, None, None
-    minicaffe._forget_scopes()
+    minicaffe._close_scopes()
     instrument.stop()
 
 
@@ -287,7 +287,7 @@ p.stop()
     def test_options_that_are_not_recorded_are_reported_once(
         self, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        paddle._logged.clear()
+        paddle._logged_notes.clear()
         session = instrument.start(loads("", environ={}))
         assert session is not None
         for _ in range(2):

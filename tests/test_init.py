@@ -34,10 +34,10 @@ from instrument.proposal.first_profile import (
     choose_layers,
     command_of,
     first_profile_of,
-    text_of,
+    yaml_of,
 )
 from instrument.proposal.function_choice import FunctionProposal, choose_functions
-from instrument.proposal.observation import Called, Observation, ObservedNode, own_names
+from instrument.proposal.observation import Callee, Observation, ObservedNode, own_modules
 
 MS = 10**6
 
@@ -269,9 +269,9 @@ def test_own_modules_are_those_next_to_the_service_and_those_that_its_command_na
     write("venv/pyvenv.cfg", "")
     write("venv/x.py", "")
     write("data/readme.txt", "")
-    assert own_names(["tool.py"], folder) == ["lib", "shop", "src", "tool"]
-    assert own_names(["-m", "uvicorn", "wsgiref.types:app"], folder) == ["lib", "shop", "src", "tool"]
-    assert "yaml" in own_names(["-m", "uvicorn", "yaml.loader:app"], folder)  # installed, and named as the app
+    assert own_modules(["tool.py"], folder) == ["lib", "shop", "src", "tool"]
+    assert own_modules(["-m", "uvicorn", "wsgiref.types:app"], folder) == ["lib", "shop", "src", "tool"]
+    assert "yaml" in own_modules(["-m", "uvicorn", "yaml.loader:app"], folder)  # installed, and named as the app
 
 
 # ---------------------------------------------------------------- what is chosen of what was observed
@@ -283,9 +283,9 @@ def node(
     """A call path with those below it; its self time is what these leave."""
     kind = more.get("kind", "op")
     name = more.get("name") or label.rpartition(":")[2]
-    called = Called(name, kind, label if ":" in label else "", more.get("instance", ""), more.get("shape", "call"))
+    callee = Callee(name, kind, label if ":" in label else "", more.get("instance", ""), more.get("shape", "call"))
     left = total_ms - sum(one.total_ns for one in below) / MS if self_ms is None else self_ms
-    made = ObservedNode(called, None, {one.called: one for one in below}, calls, 0)
+    made = ObservedNode(callee, None, {one.callee: one for one in below}, calls, 0)
     made.total_ns, made.self_ns, made.first_ns = round(total_ms * MS), round(left * MS), more.get("first_ns", 1)
     made.processes = {1}
     for one in below:
@@ -391,7 +391,7 @@ def test_probes_are_no_requests() -> None:
     choice = choose_functions(
         observation(request(1000, 10, name="GET /health"), request(2, 100, node("app:f", 2, 50), name="POST /x"))
     )
-    assert [one.called.name for one in choice.requests] == ["POST /x"]
+    assert [one.callee.name for one in choice.requests] == ["POST /x"]
 
 
 def test_no_profile_has_more_functions_than_one_can_read() -> None:
@@ -511,8 +511,8 @@ def test_targets_that_the_preset_records_and_unseen_ones_are_named() -> None:
         request(0, 0, name="GET"),
     )
     found.unseen, found.silent, found.packages = {"app:odd": "why not"}, 2, {"fastapi", "uvicorn"}
-    text = text_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
-    assert text == text_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
+    text = yaml_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
+    assert text == yaml_of(first_profile_of(found, ["serve.py"], "shop", "profile.yaml"))
     assert "The preset records these, too: h2d 12 times, 2 ms each." in text
     assert " 10 times, 10 ms each.\n" in text
     assert "Not observed: app:odd (why not)." in text
@@ -537,7 +537,7 @@ def test_a_preset_that_is_made_for_a_package_is_named_where_that_is_imported() -
 
 def test_names_of_the_service_are_data_in_the_profile_that_is_written() -> None:
     rule = FunctionProposal("app:f\u00fc.true", key="on", reasons=["a\nreason: ${HOME} # 'x'"])
-    text = text_of(FirstProfile("shop", head=["line\n- functions: [x]"], functions=[rule]))
+    text = yaml_of(FirstProfile("shop", head=["line\n- functions: [x]"], functions=[rule]))
     [read] = loads(text).functions
     assert read.match == ("app:f\u00fc.true",)
     assert read.key is not None

@@ -17,8 +17,8 @@ from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
 from instrument.native import OFF
 from instrument.profile.keys import loads
-from instrument.proposal.first_profile import first_profile_of, text_of
-from instrument.proposal.observation import Observation, await_reports, merged_reports, own_names, patterns_of
+from instrument.proposal.first_profile import first_profile_of, yaml_of
+from instrument.proposal.observation import Observation, all_patterns, await_reports, merge_reports, own_modules
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
@@ -91,7 +91,7 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
     words = host[1:] if re.fullmatch(r"python[\d.]*", Path(host[0]).name) and not Path(host[0]).is_dir() else host
     observation, code = _observe(words, options.for_ns, to_stderr=prints)
     first = first_profile_of(observation, words, service_of(words), profile_name)
-    text = text_of(first)
+    text = yaml_of(first)
     loads(text)  # what we write must be a profile
     if prints:
         sys.stdout.write(text)
@@ -118,8 +118,8 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
     """Run a command and record all of its own functions. Return its processes' observations, and its exit code."""
     if OFF:
         raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
-    names = own_names(words, Path.cwd())
-    patterns = ", ".join(f'"{pattern}"' for pattern in patterns_of(names))
+    names = own_modules(words, Path.cwd())
+    patterns = ", ".join(f'"{pattern}"' for pattern in all_patterns(names))
     with TemporaryDirectory(prefix="instrument-init-") as folder:
         profile = Path(folder, "observing.yaml")
         profile.write_text(OBSERVING.format(patterns=patterns), encoding="utf-8")
@@ -133,13 +133,13 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
         with run_command(str(profile), words, environ, ended, to_stderr=to_stderr) as child:
             code, is_over_time = _await_command(child, for_ns)
         await_reports(folder, OTHERS_S, ends=bool(ended) or is_over_time)
-        observation = merged_reports(folder)
+        observation = merge_reports(folder)
     if not observation.processes:
         raise InstrumentError(
             f"init: the command ended with exit code {code} before any of its processes reported; end it by SIGTERM "
             "or Ctrl-C"
         )
-    if not any(node.called.label or node.called.kind == "request" for node in observation.nodes()):
+    if not any(node.callee.label or node.callee.kind == "request" for node in observation.nodes()):
         raise InstrumentError(
             f"init: the command ended with exit code {code}, and no function of its own modules was called; own "
             "modules are below the current folder, next to the script, or on PYTHONPATH: "

@@ -1,4 +1,4 @@
-"""The first profile of an observed service, and its text: short, with the reason of each rule above it."""
+"""Propose a first profile for an observed service, and write it as YAML with the reason for each rule above it."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from instrument.proposal.function_choice import (
 from instrument.proposal.observation import Observation, ObservedNode
 
 KEYS, BATCHES = 3, 3
-"""The maximum number of rules with a key for work outside of requests, and the maximum number of rules with a batch."""
+"""The maximum number of rules with a key outside of requests, and the maximum number of rules with a batch."""
 
 LOOKS = 3
-"""The least observed values of a path that may be a key, and the least values that it shares with a function."""
+"""The minimum number of values of an argument that may be a key. Another function must have as many of them, too."""
 
 DISTINCT = 0.8
-"""An argument is proposed as a request's key if at least this share of its values is distinct."""
+"""The minimum share of distinct values of an argument that may be a key of requests."""
 
 SHARED = 0.5
-"""The minimum share of a path's values that also occur in requests."""
+"""The minimum share of an argument's values that must be keys of requests, for an argument outside of requests."""
 
 LEAST_BATCH = 0.05
-"""A function with batches is proposed if it takes at least this share of the work outside of requests."""
+"""The minimum share of the work outside of requests for a function with batches to get a rule."""
 
 PASSED = 0.95
-"""The least calls of the function that names requests, as a share of the most calls of a candidate."""
+"""A function names the requests only if it has at least this share of the calls of the most frequent candidate."""
 
 COVERED = 0.8
-"""The minimum share of a function's time that its parts must take to be the batches in its place."""
+"""The share of a function's time from which its callees with batches get rules in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A path of a function that may name requests. The path with the least rank is the likeliest."""
+    """A path to an argument value of a function, which may be a key of requests. The lowest `rank` is likeliest."""
 
     label: str
     path: str
@@ -66,23 +66,23 @@ class _Path:
 
 
 def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
-    """Add keys and batches to the chosen rules, and add rules for further keys and batches."""
-    inside = _nodes_by_label(choice.requests)
-    binder = _key_path(observation, choice, inside)
-    if binder is None:
+    """Add keys and batches to the rules of a choice. Functions with a key or batch but no rule get one."""
+    inside = _group_by_label(choice.requests)
+    key_path = _choose_key_path(observation, choice, inside)
+    if key_path is None:
         return
-    bound = binder.ids.digests
-    outside = _nodes_by_label(choice.units)
+    key_values = key_path.ids.digests
+    outside = _group_by_label(choice.units)
     shared = [
         _Path(label, path, ids)
         for label in outside.keys() - inside.keys()
         for path, ids in observation.keys.get(label, {}).items()
-        if _shares_values(ids, bound)
+        if _shares_values(ids, key_values)
     ]
-    singles = _best_by_label([path for path in shared if not path.ids.many])
+    singles = _pick_best([path for path in shared if not path.ids.many])
     # A function with one request as its argument serves that request, even if its object has others.
     many = [path for path in shared if path.ids.many and not (path.label in singles and path.path.startswith("self."))]
-    batches = _batches(many, singles, outside)
+    batches = _choose_batches(many, singles, outside)
     base_ns = sum(node.total_ns for node in choice.units)
     batches = {
         label: candidate
@@ -93,10 +93,10 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
     batch_parents = {node.parent for label in batches for node in outside[label] if units.intersection(node.above())}
     added = 0
     for label, candidate in batches.items():
-        rule = _rule_for(choice, label, outside[label])
+        rule = _get_or_add_rule(choice, label, outside[label])
         rule.batch = candidate.path
         rule.weights = candidate.ids.weights
-        if rule.kind == "op" and any(unit.called.label == label for unit in choice.units):
+        if rule.kind == "op" and any(unit.callee.label == label for unit in choice.units):
             rule.kind = "step"
         mean = candidate.ids.items / max(candidate.ids.looks, 1)
         rule.reasons.append(f"serves {mean:.1f} requests at a time, at most {candidate.ids.largest}")
@@ -105,27 +105,27 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         if label in batches or _is_below(nodes, batches) or _is_below(nodes, singles):
             continue
         if any(node.parent in batch_parents for node in nodes):
-            rule = _rule_for(choice, label, nodes)
+            rule = _get_or_add_rule(choice, label, nodes)
             rule.batch = candidate.path
             rule.reasons.append("serves one request at a time, besides the batches")
-        elif added < KEYS and _calls(nodes) <= 2 * len(candidate.ids.digests & bound):
+        elif added < KEYS and _sum_calls(nodes) <= 2 * len(candidate.ids.digests & key_values):
             added += 1
-            rule = _rule_for(choice, label, nodes)
+            rule = _get_or_add_rule(choice, label, nodes)
             rule.key = candidate.path
             rule.reasons.append(f"{candidate.path} names the request here")
             if rule.kind == "op":
                 rule.kind = "phase"  # between it and the request's own phases is transport
-    if batches or added or not binder.ids.of_class:
-        rule = _rule_for(choice, binder.label, inside[binder.label])
-        rule.key = binder.path
-        rule.reasons.append(f"{_path_text(binder.path)} names the request")
+    if batches or added or not key_path.ids.of_class:
+        rule = _get_or_add_rule(choice, key_path.label, inside[key_path.label])
+        rule.key = key_path.path
+        rule.reasons.append(f"{_path_text(key_path.path)} names the request")
     choice.rules.sort(key=lambda rule: rule.order)
 
 
-def _key_path(
+def _choose_key_path(
     observation: Observation, choice: FunctionChoice, inside: Mapping[str, list[ObservedNode]]
 ) -> _Path | None:
-    """Return the path in requests' calls that names them best. Its values occur in the most other functions."""
+    """Choose the argument that names requests best: the one whose values occur in the most other functions."""
     count = sum(node.calls for node in choice.requests)
     shared: dict[str, set[str]] = {}
     for label, paths in observation.keys.items():
@@ -137,19 +137,19 @@ def _key_path(
             is_distinct = len(ids.digests) >= max(DISTINCT * min(ids.looks, count), 2)
             if ids.many or ids.looks < LOOKS or not is_distinct:
                 continue
-            if _calls(inside[label]) > 1.5 * count:
+            if _sum_calls(inside[label]) > 1.5 * count:
                 continue
             elsewhere = sum(len(ids.digests & digests) >= LOOKS for digests in shared.values())
-            if elsewhere or ID.match(_last_name(path)):  # an `id` that occurs once may be of any object
+            if elsewhere or ID.match(_last_name(path)):
                 candidates.append((_Path(label, path, ids), elsewhere))
     if not candidates:
         return None
     # A function that only some requests call, such as streamed ones, would leave the others without a key.
-    passed = max(_calls(inside[candidate.label]) for candidate, _ in candidates)
+    most_calls = max(_sum_calls(inside[candidate.label]) for candidate, _ in candidates)
     candidates = [
         (candidate, elsewhere)
         for candidate, elsewhere in candidates
-        if _calls(inside[candidate.label]) >= PASSED * passed
+        if _sum_calls(inside[candidate.label]) >= PASSED * most_calls
     ]
     most = max(elsewhere for _, elsewhere in candidates)
     best = [candidate for candidate, elsewhere in candidates if elsewhere >= most]
@@ -158,31 +158,31 @@ def _key_path(
         key=lambda candidate: (
             *candidate.rank[:2],
             candidate.path != RETURN,
-            _depth(inside[candidate.label]),
+            _min_depth(inside[candidate.label]),
             candidate.rank,
             candidate.label,
         ),
     )
 
 
-def _batches(
+def _choose_batches(
     paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, list[ObservedNode]]
 ) -> dict[str, _Path]:
-    """Return the functions whose calls serve batches.
+    """Return the functions whose calls serve batches, with the path of the batch.
 
-    The parts of a function replace the function if they, with parts in `singles`, take its time.
+    A function's callees take its place if they, with callees that serve single requests, take most of its time.
     """
-    best = _best_by_label(paths)
+    best = _pick_best(paths)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
     chosen: dict[str, _Path] = {}
-    for label in sorted(best, key=lambda label: (_depth(outside[label]), -total[label], label)):
+    for label in sorted(best, key=lambda label: (_min_depth(outside[label]), -total[label], label)):
         if _is_below(outside[label], chosen):
             continue
         below = [
             part
             for part in {**singles, **best}
             if part != label
-            and any(node.called.label == label for candidate in outside[part] for node in candidate.above())
+            and any(node.callee.label == label for candidate in outside[part] for node in candidate.above())
         ]
         parts = [part for part in below if not _is_below(outside[part], below)]
         has_batch = any(part in best for part in parts)
@@ -193,7 +193,7 @@ def _batches(
     return dict(list(chosen.items())[:BATCHES])
 
 
-def _best_by_label(paths: Iterable[_Path]) -> dict[str, _Path]:
+def _pick_best(paths: Iterable[_Path]) -> dict[str, _Path]:
     best: dict[str, _Path] = {}
     for candidate in paths:
         if candidate.label not in best or candidate.rank < best[candidate.label].rank:
@@ -201,16 +201,16 @@ def _best_by_label(paths: Iterable[_Path]) -> dict[str, _Path]:
     return best
 
 
-def _shares_values(ids: SeenPath, bound: set[str]) -> bool:
-    return bool(ids.digests) and len(ids.digests & bound) >= max(SHARED * len(ids.digests), 2)
+def _shares_values(ids: SeenPath, key_values: set[str]) -> bool:
+    return bool(ids.digests) and len(ids.digests & key_values) >= max(SHARED * len(ids.digests), 2)
 
 
-def _rule_for(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
-    """Return the choice's rule for a function. Add a rule if there is none."""
+def _get_or_add_rule(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> FunctionProposal:
+    """Return the rule for a function. Add it to the choice if there is none."""
     for rule in choice.rules:
         if rule.label == label:
             return rule
-    words = f"ran {calls_text(_calls(nodes), sum(node.total_ns for node in nodes))}"
+    words = f"ran {calls_text(_sum_calls(nodes), sum(node.total_ns for node in nodes))}"
     requests = set(choice.requests)
     is_within = any(requests.intersection((node, *node.above())) for node in nodes)
     group = OF_REQUESTS if is_within else OUTSIDE
@@ -219,25 +219,25 @@ def _rule_for(choice: FunctionChoice, label: str, nodes: list[ObservedNode]) -> 
     return rule
 
 
-def _nodes_by_label(tops: Iterable[ObservedNode]) -> dict[str, list[ObservedNode]]:
+def _group_by_label(tops: Iterable[ObservedNode]) -> dict[str, list[ObservedNode]]:
     nodes: dict[str, list[ObservedNode]] = {}
     for top in tops:
         for node in top.walk():
-            if node.called.label and node.calls and node not in nodes.setdefault(node.called.label, []):
-                nodes[node.called.label].append(node)
+            if node.callee.label and node.calls and node not in nodes.setdefault(node.callee.label, []):
+                nodes[node.callee.label].append(node)
     return nodes
 
 
 def _is_below(nodes: Iterable[ObservedNode], labels: Iterable[str]) -> bool:
     label_set = set(labels)
-    return any(above.called.label in label_set for node in nodes for above in node.above())
+    return any(above.callee.label in label_set for node in nodes for above in node.above())
 
 
-def _depth(nodes: Iterable[ObservedNode]) -> int:
+def _min_depth(nodes: Iterable[ObservedNode]) -> int:
     return min(sum(1 for _ in node.above()) for node in nodes)
 
 
-def _calls(nodes: Iterable[ObservedNode]) -> int:
+def _sum_calls(nodes: Iterable[ObservedNode]) -> int:
     return sum(node.calls for node in nodes)
 
 
@@ -263,21 +263,21 @@ PRESET_SAYS = {
 }
 
 SHOWN = 6
-"""The maximum number of items in a list of a comment."""
+"""The maximum number of items that a comment lists. It only counts the others."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The minimum share of a proposed layer in all layers' time, and of a block's part in the block's time."""
+"""The minimum share of a layer in the time of all layers, and of a layer inside a block in the block's time."""
 
 LEAST_LAYER_NS = 20_000
-"""The minimum number of ns per call of a proposed layer."""
+"""The minimum mean time in ns of a layer's call. A faster layer gets no rule."""
 
 LAYERS = 6
-"""The maximum number of layer rules of a first profile."""
+"""The maximum number of rules for layers."""
 
 
 @dataclass(slots=True)
 class LayerProposal:
-    """A proposed rule of layers, by a path with `*` for numbers. `reasons` become its comment."""
+    """A proposed rule for layers. `match` is their path with `*` for numbers; `reasons` become the comment."""
 
     match: str
     device: bool = False
@@ -286,9 +286,9 @@ class LayerProposal:
 
 @dataclass(slots=True)
 class FirstProfile:
-    """A first profile: its rules, and comments at its `head`, on `requests` and on the functions `left_out`.
+    """A first profile: its rules and its comments. `summary` says in a sentence how much was observed.
 
-    `summary` describes the observation in one sentence.
+    The comments are at the `head`, above `requests`, and on the functions `left_out`.
     """
 
     service: str
@@ -309,17 +309,17 @@ class FirstProfile:
         return len(self.functions) + len(self.layers)
 
 
-def text_of(first: FirstProfile) -> str:
-    """Return the YAML of a first profile."""
-    return "\n".join(_lines(first)).rstrip() + "\n"
+def yaml_of(first: FirstProfile) -> str:
+    """Return a first profile as YAML."""
+    return "\n".join(_yaml_lines(first)).rstrip() + "\n"
 
 
-def _lines(first: FirstProfile) -> Iterator[str]:
+def _yaml_lines(first: FirstProfile) -> Iterator[str]:
     for paragraph in first.head:
         yield from wrap_comment(paragraph)
     if first.commands:
         yield "#"
-        yield from (f"#   {_plain(command)}" for command in first.commands)
+        yield from (f"#   {_replace_unprintable(command)}" for command in first.commands)
     yield ""
     yield f"service: ${{OTEL_SERVICE_NAME:-{first.service}}}"
     yield f"preset: {first.preset}  # {PRESET_SAYS[first.preset]}"
@@ -329,20 +329,20 @@ def _lines(first: FirstProfile) -> Iterator[str]:
         yield from wrap_comment(paragraph)
     if first.ignore:
         yield "requests:"
-        paths = ", ".join(path if re.fullmatch(r"/[\w./-]*", path) else _quote(path) for path in first.ignore)
+        paths = ", ".join(path if re.fullmatch(r"/[\w./-]*", path) else _quote_yaml(path) for path in first.ignore)
         yield from textwrap.wrap(f"  ignore: [{paths}]", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
     if first.functions:
         yield ""
         yield "functions:"
         for rule in first.functions:
             yield from wrap_comment("; ".join(rule.reasons), "  ")
-            yield from _function_lines(rule)
+            yield from _yaml_of_function(rule)
     if first.layers:
         yield ""
         yield "layers:"
         for layer in first.layers:
             yield from wrap_comment("; ".join(layer.reasons), "  ")
-            yield f"  - match: {_quote(layer.match)}"
+            yield f"  - match: {_quote_yaml(layer.match)}"
             if layer.device:
                 yield "    device: true"
     if first.capture:
@@ -354,27 +354,27 @@ def _lines(first: FirstProfile) -> Iterator[str]:
         yield from wrap_comment(paragraph)
 
 
-def _function_lines(rule: FunctionProposal) -> Iterator[str]:
-    yield f"  - match: {_quote(rule.label)}"
+def _yaml_of_function(rule: FunctionProposal) -> Iterator[str]:
+    yield f"  - match: {_quote_yaml(rule.label)}"
     if rule.phase:
         yield f"    phase: {rule.phase}"
     elif rule.kind != "op":
         yield f"    kind: {rule.kind}"
     if rule.key:
-        yield f"    key: {_quote(rule.key)}"
+        yield f"    key: {_quote_yaml(rule.key)}"
     if rule.batch and rule.weights:
-        yield f"    batch: {{argument: {_quote(rule.batch)}, weights: {_quote(rule.weights)}}}"
+        yield f"    batch: {{argument: {_quote_yaml(rule.batch)}, weights: {_quote_yaml(rule.weights)}}}"
     elif rule.batch:
-        yield f"    batch: {_quote(rule.batch)}"
+        yield f"    batch: {_quote_yaml(rule.batch)}"
     if rule.device:
         yield "    device: true"
 
 
 def wrap_comment(paragraph: str, indent: str = "") -> list[str]:
-    """Wrap a paragraph into the lines of a comment."""
+    """Wrap a paragraph into lines that begin with `#`."""
     lead = f"{indent}# "
     return textwrap.wrap(
-        _plain(paragraph),
+        _replace_unprintable(paragraph),
         WIDTH,
         initial_indent=lead,
         subsequent_indent=lead,
@@ -384,25 +384,25 @@ def wrap_comment(paragraph: str, indent: str = "") -> list[str]:
 
 
 def list_text(items: Sequence[str]) -> str:
-    """Return a text that lists the first items, and the number of further items."""
+    """Join the first `SHOWN` items by commas, and add how many more there are."""
     more = f" and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return ", ".join(items[:SHOWN]) + more
 
 
 def command_of(words: Sequence[str]) -> str:
-    """Return the words of a command that a comment may show: the program, and files and modules of the folder.
+    """Return a command without words that may be secret, such as a key or an address with a password.
 
-    Other words may be secret, such as a key or an address with a password.
+    The program and the files and modules that follow it remain.
     """
     shown = list(words[:2] if words[:1] == ["-m"] else words[:1])
     words_left = list(words[len(shown) :])
-    while words_left and _is_in_folder(words_left[0]):
+    while words_left and _names_local_file(words_left[0]):
         shown.append(words_left.pop(0))
     return " ".join([*shown, "..."] if words_left else shown)
 
 
-def _is_in_folder(word: str) -> bool:
-    """Return True for a file in the folder, or an object of a module there, as in `app.main:app`."""
+def _names_local_file(word: str) -> bool:
+    """Return True for a file in the current folder, or an object of a module there, such as `app.main:app`."""
     reference = re.fullmatch(r"([A-Za-z_]\w*)(?:\.\w+)*:[A-Za-z_]\w*", word)
     try:
         if reference is not None:
@@ -412,18 +412,18 @@ def _is_in_folder(word: str) -> bool:
         return False
 
 
-def _quote(text: str) -> str:
+def _quote_yaml(text: str) -> str:
     if re.fullmatch(r"[A-Za-z_][\w.]*", text) and text.lower() not in _WORDS_OF_YAML:
         return text
     return json.dumps(text, ensure_ascii=False).replace("$", "$$")
 
 
-def _plain(text: str) -> str:
+def _replace_unprintable(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def first_profile_of(observation: Observation, words: Sequence[str], service: str, file: str) -> FirstProfile:
-    """Propose a profile for an observed service. `words` are the command that runs it."""
+    """Propose a profile for an observed service. `words` are its command, and `file` is the profile's path."""
     choice = choose_functions(observation)
     choose_keys(observation, choice)
     command = command_of(words)
@@ -437,27 +437,27 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
         "Each rule has its reason above it; the numbers are of that run, of which observing took "
         f"{share_text(observation.cost)}. Delete what is of no use to you."
     ]
-    first.head += list(_packages_seen(observation))
+    first.head += list(_describe_packages(observation))
     first.commands = [
         f"instrument check {file} -- {command}",
         f"instrument run --profile {file} -- {command}",
     ]
-    trains = any(node.called.kind == "phase" and node.called.name == "backward" for node in observation.nodes())
+    trains = any(node.callee.kind == "phase" and node.callee.name == "backward" for node in observation.nodes())
     if not count and trains:
         first.preset = "training"
     else:
         _describe_requests(first, observation, choice)
-    first.requests += list(_preset_records(observation))
+    first.requests += list(_describe_preset_calls(observation))
     if count:
         first.capture = (
             f"Each request is kept in full: {count_text(count / max(observation.seconds, 1e-3))} a second here. A busy "
             "service keeps a share, such as 0.01, and still all that are slow for their endpoint or that fail."
         )
-    first.left_out = list(_left_out_remarks(observation, choice))
+    first.left_out = list(_describe_left_out(observation, choice))
     return first
 
 
-def _packages_seen(observation: Observation) -> Iterator[str]:
+def _describe_packages(observation: Observation) -> Iterator[str]:
     packages = of_role(observation.packages, "web", "server", "engine", "library")
     if packages:
         device = " CUDA was used, so rules over layers have `device: true`." if observation.uses_cuda else ""
@@ -467,10 +467,10 @@ def _packages_seen(observation: Observation) -> Iterator[str]:
 
 
 def _describe_requests(first: FirstProfile, observation: Observation, choice: FunctionChoice) -> None:
-    met = [node for node in observation.nodes() if node.called.kind == "request"]
-    paths = {node.called.name: node.called.name.rpartition(" ")[2] for node in met}
+    request_nodes = [node for node in observation.nodes() if node.callee.kind == "request"]
+    paths = {node.callee.name: node.callee.name.rpartition(" ")[2] for node in request_nodes}
     probes = set(filter(is_probe, paths.values()))
-    served = _call_sums(node for node in met if node.calls and paths[node.called.name] not in probes)
+    served = _list_call_sums(node for node in request_nodes if node.calls and paths[node.callee.name] not in probes)
     if served:
         first.requests = [f"Requests were met at the server, with no rule: {served}."]
     ignored = [path for rule in load(path_of(first.preset)).requests for path in rule.ignore]
@@ -478,40 +478,40 @@ def _describe_requests(first: FirstProfile, observation: Observation, choice: Fu
         first.requests.append("Probes, by their paths; the preset's are here, too.")
         first.ignore = [*ignored, *sorted(probes - set(ignored))]
     unmet = of_role(observation.packages, "unmet")
-    if not met and unmet:
+    if not request_nodes and unmet:
         first.requests.append(
             f"Requests of {', '.join(unmet)} are not met at the server: they are what the rule with `kind: request` "
             "names, so see that it is the right one."
         )
-    elif not met and not choice.requests:
+    elif not request_nodes and not choice.requests:
         first.requests.append(
             "No request was seen. Send the service some while `instrument init` runs, or give the function that "
             "answers one a rule with `kind: request`."
         )
 
 
-def _preset_records(observation: Observation) -> Iterator[str]:
-    """Yield sentences on copies and framework calls, which the preset records."""
-    recorded = _call_sums(
+def _describe_preset_calls(observation: Observation) -> Iterator[str]:
+    """Yield a sentence with the copies and framework calls that the preset records, if any ran."""
+    recorded = _list_call_sums(
         node
         for node in observation.nodes()
-        if node.calls and not node.called.label and node.called.kind not in ("request", "layer")
+        if node.calls and not node.callee.label and node.callee.kind not in ("request", "layer")
     )
     if recorded:
         yield f"The preset records these, too: {recorded}."
 
 
-def _call_sums(nodes: Iterable[ObservedNode]) -> str:
-    """Return a text that lists the calls and times of nodes by name, the longest first."""
+def _list_call_sums(nodes: Iterable[ObservedNode]) -> str:
+    """List the calls and times of call paths by name, the longest first, as text."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for node in nodes:
-        sums[node.called.name][0] += node.calls
-        sums[node.called.name][1] += node.total_ns
+        sums[node.callee.name][0] += node.calls
+        sums[node.callee.name][1] += node.total_ns
     by_time = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
     return list_text([f"{name} {calls_text(calls, total_ns)}" for name, (calls, total_ns) in by_time])
 
 
-def _left_out_remarks(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
+def _describe_left_out(observation: Observation, choice: FunctionChoice) -> Iterator[str]:
     labels = {rule.label for rule in choice.rules}
     hot = [f"{label}: {words}" for label, words in choice.hot.items() if label not in labels]
     if hot:
@@ -531,8 +531,8 @@ def _left_out_remarks(observation: Observation, choice: FunctionChoice) -> Itera
 
 
 @dataclass(slots=True)
-class _Layers:
-    """The layers of one pattern: sums of their calls and times, their paths and their classes."""
+class _LayerGroup:
+    """The layers whose paths match one pattern: the sums of calls and times, and their paths and classes."""
 
     calls: int = 0
     total_ns: int = 0
@@ -546,20 +546,20 @@ def pattern_of(path: str) -> str:
 
 
 def choose_layers(observation: Observation) -> list[LayerProposal]:
-    """Choose the layers for a first profile."""
-    by_pattern: dict[str, _Layers] = defaultdict(_Layers)
+    """Choose the layers that get a rule, from the observed call trees."""
+    by_pattern: dict[str, _LayerGroup] = defaultdict(_LayerGroup)
     whole_ns = 0
     for node in observation.nodes():
-        if node.called.kind != "layer":
+        if node.callee.kind != "layer":
             continue
-        if not any(above.called.kind == "layer" for above in node.above()):
+        if not any(above.callee.kind == "layer" for above in node.above()):
             whole_ns += node.total_ns
-        if node.called.instance:
-            layers = by_pattern[pattern_of(node.called.instance)]
+        if node.callee.instance:
+            layers = by_pattern[pattern_of(node.callee.instance)]
             layers.calls += node.calls
             layers.total_ns += node.total_ns
-            layers.places.add(node.called.instance)
-            layers.classes.add(node.called.name)
+            layers.places.add(node.callee.instance)
+            layers.classes.add(node.callee.name)
     rules = []
     for pattern in _choose_patterns(by_pattern, whole_ns)[:LAYERS]:
         layers = by_pattern[pattern]
@@ -571,8 +571,8 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
     return rules
 
 
-def _choose_patterns(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[str]:
-    """Choose repeated blocks and their parts, then layers with much time outside of blocks."""
+def _choose_patterns(by_pattern: Mapping[str, _LayerGroup], whole_ns: int) -> list[str]:
+    """Choose patterns of layers: repeated blocks, the layers right inside them, and large layers elsewhere."""
     total_ns = {pattern: layers.total_ns for pattern, layers in by_pattern.items()}
     large = sorted(
         (
@@ -583,7 +583,7 @@ def _choose_patterns(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[s
         key=lambda pattern: (-total_ns[pattern], pattern),
     )
     blocks = [pattern for pattern in large if pattern.endswith("*") and len(by_pattern[pattern].places) > 1]
-    outermost = sorted(_outside_of_others(blocks), key=lambda pattern: pattern.count("."))
+    outermost = sorted(_keep_outermost(blocks), key=lambda pattern: pattern.count("."))
     chosen: list[str] = []
     for block in outermost:
         least_ns = LEAST_OF_BLOCK * total_ns[block]
@@ -594,9 +594,9 @@ def _choose_patterns(by_pattern: Mapping[str, _Layers], whole_ns: int) -> list[s
         for pattern in large
         if not any(f"{block}.".startswith(f"{pattern}.") or pattern.startswith(f"{block}.") for block in outermost)
     ]
-    return chosen + _outside_of_others(alone)
+    return chosen + _keep_outermost(alone)
 
 
-def _outside_of_others(patterns: list[str]) -> list[str]:
-    """Return the outermost patterns, which are below no other pattern."""
+def _keep_outermost(patterns: list[str]) -> list[str]:
+    """Return the patterns that are not inside another pattern."""
     return [pattern for pattern in patterns if not any(pattern.startswith(f"{prefix}.") for prefix in patterns)]

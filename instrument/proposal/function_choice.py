@@ -1,9 +1,9 @@
-"""The choice of functions for a first profile: those that take time themselves, and those that split a request's time.
+"""Choose the functions that the profile of `instrument init` records, from the call trees that it has observed.
 
-A function gets a rule if it has enough time of its own, or divides the time of a request or a step between such
-functions. The time of functions that are too short or too frequent to be recorded, of layers and of copies counts for
-the function around them. The root of other work is a loop: a function that is called once or never ends, such as `main`
-or the body of a thread. The functions that a loop calls again and again are the units of work.
+A function gets a rule if its self time is large, or if it calls two or more functions with such a rule. The time of
+calls without a rule (too short, too frequent, layers, copies) counts as self time of their caller. Outside of requests,
+the functions that a loop calls repeatedly are the units of work. A loop is a function that is called once or never
+ends, such as `main` or the body of a thread.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from instrument.proposal.observation import Observation, ObservedNode
 
 
 def count_text(value: float) -> str:
-    """Return the text of a count: exact up to a thousand, then with three significant digits."""
+    """Format a count: exact below 1,000, otherwise with three significant digits."""
     whole = round(value)
     return f"{round(whole, min(3 - len(str(whole)), 0)):,}"
 
 
 def time_text(ns: float) -> str:
-    """Return the text of a time with two significant digits."""
+    """Format a time with its unit and two significant digits."""
     unit = next((unit for unit, size in TIME_UNITS.items() if ns >= size), "ns")
     value = ns / TIME_UNITS[unit]
     return f"{value:.2g} {unit}" if value < 10 else f"{value:.0f} {unit}"
 
 
 def calls_text(calls: int, total_ns: int) -> str:
-    """Return a text with a number of calls and the mean time of a call."""
+    """Format a number of calls and their mean time, such as "12 times, 3.4 ms each"."""
     if calls == 1:
         return f"once, {time_text(total_ns)}"
     mean_text = f", {time_text(total_ns / calls)} each" if calls else ""
@@ -40,38 +40,38 @@ def calls_text(calls: int, total_ns: int) -> str:
 
 
 def share_text(share: float) -> str:
-    """Return the text of a share as a percentage."""
+    """Format a share between 0 and 1 as a percentage."""
     return f"{min(share, 1.0) * 100:.2g} %" if share < 0.1 else f"{min(share, 1.0):.0%}".replace("%", " %")
 
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The least self time of a proposed function, as a share of requests' time, of other repeated work, or of the run. A
+"""The minimum self time for a rule, as a share of the time of all requests, of all units of work, or of the run. A
 function with a leading underscore needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The minimum share of time of a function that is proposed only because its parts split that time."""
+"""The minimum share of time of a function that gets a rule only because two or more callees divide its time."""
 
 LEAST_PART = 0.02
-"""The minimum share of a part in the time of the function that it splits."""
+"""The minimum share of a callee in its caller's time, for a callee that divides the time."""
 
 SHORT_NS = 5_000
-"""The least mean ns of a proposed function's calls."""
+"""The minimum mean time of a call in ns. A faster function gets no rule, because recording would distort it."""
 
 HOT = 10_000
-"""The maximum number of calls per second of a proposed function."""
+"""The maximum calls per second. A function that is called more often gets no rule."""
 
 REPEATED = 3
-"""The least calls per process of repeated work."""
+"""The minimum calls per process from which a function counts as repeated."""
 
 LOADING_NS = 50_000_000
-"""The minimum number of ns that a proposed loading function takes per process."""
+"""The minimum total time in ns per process of a function that gets a rule for loading, at the service's start."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""The minimum share in its request's time, and the maximum share of self time, of a function that only
-repeats its request and gets no rule."""
+"""A function that takes at least the first share of its request's time, and has a self time below the second share,
+gets no rule: its span would repeat the request's."""
 
 RULES = 12
-"""The maximum number of functions of a first profile, besides those needed for requests, steps and keys."""
+"""The maximum number of rules for functions. Those for loading, requests, steps, keys and batches do not count."""
 
 _WAITING = re.compile(r"(^|_)(wait|sleep|idle|poll|listen|recv|receive|acquire|heartbeat|run_forever)(_|$)")
 REQUEST = re.compile(
@@ -97,14 +97,14 @@ _SPECIAL = re.compile(r"(^|\.)__(?!call__)\w+__$|<lambda>|\.(setter|deleter)$|\[
 
 
 LOADS, OF_REQUESTS, OUTSIDE = range(3)
-"""The groups of rules in the profile's order: loading, functions of requests, work outside of requests."""
+"""The groups of rules in the order of the profile: at start-up, below requests, outside of requests."""
 
 
 @dataclass(slots=True)
 class FunctionProposal:
-    """A proposed rule of functions. `key` and `batch` are paths; `reasons` become its comment.
+    """A proposed rule for the function `label` (`module:qualname`). The `reasons` become the comment above the rule.
 
-    The order is by `group`, then by first calls.
+    `key`, `batch` and `weights` are paths to argument values, as a profile writes them.
     """
 
     label: str
@@ -122,15 +122,15 @@ class FunctionProposal:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """The sort key of the rule in the profile."""
+        """The sort key of the rule: by group, then by the function's first call."""
         return self.group, self.first_ns, self.label
 
 
 @dataclass(slots=True)
 class FunctionChoice:
-    """The chosen rules, and the functions left out: the `hot` by label with reasons, and labels of the `small`.
+    """The rules chosen for functions, and the functions without a rule.
 
-    A function that is left out may still get a rule for its key or batch.
+    `hot` maps labels of too short or too frequent functions to the reason. `small` are labels with little time.
     """
 
     rules: list[FunctionProposal]
@@ -141,8 +141,8 @@ class FunctionChoice:
 
 
 @dataclass(slots=True)
-class _Paths:
-    """The call paths of one function, within one kind of work."""
+class _CallPaths:
+    """The call paths of one function below requests, below units of work, or in the run."""
 
     nodes: list[ObservedNode] = field(default_factory=list)
     own_ns: int = 0
@@ -161,39 +161,39 @@ class _Paths:
 
 
 def function_name(label: str) -> str:
-    """Return the last part of a label in lower case with underscores: `handleRequest` is `handle_request`."""
+    """Return the function's name from its label in snake case: `handle_request` for `app:Server.handleRequest`."""
     name = label.rpartition(":")[2].rpartition(".")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 def is_probe(path: str) -> bool:
-    """Return True for a path of HTTP that checks the service's health."""
+    """Return True for the path of a health check, such as `/healthz`."""
     return path.startswith("/") and _PROBE.search(path) is not None
 
 
 def phase_by_name(name: str) -> str:
-    """Return the phase that a function's name implies, "" if it implies none."""
+    """Return the phase that a function's name suggests, such as `prepare` for `tokenize`; "" for none."""
     return next((phase for phase, names in _PHASES.items() if names.search(name)), "")
 
 
 def choose_functions(observation: Observation) -> FunctionChoice:
-    """Choose the functions for a first profile."""
+    """Choose the functions that get a rule, from the observed call trees."""
     return _Chooser(observation).choose()
 
 
 class _Chooser:
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
-        met = [node for node in observation.nodes() if node.called.kind == "request"]
-        self._requests = [node for node in met if not is_probe(node.called.name.rpartition(" ")[2])] or met
-        self._hot = self._short_or_frequent()
-        units = self._units_of_work()
+        served = [node for node in observation.nodes() if node.callee.kind == "request"]
+        self._requests = [node for node in served if not is_probe(node.callee.name.rpartition(" ")[2])] or served
+        self._hot = self._find_hot_functions()
+        units = self._find_units()
         self._named_requests: list[ObservedNode] = []
         if not self._requests:
-            self._named_requests = self._requests_among(units)
+            self._named_requests = self._choose_requests(units)
             self._requests = self._named_requests
         self._units = [unit for unit in units if unit not in self._named_requests]
-        self._of_units = "the work outside of requests" if self._requests else "the work"
+        self._name_of_units = "the work outside of requests" if self._requests else "the work"
 
     def choose(self) -> FunctionChoice:
         rules: dict[str, FunctionProposal] = {}
@@ -204,12 +204,12 @@ class _Chooser:
             self._propose_loading(),
             self._propose_below(self._requests, "the requests", LEAST_OF_REQUEST),
             self._propose_top_units(),
-            self._propose_below(self._units, self._of_units, LEAST_OF_WORK),
+            self._propose_below(self._units, self._name_of_units, LEAST_OF_WORK),
             self._propose_below(roots, "the run", LEAST_OF_RUN),
             self._propose_blocking(rules),
         ):
             rules.setdefault(rule.label, rule)
-        largest = self._largest(list(rules.values()))
+        largest = self._keep_largest(list(rules.values()))
         self._small.update(rules.keys() - {rule.label for rule in largest})
         self._small -= {rule.label for rule in largest} | self._hot.keys()
         rules_in_order = sorted(largest, key=lambda rule: rule.order)
@@ -217,52 +217,52 @@ class _Chooser:
 
     # ---------------------------------------------------------------- kinds of work
 
-    def _units_of_work(self) -> list[ObservedNode]:
-        """Return the functions that are repeatedly called outside of requests, at the root or by a loop."""
+    def _find_units(self) -> list[ObservedNode]:
+        """Find the units of work: functions called repeatedly by a loop, or without a caller, outside of requests."""
         units: list[ObservedNode] = []
 
-        def look(nodes: Iterable[ObservedNode]) -> None:
+        def visit(nodes: Iterable[ObservedNode]) -> None:
             for node in nodes:
-                if node.called.kind in ("request", "layer", "copy"):
+                if node.callee.kind in ("request", "layer", "copy"):
                     continue
                 is_once = node.calls < REPEATED * max(len(node.processes), 1)
-                # A server's own call of the service is no unit, but may contain units.
-                if is_once or not node.called.label:
-                    look(node.children.values())
-                elif not _WAITING.search(function_name(node.called.label)):
-                    units.append(self._delegate_of(node))
+                # A call without a label is the server's own: it is no unit of work, but units may be below it.
+                if is_once or not node.callee.label:
+                    visit(node.children.values())
+                elif not _WAITING.search(function_name(node.callee.label)):
+                    units.append(self._find_delegate(node))
 
-        look(self._observation.roots)
+        visit(self._observation.roots)
         return units
 
-    def _delegate_of(self, node: ObservedNode) -> ObservedNode:
-        """Return the function to which a private function delegates its work, else the private function itself."""
-        while function_name(node.called.label).startswith("_"):
-            alike = [
+    def _find_delegate(self, node: ObservedNode) -> ObservedNode:
+        """Return the one function to which a private function delegates its time, else the private function."""
+        while function_name(node.callee.label).startswith("_"):
+            delegates = [
                 child
                 for child in node.children.values()
-                if child.called.label and child.calls == node.calls and child.total_ns >= 0.9 * node.total_ns
+                if child.callee.label and child.calls == node.calls and child.total_ns >= 0.9 * node.total_ns
             ]
-            if len(alike) != 1:
+            if len(delegates) != 1:
                 break
-            node = alike[0]
+            node = delegates[0]
         return node
 
-    def _requests_among(self, units: list[ObservedNode]) -> list[ObservedNode]:
-        """Return the units of work that are most likely requests, for a service without a known server."""
-        likely = [unit for unit in units if self._is_kept(unit) and REQUEST.search(function_name(unit.called.label))]
-        likely = [unit for unit in likely if not STEP.search(function_name(unit.called.label))]
+    def _choose_requests(self, units: list[ObservedNode]) -> list[ObservedNode]:
+        """Choose the units of work that are most likely requests, for a service without a known server."""
+        likely = [unit for unit in units if self._can_match(unit) and REQUEST.search(function_name(unit.callee.label))]
+        likely = [unit for unit in likely if not STEP.search(function_name(unit.callee.label))]
         if not likely:
             return []
-        largest = max(likely, key=lambda unit: (unit.total_ns, unit.called.label)).called.label
-        return [unit for unit in units if unit.called.label == largest]
+        largest = max(likely, key=lambda unit: (unit.total_ns, unit.callee.label)).callee.label
+        return [unit for unit in units if unit.callee.label == largest]
 
-    def _short_or_frequent(self) -> dict[str, str]:
-        """Return the functions with calls too short or too frequent for spans, by label, the most frequent first."""
-        by_label: dict[str, _Paths] = {}
+    def _find_hot_functions(self) -> dict[str, str]:
+        """Find the functions whose calls are too short or too frequent. Return the reasons by label."""
+        by_label: dict[str, _CallPaths] = {}
         for node in self._observation.nodes():
-            if node.called.label:
-                by_label.setdefault(node.called.label, _Paths()).nodes.append(node)
+            if node.callee.label:
+                by_label.setdefault(node.callee.label, _CallPaths()).nodes.append(node)
         seconds = max(self._observation.seconds, 1e-3)
         hot = {}
         for label, paths in sorted(by_label.items(), key=lambda item: (-item[1].calls, item[0])):
@@ -273,100 +273,100 @@ class _Chooser:
                 hot[label] = calls_text(calls, total_ns)
         return hot
 
-    def _is_kept(self, node: ObservedNode) -> bool:
-        """Return True if a call path can have its own rule."""
-        label = node.called.label
-        if not label or node.called.kind in ("layer", "copy") or label in self._hot:
+    def _can_match(self, node: ObservedNode) -> bool:
+        """Return True if the function of a call path may get a rule."""
+        label = node.callee.label
+        if not label or node.callee.kind in ("layer", "copy") or label in self._hot:
             return False
         qualname = label.rpartition(":")[2]
-        return not _SPECIAL.search(qualname) and node.called.shape != "layer"
+        return not _SPECIAL.search(qualname) and node.callee.shape != "layer"
 
     # ---------------------------------------------------------------- proposals
 
     def _propose_requests(self) -> Iterator[FunctionProposal]:
-        """Propose the functions that count as requests, as no server was observed."""
+        """Propose the functions that count as requests because no known server handled any."""
         for node in self._named_requests:
-            words = f"ran {calls_text(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
+            text = f"ran {calls_text(node.calls, node.total_ns)}; no server was met, so this is taken for the request"
             yield FunctionProposal(
-                node.called.label, "request", first_ns=node.first_ns, is_needed=True, group=OF_REQUESTS, reasons=[words]
+                node.callee.label, "request", first_ns=node.first_ns, is_needed=True, group=OF_REQUESTS, reasons=[text]
             )
 
     def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
-        """Propose the functions below `tops` that have enough own time, or split their time into such functions."""
+        """Propose the functions below `tops` with a share `least` of self time, and their callers that divide time."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
-        by_label: dict[str, _Paths] = {}
+        by_label: dict[str, _CallPaths] = {}
         for top in tops:
-            self._collect(top, by_label)
-        holding = {
+            self._add_functions_below(top, by_label)
+        large = {
             label
             for label, paths in by_label.items()
             if paths.own_ns >= (2 * least if function_name(label).startswith("_") else least) * base_ns
-            and not (self._repeats_requests(paths, tops, base_ns) and paths.own_ns < REPEATS_OWN * base_ns)
+            and not (self._spans_requests(paths, tops, base_ns) and paths.own_ns < REPEATS_OWN * base_ns)
         }
-        holding -= {label for label in holding if self._is_middleware(label, by_label[label], holding, tops, base_ns)}
-        splitting = {
+        large -= {label for label in large if self._is_middleware(label, by_label[label], large, tops, base_ns)}
+        dividing = {
             label
             for label, paths in by_label.items()
-            if label not in holding
+            if label not in large
             and paths.total_ns >= LEAST_SPLIT * base_ns
-            and len(self._functions_that_split(paths, holding)) >= 2
-            and not self._repeats_requests(paths, tops, base_ns)
+            and len(self._find_parts(paths, large)) >= 2
+            and not self._spans_requests(paths, tops, base_ns)
         }
         for label, paths in by_label.items():
-            if label in holding or label in splitting:
-                yield self._proposal(label, paths, tops, of, is_split=label in splitting)
+            if label in large or label in dividing:
+                yield self._make_rule(label, paths, tops, of, divides=label in dividing)
             else:
                 self._small.add(label)
 
-    def _collect(self, node: ObservedNode, by_label: dict[str, _Paths]) -> int:
-        """Sum up the functions below a path. Return the path's own ns, including children without a rule."""
+    def _add_functions_below(self, node: ObservedNode, by_label: dict[str, _CallPaths]) -> int:
+        """Add the functions below a call path to `by_label`. Return the path's self time with that of other calls."""
         own_ns = node.self_ns
         for child in node.children.values():
-            inner_ns = self._collect(child, by_label)
-            if self._is_kept(child):
-                paths = by_label.setdefault(child.called.label, _Paths())
+            child_ns = self._add_functions_below(child, by_label)
+            if self._can_match(child):
+                paths = by_label.setdefault(child.callee.label, _CallPaths())
                 paths.nodes.append(child)
-                paths.own_ns += inner_ns
-            elif child.called.kind != "request":
-                own_ns += inner_ns
+                paths.own_ns += child_ns
+            elif child.callee.kind != "request":
+                own_ns += child_ns
         return own_ns
 
-    def _functions_that_split(self, paths: _Paths, holding: set[str]) -> set[str]:
-        """Return the nearest functions below a function that split its time. `holding` are functions with own time."""
+    def _find_parts(self, paths: _CallPaths, large: set[str]) -> set[str]:
+        """Return the nearest functions of `large` below a function. They divide the function's time."""
         parts: dict[str, int] = defaultdict(int)
-        waiting = [child for node in paths.nodes for child in node.children.values()]
-        for node in waiting:
-            if node.called.label in holding:
-                parts[node.called.label] += node.total_ns
+        nodes_left = [child for node in paths.nodes for child in node.children.values()]
+        for node in nodes_left:
+            if node.callee.label in large:
+                parts[node.callee.label] += node.total_ns
             else:
-                waiting += node.children.values()
+                nodes_left += node.children.values()
         return {label for label, total_ns in parts.items() if total_ns >= LEAST_PART * paths.total_ns}
 
-    def _repeats_requests(self, paths: _Paths, tops: list[ObservedNode], base_ns: int) -> bool:
+    def _spans_requests(self, paths: _CallPaths, tops: list[ObservedNode], base_ns: int) -> bool:
         is_whole = paths.total_ns >= REPEATS_REQUEST * base_ns and paths.calls == sum(top.calls for top in tops)
         return tops is self._requests and is_whole
 
     def _is_middleware(
-        self, label: str, paths: _Paths, holding: set[str], tops: list[ObservedNode], base_ns: int
+        self, label: str, paths: _CallPaths, large: set[str], tops: list[ObservedNode], base_ns: int
     ) -> bool:
-        """Return True for a middleware: a function around whole requests that calls the functions with the time.
+        """Return True for a middleware: it spans whole requests and calls the functions that take the time.
 
-        Its own time is the framework's, which the request's span includes.
+        A middleware gets no rule, because its self time is the framework's.
         """
-        if not self._repeats_requests(paths, tops, base_ns):
+        if not self._spans_requests(paths, tops, base_ns):
             return False
-        return bool(_MIDDLEWARE.search(label) or self._functions_that_split(paths, holding))
+        return bool(_MIDDLEWARE.search(label) or self._find_parts(paths, large))
 
-    def _proposal(
-        self, label: str, paths: _Paths, tops: list[ObservedNode], of: str, *, is_split: bool
+    def _make_rule(
+        self, label: str, paths: _CallPaths, tops: list[ObservedNode], of: str, *, divides: bool
     ) -> FunctionProposal:
         name, share = function_name(label), paths.total_ns / sum(top.total_ns for top in tops)
         count = sum(top.calls for top in tops)
-        shapes = {node.called.shape for node in paths.nodes}
+        shapes = {node.callee.shape for node in paths.nodes}
         reasons = [f"ran {calls_text(paths.calls, paths.total_ns)}, {share_text(share)} of {of}"]
-        if is_split:
+        if divides:
             reasons.append("parts it between what it calls")
         phase = phase_by_name(name)
         if phase == "compute" and shapes & {"coroutine", "generator"}:
@@ -375,8 +375,8 @@ class _Chooser:
             reasons.append("a generator, up to its last item")
         elif "coroutine" in shapes and paths.own_ns > 0.5 * paths.total_ns:
             reasons.append("a coroutine that mostly waits")
-        is_of_parts = is_split or paths.own_ns < 0.5 * paths.total_ns
-        kind = "op" if (is_of_parts and of != "the requests") or paths.calls > 20 * max(count, 1) else "phase"
+        mostly_calls_others = divides or paths.own_ns < 0.5 * paths.total_ns
+        kind = "op" if (mostly_calls_others and of != "the requests") or paths.calls > 20 * max(count, 1) else "phase"
         if kind != "phase":
             phase = ""
         elif phase:
@@ -388,24 +388,24 @@ class _Chooser:
         )  # fmt: skip
 
     def _runs_on_device(self, nodes: Iterable[ObservedNode]) -> bool:
-        """Return True if CUDA was used, and layers ran below the nodes."""
-        below = (inner.called.kind for node in nodes for inner in node.walk())
+        """Return True if the service used CUDA and layers ran below the call paths."""
+        below = (inner.callee.kind for node in nodes for inner in node.walk())
         return self._observation.uses_cuda and "layer" in below
 
     def _propose_top_units(self) -> Iterator[FunctionProposal]:
-        """Propose the units of work outside of requests."""
+        """Propose the units of work outside of requests, such as an engine's step."""
         base_ns = sum(unit.total_ns for unit in self._units)
-        by_label: dict[str, _Paths] = {}
+        by_label: dict[str, _CallPaths] = {}
         for unit in self._units:
-            if self._is_kept(unit):
-                by_label.setdefault(unit.called.label, _Paths()).nodes.append(unit)
+            if self._can_match(unit):
+                by_label.setdefault(unit.callee.label, _CallPaths()).nodes.append(unit)
         for label, paths in by_label.items():
             share = paths.total_ns / base_ns if base_ns else 0.0
             if share < LEAST_OF_WORK:
                 self._small.add(label)
                 continue
             is_step = bool(STEP.search(function_name(label)))
-            reasons = [f"ran {calls_text(paths.calls, paths.total_ns)}, {share_text(share)} of {self._of_units}"]
+            reasons = [f"ran {calls_text(paths.calls, paths.total_ns)}, {share_text(share)} of {self._name_of_units}"]
             if is_step:
                 reasons.append("a loop calls it again and again, so it is a step")
             phase = phase_by_name(function_name(label))
@@ -423,12 +423,12 @@ class _Chooser:
             )
 
     def _propose_loading(self) -> Iterator[FunctionProposal]:
-        """Propose the outermost functions that load or build an object at the service's start."""
+        """Propose the outermost functions that load or build an object before the first request."""
         firsts = [node.first_ns for node in (*self._requests, *self._units) if node.first_ns]
         until_ns = min(firsts, default=0)
         for node in self._observation.nodes():
-            name = function_name(node.called.label) if node.called.label else ""
-            label = node.called.label
+            name = function_name(node.callee.label) if node.callee.label else ""
+            label = node.callee.label
             is_init = name == "__init__"
             if not (is_init or _LOADING.search(name)) or node.total_ns < LOADING_NS * max(len(node.processes), 1):
                 continue
@@ -436,16 +436,16 @@ class _Chooser:
                 continue
             if node.calls >= REPEATED * max(len(node.processes), 1) or any(map(_is_loading, node.above())):
                 continue
-            words = f"ran {calls_text(node.calls, node.total_ns)}, before the first request"
-            yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[words])
+            text = f"ran {calls_text(node.calls, node.total_ns)}, before the first request"
+            yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[text])
 
     def _propose_blocking(self, rules: Mapping[str, FunctionProposal]) -> Iterator[FunctionProposal]:
-        """Propose the functions that have blocked an event loop, also those with little time."""
+        """Propose each function that has blocked an event loop, even one with little time."""
         for label, (stretches, longest_ns) in self._observation.blockers.items():
-            nodes = [node for node in self._observation.nodes() if node.called.label == label and self._is_kept(node)]
+            nodes = [node for node in self._observation.nodes() if node.callee.label == label and self._can_match(node)]
             if not nodes:
                 continue
-            paths = _Paths(nodes)
+            paths = _CallPaths(nodes)
             fresh = FunctionProposal(label, first_ns=paths.first_ns, group=OF_REQUESTS)
             fresh.reasons.append(f"ran {calls_text(paths.calls, paths.total_ns)}")
             rule = rules.get(label, fresh)
@@ -455,7 +455,7 @@ class _Chooser:
             yield rule
 
     @staticmethod
-    def _largest(rules: list[FunctionProposal]) -> list[FunctionProposal]:
+    def _keep_largest(rules: list[FunctionProposal]) -> list[FunctionProposal]:
         needed = [rule for rule in rules if rule.is_needed]
         optional = sorted((rule for rule in rules if not rule.is_needed), key=lambda rule: (-rule.share, rule.label))
         loading = [rule for rule in optional if rule.phase == "load"][:3]
@@ -463,4 +463,4 @@ class _Chooser:
 
 
 def _is_loading(node: ObservedNode) -> bool:
-    return bool(node.called.label) and bool(_LOADING.search(function_name(node.called.label)))
+    return bool(node.callee.label) and bool(_LOADING.search(function_name(node.callee.label)))

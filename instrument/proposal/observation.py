@@ -1,4 +1,4 @@
-"""The observation of `instrument init`: the service's own modules, and the merged call trees of its processes."""
+"""The observation of `instrument init`: processes of a service report their call trees, and `init` merges them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from instrument.runtime.environment import INIT_FOLDER
 if TYPE_CHECKING:
     from instrument.recording.tally import Tally
 
-BEGAN, LEFT = ".began", ".json"
+STARTED_SUFFIX, REPORT_SUFFIX = ".began", ".json"
 
-_PASSED_OVER = re.compile(
+_IGNORED_NAMES = re.compile(
     r"\..*|__pycache__|__main__|tests?|testing|docs?|build|dist|node_modules|site-packages|.*\.egg-info|setup|conftest"
     r"|noxfile|test_.*|.*_test|instrument|migrations|venv|env"
 )
-"""The names of files and folders without code of a service."""
+"""The names of files and folders that are not observed, because they do not contain the code of a service."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -39,11 +39,11 @@ _SERVERS = {name.partition(".")[0] for names in PACKAGES.values() for name in na
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """The last call of a call path: a function by its `label` (`module:qualname`), or a layer, request or copy.
+class Callee:
+    """The end of a call path: a function with a `label` (`module:qualname`), or a layer, request or copy.
 
-    `instance` is a layer's path in its model. `shape` is the kind of the probe (`call`, `coroutine`, `generator` ...),
-    or `layer` for a layer's own function.
+    `instance` is a layer's path in its model. `shape` distinguishes coroutines and generators from functions: it is
+    `call`, `coroutine`, `generator` and so on, or `layer` for the `forward` of a layer.
     """
 
     name: str
@@ -57,11 +57,11 @@ class Called:
 
 @dataclass(eq=False, slots=True)
 class ObservedNode:
-    """A call path of all processes and threads. `first_ns` is the begin of its first call, 0 without calls."""
+    """A call path with its totals over all processes and threads. `first_ns` is the begin of its first call, or 0."""
 
-    called: Called
+    callee: Callee
     parent: ObservedNode | None = None
-    children: dict[Called, ObservedNode] = field(default_factory=dict)
+    children: dict[Callee, ObservedNode] = field(default_factory=dict)
     calls: int = 0
     total_ns: int = 0
     self_ns: int = 0
@@ -69,13 +69,13 @@ class ObservedNode:
     processes: set[int] = field(default_factory=set)
 
     def walk(self) -> Iterator[ObservedNode]:
-        """Yield the node and all nodes below it, parents before their children."""
+        """Yield this call path and all below it, parents before their children."""
         yield self
         for child in list(self.children.values()):
             yield from child.walk()
 
     def above(self) -> Iterator[ObservedNode]:
-        """Yield the ancestors of the node, the nearest first."""
+        """Yield the callers of this call path, the nearest first."""
         node = self.parent
         while node is not None:
             yield node
@@ -84,11 +84,11 @@ class ObservedNode:
 
 @dataclass(slots=True)
 class Observation:
-    """The merged reports of a command's processes.
+    """The merged reports of the processes of an observed command.
 
-    `keys` are by label and path, `unseen` has reasons by target. `blockers` has the number of blocks of an event loop
-    and the longest in ns, by the function's label. `seconds` is the longest time of a process, `cost` the largest share
-    of a process's time for the observation. `silent` counts processes without a report.
+    `keys` maps labels and argument paths to the values seen. `unseen` maps unobserved targets to reasons. `blockers`
+    maps labels to how often the function blocked an event loop, and to the longest ns. `seconds` and `cost` (a share of
+    time) are the processes' maxima. `silent` counts processes without a report.
     """
 
     roots: list[ObservedNode]
@@ -108,9 +108,9 @@ class Observation:
             yield from root.walk()
 
 
-def mark_begun(folder: str) -> None:
-    """Mark this process as started, so that a missing report is noticed."""
-    Path(folder, f"{os.getpid()}{BEGAN}").touch()
+def mark_started(folder: str) -> None:
+    """Write a file that marks this process as started, so that `init` notices if its report is missing."""
+    Path(folder, f"{os.getpid()}{STARTED_SUFFIX}").touch()
 
 
 def write_report(
@@ -124,7 +124,7 @@ def write_report(
     lasted_ns: int,
     cost_ns: float,
 ) -> None:
-    """Write this process's report for `instrument init`, the ancestor of this process."""
+    """Write the report of this process for the `instrument init` that started it."""
     labels = {
         verdict.site.key: verdict.target
         for verdict in verdicts
@@ -133,22 +133,22 @@ def write_report(
     shape_of = {site.key: shape for site, shape in shapes.items()}
 
     @cache
-    def called_of(site: Site) -> Called:
+    def find_callee(site: Site) -> Callee:
         label = labels.get(site.key, "")
-        shape = "layer" if _is_of_layer(label) else shape_of.get(site.key, "")
-        return Called(site.name, site.kind, label, site.instance, shape, site.file, site.line)
+        shape = "layer" if _is_layer_forward(label) else shape_of.get(site.key, "")
+        return Callee(site.name, site.kind, label, site.instance, shape, site.file, site.line)
 
-    numbers: dict[Called, int] = {}
+    callee_numbers: dict[Callee, int] = {}
     lines = []
     for row in tally.rows():
-        path = [numbers.setdefault(called_of(site), len(numbers)) for site in row.path]
+        path = [callee_numbers.setdefault(find_callee(site), len(callee_numbers)) for site in row.path]
         lines.append([path, row.totals.calls, row.totals.total_ns, row.totals.self_ns, row.totals.first_ns])
     cuda = sys.modules.get("torch.cuda")
-    facts_left = {
+    report = {
         "pid": os.getpid(),
         "lasted_ns": lasted_ns,
         "cost": cost_ns / max(lasted_ns, 1),
-        "called": [[getattr(step, name) for name in Called.__slots__] for step in numbers],
+        "called": [[getattr(step, name) for name in Callee.__slots__] for step in callee_numbers],
         "lines": lines,
         "arguments": arguments,
         "packages": sorted(imported_packages()),
@@ -160,29 +160,29 @@ def write_report(
     }
     path_of_report = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
     try:
-        path_of_report.write_text(json.dumps(facts_left), encoding="utf-8")
-        path_of_report.rename(path_of_report.with_name(path_of_report.name + LEFT))
+        path_of_report.write_text(json.dumps(report), encoding="utf-8")
+        path_of_report.rename(path_of_report.with_name(path_of_report.name + REPORT_SUFFIX))
     except FileNotFoundError:
         pass  # `init` has ended
 
 
-def _is_of_layer(label: str) -> bool:
-    """Return True for the `forward` of a torch layer, which layer rules record."""
+def _is_layer_forward(label: str) -> bool:
+    """Return True for the `forward` of a torch layer. Rules of layers record it, not rules of functions."""
     module, _, qualname = label.partition(":")
     owner, _, name = qualname.rpartition(".")
     torch = sys.modules.get("torch.nn")
     if name != "forward" or torch is None:
         return False
-    thing: Any = sys.modules.get(module)
+    owner_class: Any = sys.modules.get(module)
     for part in owner.split("."):
-        thing = getattr(thing, part, None)
-    return isinstance(thing, type) and issubclass(thing, torch.Module)
+        owner_class = getattr(owner_class, part, None)
+    return isinstance(owner_class, type) and issubclass(owner_class, torch.Module)
 
 
 def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
     """Wait up to `longest_s` seconds for the reports of all processes of the command.
 
-    `ends` sends SIGTERM to the processes that outlive the command.
+    If `ends` is True, processes that outlive the command get SIGTERM.
     """
     signalled: set[int] = set()
     until = time.monotonic() + longest_s
@@ -198,7 +198,7 @@ def await_reports(folder: str, longest_s: float, *, ends: bool) -> None:
 
 
 def _processes_of_command(folder: str) -> set[int]:
-    """Return the pids of the command's processes, found by our variable in their environment."""
+    """Find the running processes of the command by a variable in their environment. Return their pids."""
     mark = f"{INIT_FOLDER}={folder}".encode()
     pids = set()
     for path in Path("/proc").iterdir():
@@ -210,40 +210,40 @@ def _processes_of_command(folder: str) -> set[int]:
 
 
 def _processes_without_report(folder: str) -> set[str]:
-    """Return the pids of processes that have started but not reported."""
-    began = {path.stem for path in Path(folder).glob(f"*{BEGAN}")}
-    return began - {path.name.partition(".")[0] for path in Path(folder).glob(f"*{LEFT}")}
+    """Return the pids of processes that have started and not written a report."""
+    started = {path.stem for path in Path(folder).glob(f"*{STARTED_SUFFIX}")}
+    return started - {path.name.partition(".")[0] for path in Path(folder).glob(f"*{REPORT_SUFFIX}")}
 
 
-def merged_reports(folder: str) -> Observation:
-    """Merge the reports of a command's processes in a folder."""
-    whole = Observation([])
-    top: dict[Called, ObservedNode] = {}
-    for path in sorted(Path(folder).glob(f"*{LEFT}")):
-        facts = json.loads(path.read_text("utf-8"))
-        whole.processes += 1
-        whole.cost = max(whole.cost, facts["cost"])
-        whole.seconds = max(whole.seconds, facts["lasted_ns"] / 1e9)
-        whole.packages.update(facts["packages"])
-        whole.unseen.update(facts["unseen"])
-        whole.uses_cuda = whole.uses_cuda or facts["uses_cuda"]
-        for blocker, (stretches, longest_ns) in facts["blockers"].items():
-            before = whole.blockers.get(blocker, (0, 0))
-            whole.blockers[blocker] = before[0] + stretches, max(before[1], longest_ns)
-        _add_keys(whole.keys, facts["arguments"])
-        _add_tree(top, facts)
-    whole.roots = list(top.values())
-    whole.silent = len(_processes_without_report(folder))
-    return whole
+def merge_reports(folder: str) -> Observation:
+    """Read the reports of the processes in a folder, and merge them."""
+    observation = Observation([])
+    roots: dict[Callee, ObservedNode] = {}
+    for path in sorted(Path(folder).glob(f"*{REPORT_SUFFIX}")):
+        report = json.loads(path.read_text("utf-8"))
+        observation.processes += 1
+        observation.cost = max(observation.cost, report["cost"])
+        observation.seconds = max(observation.seconds, report["lasted_ns"] / 1e9)
+        observation.packages.update(report["packages"])
+        observation.unseen.update(report["unseen"])
+        observation.uses_cuda = observation.uses_cuda or report["uses_cuda"]
+        for blocker, (stretches, longest_ns) in report["blockers"].items():
+            before = observation.blockers.get(blocker, (0, 0))
+            observation.blockers[blocker] = before[0] + stretches, max(before[1], longest_ns)
+        _add_keys(observation.keys, report["arguments"])
+        _add_tree(roots, report)
+    observation.roots = list(roots.values())
+    observation.silent = len(_processes_without_report(folder))
+    return observation
 
 
-def _add_tree(top: dict[Called, ObservedNode], facts: Mapping[str, Any]) -> None:
-    called = [Called(*fields) for fields in facts["called"]]
-    for path, calls, total_ns, self_ns, first_ns in facts["lines"]:
-        node, siblings = None, top
+def _add_tree(roots: dict[Callee, ObservedNode], report: Mapping[str, Any]) -> None:
+    callee = [Callee(*fields) for fields in report["called"]]
+    for path, calls, total_ns, self_ns, first_ns in report["lines"]:
+        node, siblings = None, roots
         for number in path:
-            node = siblings.setdefault(called[number], ObservedNode(called[number], node))
-            node.processes.add(facts["pid"])
+            node = siblings.setdefault(callee[number], ObservedNode(callee[number], node))
+            node.processes.add(report["pid"])
             siblings = node.children
         if node is not None:
             node.calls += calls
@@ -264,8 +264,8 @@ def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapp
             sums.digests.update(values["digests"])
 
 
-def roots_of(words: Sequence[str], folder: Path) -> list[Path]:
-    """Return the folders of a command's modules: the current folder, its script's, and those of `PYTHONPATH`."""
+def module_folders(words: Sequence[str], folder: Path) -> list[Path]:
+    """Return the folders that may hold a command's own modules: the current one, its script's, and `PYTHONPATH`'s."""
     folders = [folder]
     if words and not words[0].startswith("-"):
         script = (folder / words[0]).resolve()
@@ -273,14 +273,14 @@ def roots_of(words: Sequence[str], folder: Path) -> list[Path]:
             folders.append(script if script.is_dir() else script.parent)
     folders += [folder / entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     folders += [root / "src" for root in folders if (root / "src").is_dir() and not (root / "src/__init__.py").exists()]
-    roots_found = [root.resolve() for root in folders if root.is_dir() and not _is_installed(root.resolve())]
-    return list(dict.fromkeys(roots_found))
+    existing_folders = [root.resolve() for root in folders if root.is_dir() and not _is_installed(root.resolve())]
+    return list(dict.fromkeys(existing_folders))
 
 
-def own_names(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the top-level names of a command's own modules: those in its folders, and named installed ones."""
-    roots = roots_of(words, folder)
-    names = {name for root in roots for name in _top_level(root)}
+def own_modules(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the names of a command's own top-level modules: those in its folders, and those that its words name."""
+    roots = module_folders(words, folder)
+    names = {name for root in roots for name in _list_modules(root)}
     paths = [*map(str, roots), *sys.path]
     module_words = [word for before, word in zip(("", *words), words, strict=False) if before == "-m" or ":" in word]
     for word in module_words:
@@ -291,18 +291,18 @@ def own_names(words: Sequence[str], folder: Path) -> list[str]:
     return sorted(names)
 
 
-def patterns_of(names: Iterable[str]) -> list[str]:
-    """Return patterns that match every function of modules and of the main program."""
+def all_patterns(names: Iterable[str]) -> list[str]:
+    """Return patterns of a profile that match every function of the modules and of the main program."""
     return [pattern for name in names for pattern in (f"{name}:**", f"{name}.**:**")] + ["__main__:**"]
 
 
-def _top_level(root: Path) -> list[str]:
-    """Return the modules and packages in a folder."""
+def _list_modules(root: Path) -> list[str]:
+    """List the modules and packages in a folder that may be a service's."""
     names = set()
     with os.scandir(root) as entries:
         for entry in entries:
             name = entry.name.removesuffix(".py")
-            if not name.isidentifier() or _PASSED_OVER.fullmatch(name) or name in sys.stdlib_module_names:
+            if not name.isidentifier() or _IGNORED_NAMES.fullmatch(name) or name in sys.stdlib_module_names:
                 continue
             is_module = entry.is_file() and entry.name.endswith(".py")
             if is_module or (entry.is_dir() and not Path(entry, "pyvenv.cfg").exists() and _has_modules(Path(entry))):

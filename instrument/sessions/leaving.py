@@ -91,7 +91,7 @@ class Leaving:
         if self._observed_for:
             from instrument.proposal import observation
 
-            FAULTS.attempt("report to init", partial(observation.mark_begun, self._observed_for))
+            FAULTS.attempt("report to init", partial(observation.mark_started, self._observed_for))
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
             util.register_after_fork(self, Leaving._finish_with_multiprocessing)
