@@ -340,14 +340,14 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
-    "": (323, 4),
+    "": (321, 4),
     "agent": (4_588, 15),
     "chrome": (3_178, 9),
     "cli": (2_993, 16),
     "compat": (1_181, 6),
     "device": (3_711, 11),
     "docs": (0, 0),
-    "fleet": (137, 1),
+    "fleet": (136, 1),
     "instrumentors": (12_934, 49),
     "native": (9_222, 29),
     "otlp": (5_412, 20),
