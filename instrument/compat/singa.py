@@ -108,8 +108,8 @@ class Device:
         order = operators(recording, options).in_order
         if order is None:
             return [self._count_text(0)]
-        shown = [item for item in order.operators if item.total_ns and self._has_line(item.kind)]
-        return [*(_op_line(item.number, item.name, item.mean_ns) for item in shown), self._count_text(order.timed)]
+        listed = [item for item in order.operators if item.total_ns and self._has_line(item.kind)]
+        return [*(_op_line(item.number, item.name, item.mean_ns) for item in listed), self._count_text(order.timed)]
 
     def _has_line(self, kind: str) -> bool:
         return self.verbosity == 2 or kind == "comm"

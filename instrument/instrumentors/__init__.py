@@ -1,1 +1,1 @@
-"""Instrumentors find the targets of a profile's rules, attach probes to them and remove the probes again."""
+"""Instrumentors find the functions, layers and copies that a profile selects, and make them record their calls."""

@@ -1,9 +1,9 @@
-"""An observer of calls, which looks for arguments and results that name requests. Only `instrument init` uses it.
+"""Find arguments and results that identify requests (keys), for the profile that `instrument init` proposes.
 
-It examines the first calls of each function: numbers and texts under names such as `request_id`, objects with such an
-attribute, objects of the service's own classes, and sequences and mappings of them. Each value is noted under the path
-by which a profile's rule would read it. Values leave the process only as keyed digests, which identify the same request
-in another function or process. No code of the service runs: no properties, `__getattr__` or iterators of its classes.
+The first calls of each function are examined: numbers and texts under names such as `request_id`, objects with such an
+attribute, objects of the service's classes, and sequences and mappings of them. A value is noted under the path by
+which a rule would read it. Values leave the process only as keyed digests. Equal digests show that two functions or
+processes handle the same request. No code of the service runs: no properties, `__getattr__` or iterators.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from instrument.recorder.wrapping import Attributes, Results
 from instrument.runtime.faults import FAULTS
 
 SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
-"""The variable with the secret key of the digests. Each run of `instrument init` makes a new key."""
+"""The environment variable with the secret key of the digests. Each `instrument init` makes a new key."""
 
 LOOKS = 1000
-"""The number of first calls of each function that are examined. Samples would show each function different requests."""
+"""The number of first calls of a function to examine. The first calls of all functions serve the same requests."""
 
 ITEMS = 64
-"""The maximum number of items of a sequence or mapping that are examined."""
+"""The maximum number of items to examine in a sequence or mapping."""
 
 DIGESTS = 4096
-"""The maximum number of digests per path, and the maximum number of objects that are numbered at a time."""
+"""The maximum number of digests to keep per path, and of objects that have a number as keys."""
 
 ATTRIBUTES = 60
-"""The maximum number of attributes of an object that are examined."""
+"""The maximum number of attributes to examine in an object."""
 
 NAME_LENGTH = 64
-"""The maximum number of characters of a name. A mapping's longer keys are data."""
+"""The maximum length of a name in characters. A longer key of a mapping is data."""
 
 ID = re.compile(
     r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"
 )
-"""Names of values that identify a request."""
+"""The names of values that identify a request."""
 
 WEAK_ID = re.compile(r"^(?:id|ids|uid|uids|uuid|uuids|rid|rids|key|keys|qid|.*_uid|.*_uuid)$")
-"""Names of values that may identify a request. They are used if no better one exists."""
+"""The names of values that may identify a request. They are used if no value has a name that matches `ID`."""
 
 WEIGHT = re.compile(r"^(?!max_|min_)(?:num_|n_)?(?:\w+_)?(?:tokens|length)$")
-"""Names of numbers that can be a request's weight within a batch. Limits (`max_`, `min_`) are excluded."""
+"""The names of numbers that may be a request's weight in a batch, such as `num_tokens`, but not `max_tokens`."""
 
 _BUILTINS = frozenset(dir(builtins))
 _SEQUENCES = (list, tuple, deque, set, frozenset)
@@ -65,7 +65,10 @@ _SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
 
 @dataclass(slots=True)
 class SeenPath:
-    """The values at one path. `many` is True for several requests per call. `looks` counts the calls with a value."""
+    """The values seen at one path. `many` is True if a call has several. `looks` counts the calls with a value.
+
+    `items` counts the values, and `largest` is the maximum per call. `weights` is the path of the weights.
+    """
 
     many: bool
     looks: int = 0
@@ -82,7 +85,7 @@ class SeenPath:
 
 
 class ArgumentWatch:
-    """An observer of the arguments and results of this process's calls. `spent_ns` is the time that it took.
+    """The values seen in arguments and results of this process's calls. `spent_ns` is the time that it took.
 
     `is_own` returns True for the name of a module of the service.
     """
@@ -96,13 +99,13 @@ class ArgumentWatch:
         self.spent_ns = 0
 
     def clear(self) -> None:
-        """Drop all values, as a forked child begins with none."""
+        """Drop all values, in a forked child, because they are the parent's."""
         for paths in self._seen.values():
             paths.clear()
         self.spent_ns = 0
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return the values as JSON, by the label of the function and by path."""
+        """Return the seen values as JSON values, by the function's label and by path."""
         return {
             label: {path: values.facts() for path, values in sorted(paths.items())}
             for label, paths in sorted(self._seen.items())
@@ -110,9 +113,9 @@ class ArgumentWatch:
         }
 
     def examine(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """Return examiners of the arguments and of the results of a function's calls. Either may be None.
+        """Return two functions, which examine the arguments and the result of each call of a function, or None.
 
-        Functions that read no attribute and call only builtins are skipped. They are called most often, and their
+        Functions that read no attribute and call only builtins are skipped: they are called most often, and their
         examination would take several times as long as the call.
         """
         if not isinstance(function, FunctionType) or label.rpartition(":")[2].rpartition(".")[2] in _SKIPPED:
@@ -149,7 +152,7 @@ class ArgumentWatch:
             self._look(paths, RETURN, value)
 
     def _look(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
-        """Note the request keys in the value at a path, and in the value's attributes."""
+        """Note the keys of requests in the value at a path, and in the value's attributes."""
         kind = type(value)
         if kind in (str, int):
             if _is_id(path) and len(str(value)) <= 256:
@@ -165,7 +168,7 @@ class ArgumentWatch:
                 self._look_inside(paths, path, value, None)
 
     def _look_inside(self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None) -> None:
-        """Examine sequences and mappings in an object's attributes. `read` has the allowed names, None for all."""
+        """Examine sequences and mappings in an object's attributes. `read` limits the attributes by name."""
         for name, attribute in islice(_attributes(value).items(), ATTRIBUTES):
             if _is_plain(name) and (read is None or name in read) and type(attribute) in (*_SEQUENCES, *_MAPPINGS):
                 self._look(paths, f"{path}.{name}", attribute, inside=False)
@@ -197,7 +200,7 @@ class ArgumentWatch:
                 self._note(paths, path, items, many=True, size=size)
 
     def _note_id(self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1) -> bool:
-        """Note each object's attribute that names a request. Return False if the first object has none."""
+        """Note the attribute of each object that identifies a request. Return False if the first object has none."""
         attributes = [_attributes(thing) for thing in things]
         first = attributes[0] if attributes else {}
         names = [name for name, value in first.items() if type(value) in (str, int) and _is_id_key(name)]
@@ -213,7 +216,7 @@ class ArgumentWatch:
         return True
 
     def _text(self, key: Any) -> str:
-        """Return the text of a key for its digest. An object gets a number, as its address may be reused."""
+        """Return the text of a key for its digest. An object gets a number, because its address may be reused."""
         text = key_text(key)
         if not text or type(key) in (str, int):
             return text
@@ -246,7 +249,7 @@ class ArgumentWatch:
 
 
 class _Looking:
-    """An examiner of the first calls of a function. It never raises."""
+    """A limit to the examination of a function: its first `LOOKS` calls. Faults are counted, never raised."""
 
     def __init__(self, look: Callable[..., None], watch: ArgumentWatch) -> None:
         self._look = look
@@ -279,7 +282,7 @@ def _is_id(path: str) -> bool:
 
 
 def _is_id_key(key: object) -> bool:
-    """Return True if a mapping's key is a name for request keys, such as `request_id`. Other keys are data."""
+    """Return True if a key of a mapping is a name for keys of requests, such as `request_id`."""
     return _is_name(key, ID) or _is_name(key, WEAK_ID)
 
 
@@ -292,12 +295,12 @@ def _is_plain(key: object) -> TypeGuard[str]:
 
 
 def _rank(name: str) -> tuple[bool, int, str]:
-    """Return a sort key that puts the likeliest names of request keys first."""
+    """Return a sort key that puts the likeliest names for keys of requests first."""
     return not ID.match(name), len(name), name
 
 
 def _attributes(thing: Any) -> Mapping[str, Any]:
-    """Return the attributes of an object, without running any code of its class."""
+    """Return the attributes of an object without running code of its class."""
     try:
         namespace = object.__getattribute__(thing, "__dict__")
     except AttributeError:
@@ -317,4 +320,4 @@ _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, slice, type, range, type(len)}
     | {FunctionType, type(re), *_SEQUENCES, *_MAPPINGS}
 )
-"""Classes whose objects cannot be requests."""
+"""The classes whose objects cannot be requests."""

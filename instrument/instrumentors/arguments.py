@@ -1,14 +1,13 @@
-"""Arguments: the parts of a call's arguments and result that a rule records, as attributes and keys of its span.
+"""Read the values that a rule records from a call's arguments and result: attributes, request keys, batches and facts.
 
-A path below an argument leads through attributes, and through the keys of mappings. Only parts that a rule names are
-recorded. A size is the result of `len`, a type is a class's name. A value is a number, or text of at most `VALUE_LIMIT`
-characters. Code of the arguments' classes runs only to read the parts that a rule names.
+A value has a path such as `request.params.n`: a parameter, or `return` for the result, then attributes or keys of
+mappings. Only values that a rule names are recorded, and only their classes' code runs. An attribute is a value (a
+number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (the name of a class).
 
-A key is read by a path that begins with a parameter, or with `return` for the result. `[]` means each item of a
-sequence, or each value of a mapping. A path for several keys that ends at a mapping means the mapping's keys; its
-values are their weights if they are numbers. Other weights, perhaps of another parameter, are in the order of the keys,
-or in a mapping by key. Keys are text, integers, UUIDs or bytes, or objects of the service, which are keys within their
-process. Reading never raises: a value that cannot be read is left out, counted and named in the log.
+A batch has a path to several keys. `[]` in it means each item of a sequence, or each value of a mapping. A path that
+ends at a mapping means the mapping's keys; if its values are numbers, they are the weights. Weights from another path
+are in the order of the keys, or in a mapping by key. Keys are text, integers, UUIDs or bytes. An object of the service
+may also be a key, within its process. Reading never raises: an unreadable value is left out, counted and logged.
 """
 
 from __future__ import annotations
@@ -53,23 +52,23 @@ from instrument.runtime.faults import FAULTS
 
 
 class LEFT_OUT:  # noqa: N801 - a mark, and no class of anything
-    """A marker for an argument that a call omits, and for a missing attribute or item of an argument."""
+    """A marker for an argument that a call omits, and for a missing item of a mapping."""
 
 
 class Parameter(NamedTuple):
-    """A parameter of a function: its name, its position (-1 for a parameter by name alone) and its default."""
+    """A parameter of a function: its name, its position (-1 if it is keyword-only) and its default."""
 
     name: str
     position: int
     default: Any
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the parameter's argument in a call, or its default."""
+        """Return the argument that a call passes for the parameter, or its default."""
         return args[self.position] if 0 <= self.position < len(args) else kwargs.get(self.name, self.default)
 
 
 def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
-    """Return the function's parameter of that name, or the reason in words why it has none."""
+    """Return a function's parameter by its name, or a text with the reason why it has none."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -86,7 +85,7 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
 
 
 class _AttributeRead(NamedTuple):
-    """An attribute to read: its name, its parameter, the path below the parameter, and the converter of the value."""
+    """An attribute to read: its parameter, the path below it, and `take`, which converts the value."""
 
     name: str
     parameter: Parameter
@@ -96,9 +95,9 @@ class _AttributeRead(NamedTuple):
 
 
 class ArgumentReader:
-    """A reader of a call's arguments as attributes. Unreadable arguments are left out, counted and logged.
+    """A function that reads a call's arguments as attributes of the span. Unreadable ones are left out and logged.
 
-    A function that is pickled by value takes a copy of its reader along.
+    A function that is pickled by value takes along a copy of its reader.
     """
 
     def __init__(self, attributes: Sequence[_AttributeRead], place: str) -> None:
@@ -126,9 +125,9 @@ class ArgumentReader:
 def reader(
     function: Callable[..., Any], arguments: Sequence[Argument], place: str = ""
 ) -> tuple[Attributes | None, list[str]]:
-    """Return a reader of the arguments that a rule names, and a message for each that the function does not have.
+    """Return a reader of the arguments that a rule names, and a message for each one that the function lacks.
 
-    `place` is the rule's place in the profile, for the log.
+    `place` is the rule's file and line in the profile, for the log.
     """
     reads: list[_AttributeRead] = []
     missing: dict[str, None] = {}  # without duplicates: a function of unknown parameters gives each the same message
@@ -143,7 +142,7 @@ def reader(
 
 
 def part_of(value: Any, name: str) -> Any:
-    """Return a mapping's value for a name, or another object's attribute. Inserts nothing into a `defaultdict`."""
+    """Return a mapping's value for a name, or an attribute of any other object. A `defaultdict` does not grow."""
     if not _is_mapping(value):
         return getattr(value, name)
     if isinstance_of(value, dict):
@@ -178,10 +177,10 @@ _READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _size, "type": _
 RETURN = "return"
 EACH = "[]"
 FACTS_OF_REQUEST = 2
-"""The native reader's mode for facts of requests."""
+"""The mode of the native reader in which it reads facts of requests instead of keys."""
 
 TEXTS_KNOWN = 4096
-"""The maximum number of texts whose shortened form is cached. One more empties the cache."""
+"""The maximum number of key texts whose shortened form is cached. One more empties the cache."""
 
 Values = dict[Any, Any]
 ReadResult = Callable[[Any], Values]
@@ -190,9 +189,9 @@ _native = native.MODULE
 
 
 class KeyReader:
-    """A reader of a rule's keys in calls of one function: in their arguments, and in their results.
+    """A reader of a rule's key and batch. `of_call` reads them from a call's arguments, `of_result` from its result.
 
-    `missing` has a message for each missing parameter. `of_call` and `of_result` are None if they have nothing to read.
+    Either is None if it has nothing to read. `missing` has a message for each parameter that the function lacks.
     """
 
     def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
@@ -230,7 +229,7 @@ class KeyReader:
         return _native_key_reader(parameter, name, keys, read_call, weighed)
 
     def _without_weights(self, keys: RequestKeys, missing: str) -> RequestKeys:
-        """Return the keys without weights, so that all members weigh the same. Note the missing weights."""
+        """Note that the weights cannot be read. Return the batch without them: all members weigh the same."""
         self.missing.append(f"weights: {missing}")
         return replace(keys, weights="")
 
@@ -248,11 +247,11 @@ class KeyReader:
         return _native_key_reader(None, name, keys, read_result)
 
     def _make_reader(self, name: str, keys: RequestKeys) -> Callable[..., Values]:
-        """Return a reader of the key in a value, or of the keys of a batch."""
+        """Return a reader of the key or the batch below a value."""
         return _key_of(keys) if name == KEY else _batch_of(keys, f"{self._place}: {keys.argument}")
 
     def _failure_logger(self, keys: RequestKeys) -> Callable[[Any, Exception], Values]:
-        """Return a function that logs a failed read. It omits the error's text, as that may contain values."""
+        """Return a function that logs a failed read. It omits the error's text, which may contain values."""
         place = f"{self._place}: {keys.argument}"
 
         def complain(value: Any, error: Exception) -> Values:
@@ -266,9 +265,9 @@ class KeyReader:
 def _native_key_reader(
     parameter: Parameter | None, name: str, keys: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
 ) -> _Read:
-    """Return a native reader for keys that are texts or numbers in attributes and built-in containers, as most are.
+    """Return a reader in C for keys that are texts or numbers in attributes and built-in containers, as most are.
 
-    It calls `otherwise` for all other values. A Python function would take microseconds, as the service's work has
+    It calls `otherwise` for other values. A Python function would take microseconds, because the service's work has
     evicted its code from the processor's caches.
     """
     paths = [_steps_below(path) for path in (keys.argument, keys.weights)]
@@ -285,14 +284,14 @@ def _native_key_reader(
 
 
 def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Return the steps to a container, and the steps from each of its items. The second is None without a container."""
+    """Split a path at `[]`: the steps to the container, and those from each of its items (None without `[]`)."""
     at = steps.index(EACH) if EACH in steps else len(steps)
     steps = list(map(sys.intern, steps))
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
 
 
 class _OneFact(NamedTuple):
-    """A fact of a call's request, with its path below a parameter or the result."""
+    """A fact to read for the request of a call: the steps below a parameter or the result, and the conversion."""
 
     name: str
     place: str
@@ -300,7 +299,7 @@ class _OneFact(NamedTuple):
     take: Callable[[Any], AttributeValue]
 
     def below(self, value: Any) -> AttributeValue | None:
-        """Return the fact at the path below a value, None if an object on the path is None."""
+        """Return the fact below a value, None if an object on the path is None."""
         for step in self.steps:
             if value is None:
                 return None
@@ -309,10 +308,10 @@ class _OneFact(NamedTuple):
 
 
 class _Facts:
-    """A reader of facts of a call's request, below one parameter or the result.
+    """A reader of facts below one parameter or the result, for the request of a call.
 
-    The native reader calls it with a value and a fact's index if it cannot read the fact itself. For an omitted
-    argument it passes the call's arguments, and the default is read.
+    The reader in C calls it with a value and the index of a fact that it cannot read itself. If a call omits the
+    argument, it passes the call's arguments, and the facts are read from the default.
     """
 
     def __init__(
@@ -341,7 +340,7 @@ class _Facts:
 
 
 class _FactsOfSeveral(NamedTuple):
-    """A reader of a fact of several requests: the values at a path, and the keys at another one."""
+    """A reader of one fact for several requests: values at one path, and the requests' keys at another."""
 
     fact: _OneFact
     parameters: Sequence[Parameter | None]
@@ -351,7 +350,7 @@ class _FactsOfSeveral(NamedTuple):
     names: Values
 
     def read(self, *call: Any) -> Values:
-        """Return the facts and the keys of their requests, read from a call's (args, kwargs) or from its result."""
+        """Read the facts and the keys of their requests from a call's (args, kwargs) or from its result."""
         of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
         try:
             texts = self.texts(_first_items(self.keys(of_keys), BATCH_LIMIT))
@@ -365,15 +364,15 @@ class _FactsOfSeveral(NamedTuple):
 
 
 def _complain_of_fact(place: str, value: Any, error: Exception) -> None:
-    """Log a failed read without the error's text, which may contain values of the service."""
+    """Log a failed read of a fact without the error's text, which may contain values of the service."""
     FAULTS.note_of_rule(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
 
 
 class FactReader:
-    """A reader of a rule's facts of requests in calls of one function: in their arguments, and in their results.
+    """A reader of a rule's facts of requests. `of_call` reads a call's arguments, and `of_result` its result.
 
-    `missing` has a message for each fact that the function does not have. `of_call` and `of_result` include the given
-    readers, and are None if they have nothing to read. A value of None is no fact.
+    Both also call the reader that is passed in, and are None if they have nothing to read. `missing` has a message for
+    each fact that the function lacks. A value of None is no fact.
     """
 
     def __init__(
@@ -414,7 +413,7 @@ class FactReader:
                 self.of_call = _native_facts(parameter, facts, names, self.of_call)
 
     def _fact_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
-        """Return the parameters of a fact's values and of its keys, None for one that is read from the result."""
+        """Return the parameters of a fact's values and of its keys. One that is read from the result is None."""
         parameters = [None if _first(path) == RETURN else parameter_of(function, _first(path)) for path in paths]
         missing = [parameter for parameter in parameters if isinstance(parameter, str)]
         if not missing and (parameters[0] is None) != (parameters[1] is None):
@@ -426,7 +425,7 @@ class FactReader:
 def _native_facts(
     parameter: Parameter | None, facts: Sequence[_OneFact], names: Values, before: Callable[..., Any] | None
 ) -> Any:
-    """Return a reader of facts below a parameter or the result. It includes the values of the reader `before`."""
+    """Return a reader of facts below a parameter or the result, in C if possible. It also calls the reader `before`."""
     reader = _Facts(parameter, facts, names, before)
     if _native is None:
         return reader
@@ -438,7 +437,7 @@ def _native_facts(
 
 
 def fact_value(value: Any) -> AttributeValue:
-    """Return a value as a fact: a number, a bool, a text, or the name of a member of an enumeration."""
+    """Convert a value to a fact: a number, a bool or a text. A member of an enumeration becomes its name."""
     kind: Any = type(value)
     if kind is int or kind is str or not issubclass(kind, Enum):
         return _value(value)
@@ -447,7 +446,7 @@ def fact_value(value: Any) -> AttributeValue:
 
 @lru_cache(maxsize=256)
 def _defines_str(kind: type) -> bool:
-    """Return True for an enumeration that defines its own `__str__`."""
+    """Return True if an enumeration itself defines `__str__`."""
     return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
 
 
@@ -461,7 +460,7 @@ def _is_of_result(keys: RequestKeys) -> bool:
 
 
 def join_readers(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[..., Any] | None:
-    """Return one reader for the values of several readers, None if there are no readers."""
+    """Join several readers into one that returns the values of all. Return None if there are none."""
     reads = [read for read in readers if read is not None]
     if len(reads) < 2:
         return reads[0] if reads else None
@@ -473,7 +472,7 @@ def join_readers(readers: Sequence[Callable[..., Values | None] | None]) -> Call
 
 
 def _steps_below(path: str) -> list[str]:
-    """Return the steps of a path below its first name."""
+    """Split a path into the steps after its first name."""
     return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
 
 
@@ -530,7 +529,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
 
 
 def _first_items(iterable: Any, most: int) -> list[Any]:
-    """Return up to `most` first items of an iterable.
+    """Return the first items of an iterable, up to `most`.
 
     Raises `UnreadError` for generators and files, whose items the service would lose, and for arrays on a device.
     """
@@ -540,7 +539,7 @@ def _first_items(iterable: Any, most: int) -> list[Any]:
 
 
 def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a reader of the sequence or mapping at a path."""
+    """Return a function that follows a path with `[]` below a value, and returns the values there."""
     if EACH not in steps:
 
         def plain(value: Any) -> Any:
@@ -576,7 +575,10 @@ def _is_mapping(value: Any) -> bool:
 
 
 def _text_maker(cut: str) -> Callable[[Any], str]:
-    """Return a function for a key's text: up to `KEY_LIMIT` characters without matches of `cut`, "" for no key."""
+    """Return a function that makes the text of a key: up to `KEY_LIMIT` characters, without matches of `cut`.
+
+    The text is "" for a value that cannot be a key.
+    """
 
     def plain(value: Any) -> str:
         return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
@@ -594,7 +596,7 @@ def _text_maker(cut: str) -> Callable[[Any], str]:
 
 
 def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
-    """Return a function for the texts of a list of keys."""
+    """Return a function that makes the texts of a list of keys."""
     text = _text_maker(cut)
 
     def texts(keys: list[Any]) -> tuple[str, ...]:
@@ -606,7 +608,7 @@ def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
 
 
 class _ShortenedTexts(dict[str, str]):
-    """A cache of texts without the matches of an expression."""
+    """A cache of key texts: maps a text to the text without matches of an expression."""
 
     def __init__(self, cut: str) -> None:
         self._expression = re.compile(cut)

@@ -1,12 +1,12 @@
-"""Communication between processes by torch.distributed. Each call is a span of kind `comm`.
+"""Record communication between processes by torch.distributed. Each call is a span of kind `comm`.
 
-The methods of process groups are replaced, not the functions of `torch.distributed`, as compilers and torch know these
-by identity. A synchronous collective is one span, such as `all_reduce`. An asynchronous one is the span of the call,
-and a span `all_reduce.wait` for the wait, with `in_flight_ns` from the call to the end of the wait. Sends and receives
-always have both spans, as they do not show if they are asynchronous.
+A synchronous collective is one span, such as `all_reduce`. An asynchronous one has two: `all_reduce` for the call, and
+`all_reduce.wait` for the wait, whose `in_flight_ns` is the time from the call to the end of the wait. Sends and
+receives always have both spans, because a call does not show if it is asynchronous. The methods of process groups are
+replaced, because compilers and torch compare the functions of `torch.distributed` by identity.
 
-Spans carry operation, bytes (the larger of this rank's input and output), backend, group, rank and world size, and
-never an address or the contents of a tensor. Device time is the wait of the calling stream.
+Spans have the operation, bytes (the larger of this rank's input and output), backend, group, rank and world size, but
+no address and no contents of tensors. Device time is the wait of the calling stream.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OPERATIONS: Mapping[str, str] = {
     "recv_anysource": "recv",
     "_end_coalescing": "coalesced",
 }
-"""The `torch.distributed` operation of each method of process groups, for all supported versions of torch."""
+"""The methods of process groups, with the name of the operation in `torch.distributed`, in all versions of torch."""
 
 PEERS = frozenset({"send", "recv"})
 
@@ -71,7 +71,7 @@ UNSEEN = (
 
 @dataclass(slots=True)
 class _Issued:
-    """A communication that has begun. `waits` is True if its call includes the wait, as a synchronous one does."""
+    """A communication that has begun. `waits` is True if one span covers call and wait: it is synchronous."""
 
     site: Site
     wait_site: Site
@@ -87,7 +87,7 @@ class _Issued:
 
 
 class Comm(Switch):
-    """The instrumentor of `comm: auto`. `hits` counts the calls of each operation."""
+    """The instrumentor of `comm: auto`. `hits` counts calls by operation."""
 
     key = "comm"
     module = MODULE
@@ -100,7 +100,7 @@ class Comm(Switch):
         self._why = "torch.distributed not imported"
 
     def imported(self, module: Any) -> bool:
-        """Replace the methods of process groups and of their work objects, after the import of torch.distributed."""
+        """Replace the methods of process groups and of `Work`, after the import of torch.distributed."""
         if self._attached:
             return False
         group, work = getattr(module, "ProcessGroup", None), getattr(module, "Work", None)
@@ -121,12 +121,12 @@ class Comm(Switch):
         return False
 
     def undo(self) -> None:
-        """Restore the methods of process groups and of their work objects."""
+        """Restore the methods of process groups and of `Work`."""
         super().undo()
         self._issued.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the called operations and on the unseen ones."""
+        """Return the verdicts on the recorded operations and on those that cannot be recorded."""
         if not self._met:
             return [Verdict("comm", "waiting", why=self._why)]
         if not self.hits:
@@ -137,7 +137,7 @@ class Comm(Switch):
     # ---------------------------------------------------------------- calls
 
     def _wrap(self, method: Callable[..., Any], begin: Callable[..., _Issued | None], end: Callable[..., Any]) -> Any:
-        """Wrap a method: call `begin` before each call, and `end` after it."""
+        """Wrap a method so that `begin` is called before each call, and `end` after it."""
         recorder, is_compiling = self._recorder, self._is_compiling
 
         @functools.wraps(method)
@@ -156,7 +156,7 @@ class Comm(Switch):
         return wrapper
 
     def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued:
-        """Return the communication of a call that begins."""
+        """Begin the communication of a call, with its site and attributes."""
         waits = any(getattr(argument, "asyncOp", None) is False for argument in (*args, *kwargs.values()))
         moved_bytes, on_device = _largest_argument(args[1:])
         attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
@@ -168,7 +168,7 @@ class Comm(Switch):
         return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
 
     def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None) -> None:
-        """Record a call that has returned, unless its span includes the wait."""
+        """Record a call that has returned, unless its span ends with the wait."""
         if issued is None:
             return
         may_wait = error is None and hasattr(work, "wait")
@@ -178,7 +178,7 @@ class Comm(Switch):
             self._issued[work] = issued
 
     def _begin_wait(self, args: Any, kwargs: Any) -> _Issued | None:
-        """Return the communication that a call begins to wait for, None if it is unknown."""
+        """Begin the wait for a communication, and return it, None if it is unknown."""
         issued = self._issued.pop(args[0], None)
         if issued is not None:
             if not issued.waits:
@@ -187,7 +187,7 @@ class Comm(Switch):
         return issued
 
     def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
-        """Record an ended wait: in one span with its call, or alone if the call has its own span."""
+        """Record a wait that has ended: in one span with a synchronous call, or as a span of its own."""
         if issued is None:
             return
         if issued.waits:
@@ -205,14 +205,14 @@ class Comm(Switch):
         self._recorder.record(issued.site, start_ns, attributes or None, pair)
 
     def _start_timer(self, site: Site) -> Any:
-        """Start a device timer on the calling stream. Return None if device time is off."""
+        """Start a device timer on the current stream, None if device time is off."""
         begin = self._recorder.begin_device
         return begin(None, None, 0) if site.device and begin is not None else None
 
     # ---------------------------------------------------------------- sites
 
     def _sites_of(self, operation: str, group: Any, on_device: bool) -> tuple[Site, Site]:
-        """Return the site of an operation's calls in a group, and the site of the waits for them."""
+        """Return the sites of an operation in a process group: of its calls, and of its waits."""
         key = operation, id(group), on_device
         sites = self._sites.get(key)
         if sites is None:
@@ -237,7 +237,7 @@ class Comm(Switch):
 
 
 def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued | None:
-    """Return the result of a call, or None if it raises. The fault is ours, and is counted."""
+    """Call a function of this module. If it raises, count the fault and return None."""
     try:
         return call(*arguments)
     except Exception as fault:
@@ -246,7 +246,7 @@ def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued |
 
 
 def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
-    """Return the facts of a process group, without the addresses of its processes."""
+    """Return the attributes of a process group's spans, without the addresses of its processes."""
     name = getattr(group, "group_desc", None) or getattr(group, "group_name", None)
     return (
         ("backend", str(group.name())),
@@ -257,7 +257,7 @@ def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
 
 
 def _largest_argument(arguments: Sequence[Any]) -> tuple[int, bool]:
-    """Return the bytes of a call's largest argument, and True if a tensor of any argument is on a device."""
+    """Return the bytes of the tensors in the largest argument, and True if any tensor is on a device."""
     most, on_device = 0, False
     for argument in arguments:
         size, waiting = 0, [argument]

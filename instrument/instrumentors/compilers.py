@@ -1,8 +1,8 @@
-"""Compilers and CUDA graphs of torch: no compiler compiles a probe, and each replay of a graph is one span.
+"""Keep torch's compilers away from probes, and record each replay of a CUDA graph as one span.
 
-If a compiled function falls back to Python in its middle, each call there is compiled in turn, frame by frame. torch
-skips its own frames by file name. Frames of probes must be excluded by name. During the capture of a graph the probes
-inside run once and record no events. At a replay they do not run, so only the whole replay is timed.
+If torch.compile cannot compile the middle of a function, it compiles each Python call there by itself. It skips its own
+frames by file name, and those of probes must be excluded one by one. The capture of a CUDA graph runs the probes inside
+without recording. A replay runs no probe, so only the whole replay is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instrument.runtime import imports
 
 
 def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
-    """Exclude functions from torch's compiler from now on, even if their callers are compiled."""
+    """Make torch.compile run functions as plain Python from now on, even where it compiles their callers."""
     evaluation = _eval_frame(torch)
     codes = [code for code in (getattr(call, "__code__", None) for call in functions) if isinstance(code, CodeType)]
     if hasattr(evaluation, "set_code_exec_strategy"):
@@ -33,13 +33,13 @@ def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
 
 
 def compiling_test(torch: Any) -> Callable[[], bool]:
-    """Return a test for code that torch is compiling. Probes must not run in it."""
+    """Return a function that is True while torch compiles the calling code. Probes must not run then."""
     is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return is_compiling or (lambda: False)
 
 
 def evaluator_setter(torch: Any) -> Callable[[Any], Any]:
-    """Return a function that sets this thread's frame evaluator (None is Python's) and returns the earlier one."""
+    """Return torch's function that sets this thread's frame evaluator. None is Python's own; it returns the earlier."""
     set_evaluator: Callable[[Any], Any] | None = getattr(_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)
 
@@ -52,7 +52,7 @@ SITE = Site("CUDA graph replay", "op", "torch.cuda", "CUDAGraph.replay", device=
 
 
 def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
-    """Record the replays of torch's CUDA graphs, even if torch is imported later. Return the undo."""
+    """Record each replay of a CUDA graph, also if torch is imported later. Return the function that stops it."""
     undos: list[Undo] = []
 
     def imported(torch: ModuleType) -> None:

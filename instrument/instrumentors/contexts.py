@@ -1,19 +1,15 @@
-"""Reports to the recorder on copies of contexts, and on work that is handed to other threads.
+"""Find the parent span across tasks and threads: report copies of contexts and hand-offs to threads to the recorder.
 
-To keep each context's current span published, the recorder would write a variable twice per span, which costs more than
-the rest of a span. Instead it publishes the span when a context is copied. `contextvars.copy_context` copies contexts,
-and so does asyncio in C when it makes a task by `loop.create_task`, which all functions that make tasks call. Both
-report to the recorder, for loops of asyncio and uvloop. With another loop each span is published at its begin and end.
-Other copies, such as those of `asyncio.Task` itself and of uvloop's `call_soon`, find the nearest request, since
-requests are always published while a loop runs.
+The parent of a span is found in its context (`contextvars`). To write each span into the context would double its cost.
+So the current span is written only when the context is copied: by `contextvars.copy_context`, and by `loop.create_task`
+of asyncio and uvloop, which all functions that make tasks call. With another loop, each span is written at its begin
+and end. In other copies, such as that of uvloop's `call_soon`, a span finds at least its request, because requests are
+always written while a loop runs. If two tasks share a context, a span of one may be the child of a span of the other.
+The recorder then reads the task at each step, because self times need the task of each span.
 
-Two tasks that share a context share its variables: a span of one task may be the child of a span of the other. Self
-times need the task of each span, so the recorder reads the task at each step there.
-
-Spans of work for other threads are children of the request that was open at the hand-off.
-`ThreadPoolExecutor.submit`, which `loop.run_in_executor` calls, and the start of a thread are recorded. The work runs
-in the context of its own thread, as it does without us. The wait in the pool is a phase of the request. A thread of an
-executor belongs to no request.
+Work that a request hands to another thread belongs to the request. `ThreadPoolExecutor.submit`, which
+`loop.run_in_executor` calls, and starts of threads are recorded. The wait in the executor's queue is a phase of the
+request. The work still runs in the context of its own thread. An executor's thread itself belongs to no request.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from instrument.runtime import imports
 
 
 def watch(recorder: Recorder = RECORDER) -> Undo:
-    """Report copies of contexts to the recorder from now on. Return the undo."""
+    """Report each copy of a context to the recorder from now on. Return the function that stops it."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
     recorder.tells_of_tasks = _Tasks(recorder, undos).reports_tasks
@@ -56,7 +52,7 @@ LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
 
 
 class _Tasks:
-    """The event loops that report new tasks to the recorder. A class of loops does so from its first span on."""
+    """The classes of event loops whose `create_task` reports new tasks. A class reports from its first span on."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
         self._publish, self._share = recorder.publish, recorder.share
@@ -66,7 +62,7 @@ class _Tasks:
         self._attach()
 
     def reports_tasks(self) -> bool:
-        """Return True if the running loop reports its tasks to the recorder."""
+        """Return True if the running event loop reports its new tasks to the recorder."""
         loop = sys.modules["asyncio.events"]._get_running_loop()
         # A class or an instance with another `create_task` does not.
         return self._copies_contexts(type(loop)) and "create_task" not in vars(loop)
@@ -101,14 +97,14 @@ class _Tasks:
 MODULE = "concurrent.futures.thread"
 
 QUEUE = Site(EXECUTOR_QUEUE, "phase")
-"""The site of spans for a request's wait in the queue of an executor."""
+"""The site of a request's waits in the queue of a thread pool executor."""
 
 STARTS = ("_start_new_thread", "_start_joinable_thread")
-"""The functions that start threads for `threading`: up to Python 3.12, and from 3.13 on."""
+"""The functions of `threading` that start a thread: the first up to Python 3.12, the second from 3.13 on."""
 
 
 def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
-    """Link work for other threads to the request that handed it over, from now on. Return the undo."""
+    """Link other threads' work to the requests that started it, from now on. Return the function that stops it."""
     undos: list[Undo] = []
 
     def meet(owner: Any, name: str, form: str) -> None:

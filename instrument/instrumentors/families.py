@@ -1,4 +1,4 @@
-"""The families of rules, one per key of a profile, and the packages whose import loads each family."""
+"""The families of rules, one per key of a profile. A family's code is loaded at the first import of its packages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from instrument.runtime.cheap_start import NamedTuple, replace
 
 
 class Family(NamedTuple):
-    """The module and class of a family, and the packages and modules in which its rules may have targets.
+    """The class that instruments a key of a profile, by module and name, and the packages that its rules can select.
 
-    Of the standard library only servers are listed. A service imports another of the family's packages first.
+    Packages of the standard library are left out, except servers: a service also imports another of the packages.
     """
 
     module: str
@@ -49,14 +49,14 @@ FAMILIES: Mapping[str, Family] = {
     "logs": _family("requests.propagation", "LogRecords", "logging structlog"),
     "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
-"""The family of each key of a profile, in the order in which they attach."""
+"""The family of each key of a profile. They attach to a module in this order."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The families that keep unchanged probes when rules change. All other families attach their few probes again."""
+"""The families that keep the probes of unchanged rules at a reload. All other families attach all probes again."""
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
-    """Return the packages and modules in which rules of a key may have targets, None for any module."""
+    """Return the packages and modules that the rules of a key can select, None for all modules."""
     if key == "functions":
         from instrument.runtime.main_module import MAINS
 
@@ -71,7 +71,7 @@ def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
 
 
 def packages_to_await(profile: Profile) -> frozenset[str] | None:
-    """Return the packages whose import starts recording in a process, None if recording must start at once."""
+    """Return the packages at whose import recording starts in a process, None if it must start at once."""
     awaited_packages: set[str] = set()
     for key in FAMILIES.keys() - {"logs"}:  # which record nothing by themselves
         packages = packages_of(profile, key) if rules_of(profile, key) else frozenset()
@@ -83,7 +83,7 @@ def packages_to_await(profile: Profile) -> frozenset[str] | None:
 
 
 def rules_of(profile: Profile, key: str) -> tuple[Any, ...]:
-    """Return the rules of a key of the profile, none if it is `off`."""
+    """Return the rules of a profile's key as a tuple. It is empty if the key is `off`."""
     rules = getattr(profile, key)
     if key == "requests":
         return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in rules)

@@ -1,8 +1,8 @@
-"""Probes on functions, for `@profiled` and for the profile's function rules, and their removal.
+"""Replace functions by recording ones (probes), for `@profiled` and for the function rules of a profile, and back.
 
-A decorator such as `@app.get` hands the function to its table before a module has a name for it. So does a list of
-routes in the handlers' own module. Other tables keep the bare function, while its module has the probe under its name.
-Pickling compares the two, so `keep_picklable` pickles the bare function by its name.
+A decorator such as `@app.get` puts the function into a table of the framework before its module has a name for it. So
+`probe_registered` replaces handlers while they are registered. Other tables keep the original function, while the
+module's name means the probe. Pickle refuses a function that its name does not mean; see `keep_picklable`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
-"""The minimum reference count of an immortal object (PEP 683), whose count is no number of references."""
+"""The lowest reference count of an immortal object (PEP 683). Its count does not say how many references exist."""
 
 Undo = Callable[[], None]
 T = TypeVar("T")
 
 
 class Probe:
-    """A probe on a target. `undo` restores the function, unless other code has replaced it since."""
+    """A probe on a target: `set` puts a recording function in place of the target's, and `undo` restores it."""
 
     __slots__ = ("_aliases", "_places", "is_set", "site", "target", "wrapped")
 
@@ -62,7 +62,7 @@ class Probe:
         self.is_set = False
 
     def set(self) -> None:
-        """Replace the target's function by the probe. Raises the error of an owner that refuses to be changed."""
+        """Replace the target's function. Raises the error of a module or class that cannot be changed."""
         target = self.target
         self.is_set = True
         value = self._put_function(self.wrapped)
@@ -72,20 +72,20 @@ class Probe:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def _put_function(self, function: Any) -> Any:
-        """Replace the target's function. A changed property loses its name, which messages need, so it is set again."""
+        """Replace the target's function. A changed property loses its name, which messages need; set it again."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
         return value
 
     def set_in_class(self, owner: type, attribute: str) -> None:
-        """Replace the function under a name of another class."""
+        """Replace the function also under its name in another class."""
         if type_namespace(owner).get(attribute) is self.target.function:
             self._aliases.append((owner, attribute))
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def undo(self) -> None:
-        """Restore the original objects."""
+        """Restore the original functions under all names."""
         if not self.is_set:
             return
         self.is_set = False
@@ -95,7 +95,7 @@ class Probe:
 
 
 class Assignment:
-    """An attribute of a module or class that has been set, with its earlier value."""
+    """A changed attribute of a module or class. It has the earlier value, which `undo` restores."""
 
     __slots__ = ("_attribute", "_before", "_new", "_own", "_owner")
 
@@ -109,7 +109,7 @@ class Assignment:
         return type_namespace(self._owner) if isinstance_of(self._owner, type) else vars(self._owner)
 
     def undo(self) -> None:
-        """Restore the earlier value, unless other code has set another one since."""
+        """Restore the earlier value, unless other code has changed the attribute since."""
         if self._names().get(self._attribute) is not self._new:
             return
         if self._own:
@@ -119,18 +119,18 @@ class Assignment:
 
 
 def replace(owner: Any, attribute: str, new: Any) -> Undo:
-    """Set an attribute of a module or class. Return the undo, which leaves a value that other code has set since."""
+    """Set an attribute of a module or class. Return a function that restores the earlier value."""
     return Assignment(owner, attribute, new).undo
 
 
 def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
-    """Return a decorator that replaces an attribute by the function, under its name, and returns the undo."""
+    """Return a decorator that replaces `owner.attribute` by a function. The result restores the original."""
     original = getattr(owner, attribute)
     return lambda function: replace(owner, attribute, functools.wraps(original)(function))
 
 
 def undo_all(undos: list[Undo]) -> None:
-    """Call every undo, last first. A failure is counted and stops none of the others."""
+    """Call all functions of the list, the last first, and empty it. A failure is counted and stops no other call."""
     while undos:
         try:
             undos.pop()()
@@ -139,10 +139,10 @@ def undo_all(undos: list[Undo]) -> None:
 
 
 def references_elsewhere(target: Target) -> int:
-    """Return the number of references to a function, without the target's own.
+    """Return how many objects refer to a target's function, except its own module or class.
 
-    It is 0 for a name that a class inherits, as the rule means that class alone. It is 0 for functions of a
-    `singledispatchmethod`, too, as nothing else calls them.
+    The number is 0 for a method that the class inherits, because the rule selects it in this class alone. It is 0 for
+    functions of a `singledispatchmethod`, because no other object calls them.
     """
     names = type_namespace(target.owner) if isinstance_of(target.owner, type) else own_names(target.owner)
     if (
@@ -154,7 +154,7 @@ def references_elsewhere(target: Target) -> int:
 
 
 def references(target: Target) -> int:
-    """Return the number of references to a function by objects, including the target's own."""
+    """Return how many objects refer to a target's function, with its own module or class."""
     return references_elsewhere(target) + 1 + (target.raw is target.function)
 
 
@@ -165,7 +165,7 @@ def _references(target: Target) -> int:
 
 @lru_cache(maxsize=1)
 def _usual_references() -> int:
-    """Return the number of references to a function that only its own module refers to."""
+    """Return the reference count of a function to which only its own module refers."""
     module = ModuleType("usual")
     namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find(module, "usual:usual")
@@ -234,7 +234,7 @@ _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary
 
 
 def _note_decorated(site: Site, wrapper: Any) -> None:
-    """Register a decorated function under its site."""
+    """Note a decorated function under its site, and print the hint at exit if no session starts."""
     _register_hint()
     _decorated[site] = wrapper
 
@@ -245,7 +245,7 @@ def _register_hint() -> None:
 
 
 def _print_hint(pid: int) -> None:
-    """Print one hint at a program's exit: how to record its decorated functions. Child processes print none."""
+    """Print a hint at the program's exit that decorated functions recorded no call. Child processes print none."""
     parent = getattr(sys.modules.get("multiprocessing.process"), "parent_process", lambda: None)()
     if _decorated and os.getpid() == pid and parent is None and sys.stderr is not None:
         functions = f"@profiled on {len(_decorated)} function{'s' * (len(_decorated) != 1)}"
@@ -255,16 +255,16 @@ def _print_hint(pid: int) -> None:
 
 
 def withdraw_hint() -> None:
-    """Cancel the hint at the exit, as there is a session."""
+    """Cancel the hint at the program's exit, because a session has started."""
     _register_hint()  # or a later decorator would register it
     atexit.unregister(_print_hint)
 
 
 def detach_decorated(site: Site) -> Callable[[], object] | None:
-    """Remove the wrapper of a site from its names for a while. Return the call that restores it.
+    """Put the original of a decorated function under its names for a while. Return the function that reverts this.
 
-    Returns None if no name of it can be changed, or if the function is not made in Python. Other references continue to
-    call the wrapper.
+    Return None if no name can be changed, or if the function is not made in Python. Other references to the decorated
+    function continue to record.
     """
     wrapper = _decorated.get(site)
     bare = None if wrapper is None else bare_function(wrapper)
@@ -275,7 +275,7 @@ def detach_decorated(site: Site) -> Callable[[], object] | None:
 
 
 def _rebind_names(first: Any, second: Any) -> bool:
-    """Replace `first` by `second` under all its names in modules and in its class. Return True if there was a name."""
+    """Replace a function by another under its names in modules and in its class. Return True if it had a name."""
     owner: Any = sys.modules.get(first.__module__)
     *path, last = first.__qualname__.split(".")
     for name in path:
@@ -296,14 +296,14 @@ def _bare_copy(bare: FunctionType, wrapper: Any) -> FunctionType:
 
 
 class Switch(ABC):
-    """The instrumentor of a `key` of the profile that is on or off. `rules` is empty if it is off.
+    """The base of instrumentors for a profile's key that is `auto` or `off`. `rules` is empty for `off`.
 
     `_attached` is True while the probes are attached. `_met` stays True once the module has been imported.
     """
 
     key: ClassVar[str]
     module: ClassVar[str]
-    """The name of the module with the recorded functions."""
+    """The name of the module whose functions are recorded."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         self.rules = tuple(rules)
@@ -313,11 +313,11 @@ class Switch(ABC):
         self._met = False
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the switch's key if its probes are attached."""
+        """Return the key while the probes are attached, else nothing."""
         return {self.key: True} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:
-        """Return True for the recorded module."""
+        """Return True for the name of the module whose functions are recorded."""
         return module_name == self.module
 
     def _attach(self) -> None:
@@ -325,16 +325,16 @@ class Switch(ABC):
 
     @abstractmethod
     def imported(self, module: Any) -> bool:
-        """Attach the probes to the imported module."""
+        """Attach the probes to the module, which has been imported."""
 
     def undo(self) -> None:
-        """Restore all functions."""
+        """Restore all functions of the module."""
         undo_all(self._undos)
         self._attached = False
 
 
 class Seam(NamedTuple):
-    """A method that registers a handler with a framework, and the name and position of the handler argument."""
+    """A framework's method that registers a handler, and the name and position of its argument for the handler."""
 
     owner: str
     method: str
@@ -361,11 +361,11 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
     "bottle": (Seam("Route", "__init__", "callback", 4),),
     "celery.app.base": (Seam("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
 }
-"""The methods by which each module of a framework registers a handler."""
+"""The methods that register handlers, by the framework's module."""
 
 
 def probe_registered(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
-    """Replace each handler by the result of `registered(handler)` when it is registered with its framework."""
+    """Make a framework's module register `registered(handler)` in place of each handler. Return the undos."""
     undos = []
     for seam in SEAMS[module.__name__]:
         owner = getattr(module, seam.owner, None)
@@ -398,7 +398,7 @@ def _probe_handler(handler: Any, registered: Callable[[FunctionType], Any]) -> A
 
 
 def keep_picklable() -> Undo:
-    """Have process pools pickle a function by its name, although its module has the probe under that name."""
+    """Make process pools pickle an original function by its name, although that name means the probe."""
     from multiprocessing.reduction import ForkingPickler
 
     if hasattr(ForkingPickler, "reducer_override"):

@@ -1,8 +1,8 @@
-"""Layers of torch models: selected by path in the module tree or by class, recorded around `forward`.
+"""Record the layers of torch models that a rule selects by path in the model or by class: each `forward` is a span.
 
-The class's `forward` is replaced, never an instance's: a closure on an instance would follow `copy.deepcopy` with the
-original's weights and break `pickle`. The first call of an instance decides once if it records, which is stored outside
-of the module. A compiler sees the original's code, or our wrapper's first line: graphs do not break.
+The `forward` of the class is replaced, never that of an instance: a copy of the instance would call it with the
+original's weights, and `pickle` would fail. The first call of an instance decides if its calls are recorded. The
+decision is stored outside of the module. Compiled graphs do not break, because the compiler skips the wrapper.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from instrument.runtime.faults import FAULTS
 
 
 class Layers:
-    """The instrumentor of one session's layer rules in torch.
+    """The instrumentor of a session's layer rules in torch. Other frameworks' instrumentors call `select`.
 
-    The same rules may select another framework's layers, by `select`. `known` has a function for the layer classes of
-    each framework, None before its import. `left_out` returns True for classes that are layers of both.
+    `known` maps a framework to a function that returns its layer classes, None before its import. `left_out` is True
+    for a class that another framework's instrumentor records.
     """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
@@ -68,8 +68,8 @@ class Layers:
         return tuple(rule for rule, _ in self._at_work)
 
     def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules. A layer that is recorded as before keeps its site; a class without a rule gets its own
-        `forward` back. Walks the heap, tens of milliseconds in a large process.
+        """Apply other rules. Layers that are recorded as before keep their site, and unselected classes get their own
+        `forward` back. The search of all objects in memory takes tens of ms in a large process.
         """
         self._set_rules(rules)
         if not rules:
@@ -94,15 +94,15 @@ class Layers:
             undo_all([self._patches.pop(cls)])
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the rules by their text, empty while torch is not imported."""
+        """Return the rules by their text. There are none before torch is imported."""
         return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
 
     def wants(self, module_name: str) -> bool:
-        """Return True for torch's module and its compiler's."""
+        """Return True for the module `torch` and for that of its compiler."""
         return module_name in ("torch", DYNAMO)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to torch, or to its compiler's module, which is imported later."""
+        """Attach to torch, or to the module of its compiler, which is imported later."""
         if module.__name__ == DYNAMO:
             if self._torch is not None:
                 self._regions.attach_dynamo(module)
@@ -112,7 +112,7 @@ class Layers:
         return False
 
     def attach(self, torch: Any) -> Undo:
-        """Attach to `torch`, which has been imported. Return the undo."""
+        """Record the selected layers from now on. Return the function that stops it."""
         module_type = torch.nn.Module
         self._unseen = None
         self._module_type = module_type
@@ -132,8 +132,8 @@ class Layers:
         return self.undo
 
     def undo(self) -> None:
-        """Restore every class's own `forward` and stop watching."""
-        # The verdicts are asked for afterwards, too, when a layer no longer shows that it was observed.
+        """Restore the `forward` of all classes, and stop watching for new ones."""
+        # The verdicts are read later, when a layer no longer shows that it was recorded.
         if self._unseen is None and self._torch is not None:
             try:
                 self._unseen = self._regions.verdicts_on_unseen()
@@ -152,7 +152,7 @@ class Layers:
             self._patch(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note a registered child module. Returns None to torch's hook, which leaves the child unchanged."""
+        """Note a registered child module, as torch's hook. The result None means that the child does not change."""
         try:
             if child is not None:
                 self._paths.place(parent, name, child)
@@ -161,14 +161,14 @@ class Layers:
             FAULTS.note("module registration hook", fault)
 
     def _patch_if_named(self, name: str, child: Any) -> None:
-        """Patch the class of a module whose last name fits a path rule. Its whole path is known only later."""
+        """Replace the class's `forward` if a rule may select the child by its name. Its whole path is known later."""
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
         ):
             self._patch(type(child))
 
     def _patch(self, cls: type[Any]) -> None:
-        """Replace `forward` in the class that defines it for `cls`."""
+        """Replace the `forward` of a class, in the base class that defines it."""
         if self.left_out(cls):
             return
         self._patched.add(cls)
@@ -188,7 +188,7 @@ class Layers:
         return wrapping.wrap_method(self._recorder, forward, self._sites, self._decide, self._evaluate)
 
     def _decide(self, module: Any) -> Site | None:
-        """Return the site of a layer, None if no rule selects it. Decides once per instance, when its path is known."""
+        """Return the site of a layer, None if no rule selects it. The decision is stored once the path is known."""
         at_work = self._at_work
         try:
             path = self._paths.path_of(module)
@@ -208,10 +208,10 @@ class Layers:
         return site
 
     def detach(self, site: Site) -> Undo | None:
-        """Stop recording the layers of a site for a while. Return the call that resumes it, None without a layer.
+        """Stop recording the layers of a site for a while. Return the function that resumes it, None without a layer.
 
-        Their calls are not counted then. Their class's method stays replaced, so a call costs as much as one of an
-        unselected layer.
+        The calls are not counted meanwhile. They cost as much as those of an unselected layer, because the class's
+        `forward` stays replaced.
         """
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         for key in layers:
@@ -229,13 +229,13 @@ class Layers:
         self._sites.pop(key, None)
 
     def _first_rule(self, class_name: str, path: str) -> Selected | None:
-        """Return the first rule that selects a layer of a class at a path, with the sites of that rule."""
+        """Return the first rule that selects a layer, by class name and path, with the rule's sites."""
         return next((selection for selection in self._at_work if selects(selection[0], class_name, path)), None)
 
     def select(self, cls: type[Any], path: str, method: str = "forward", module: Any = None) -> Site | None:
-        """Return the site of a layer that a rule selects, None without a rule. `method` names the recorded method.
+        """Return the site of a layer, None if no rule selects it. `method` is the recorded method of the class.
 
-        A rule that asks for device time has a site for each set of devices on which a `module` works.
+        Under a rule with device time, layers on different devices have different sites.
         """
         selection = self._first_rule(name_for_rules(cls), path)
         if selection is None:
@@ -245,7 +245,7 @@ class Layers:
         return self._shared.select(selection, (cls, path), tensors, lambda: self._site(rule, cls, path, method))
 
     def _tensors_of(self, module: Any) -> Sequence[Any]:
-        """Return a layer's own tensors, else one of a neighbour. Their devices are the layer's."""
+        """Return the tensors whose devices are the layer's: its own, or one of a neighbour if it has none."""
         return tensors_of(module) or near_tensors(
             module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
         )
@@ -291,7 +291,6 @@ class Layers:
     def _missed(self, rule: LayerRule, class_names: Sequence[str]) -> Verdict:
         unknown = [name for name in rule.types if name not in class_names]
         if rule.types and len(unknown) == len(rule.types):
-            # A package that is not imported yet may define it.
             why = f"no class of that name is defined yet: {', '.join(unknown)}"
             return Verdict(rule.text, "waiting", why=why + _nearest(unknown[0], class_names))
         why = "no layer that it selects has run"

@@ -1,8 +1,8 @@
-"""Lineages: a method together with its overrides in subclasses, where each call is recorded once.
+"""Record a method and its overrides in subclasses (a lineage) so that each call is one span.
 
-An override may call the method that it overrides in some calls and not in others. So a call is recorded by the function
-to which the object's own class resolves, and calls by `super` are a part of its span. `__init_subclass__` of the class
-that the rule names reports subclasses that are defined later.
+An override may call the method that it overrides. So only the function that the object's own class resolves to records
+a call, and calls by `super` are a part of its span. `__init_subclass__` of the class that the rule names reports
+subclasses that are defined later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instrument.runtime.faults import FAULTS
 
 
 class Lineage:
-    """A method of a base class, and its overrides. A new subclass is passed to `subclassed(cls)`."""
+    """A method of a base class, and its overrides. `subclassed(cls)` is called for each new subclass."""
 
     def __init__(self, base: type[Any], attribute: str, subclassed: Callable[[type[Any]], object]) -> None:
         self.base = base
@@ -32,7 +32,7 @@ class Lineage:
         self._undo: Undo | None = None
 
     def holds(self, owner: Any, attribute: str) -> bool:
-        """Return True if an attribute of a class belongs to the lineage."""
+        """Return True if an attribute of a class is the method of the lineage or an override."""
         return (
             attribute == self.attribute
             and isinstance_of(owner, type)
@@ -40,11 +40,11 @@ class Lineage:
         )
 
     def overrides(self) -> Iterator[type[Any]]:
-        """Return the subclasses that override the method."""
+        """Yield the subclasses that override the method."""
         return (cls for cls in subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def join(self, owner: type[Any]) -> LineageMember:
-        """Add a class. Return the test that the probe on its method applies to each call."""
+        """Add a class that has a probe. Return the test by which the probe skips calls that another one records."""
         self._members.add(owner)
         self._resolved.clear()
         return LineageMember(self, owner)
@@ -59,26 +59,26 @@ class Lineage:
             return owner
 
     def watch(self) -> None:
-        """Watch subclasses from now on. Raises the error of a class that refuses to be changed."""
+        """Watch for new subclasses from now on. Raises the error of a class that cannot be changed."""
         if self._undo is None:
             self._undo = watch_subclasses(self.base, self._subclassed)
 
     def end(self) -> None:
-        """Stop watching subclasses."""
+        """Stop watching for new subclasses."""
         undo, self._undo = self._undo, None
         if undo is not None:
             undo()
 
 
 class LineageMember:
-    """A test of calls of one class's method: True for a call that another class's probe records."""
+    """A test for calls of one class's method. It is True for a call that the probe of another class records."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:
         self._lineage = lineage
         self._owner = weakref.ref(owner)
 
     def __call__(self, args: tuple[Any, ...]) -> bool:
-        """Return True if another probe records the call. The first argument is the object or class."""
+        """Return True if another probe records the call. `args[0]` is the object or class."""
         if not args:
             return False
         cls = args[0] if isinstance_of(args[0], type) else type(args[0])
@@ -86,7 +86,7 @@ class LineageMember:
         return resolved is not None and resolved is not self._owner()
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
-        """Pickle a test that is never True. Functions pickled by value take it to other processes."""
+        """Pickle as a test that is never True, for functions that are pickled by value to other processes."""
         return _none_passes, ()
 
 
@@ -99,7 +99,7 @@ def _passes_none(args: tuple[Any, ...]) -> bool:
 
 
 def is_recorded(cls: type[Any], attribute: str) -> bool:
-    """Return True if a probe records each call of a method: its own, or that of a method it calls by `super`."""
+    """Return True if each call of a method is recorded, by its own probe or by that of the `super` method it calls."""
     return any(
         site_on(function) is not None or hasattr(function, "__instrument_layers__") or _calls_super(function, attribute)
         for _, function, _ in parts_of(type_attribute(cls, attribute))
@@ -107,7 +107,7 @@ def is_recorded(cls: type[Any], attribute: str) -> bool:
 
 
 def _calls_super(function: Any, attribute: str) -> bool:
-    """Return True if a function calls the method of `super` before any branch or return."""
+    """Return True if a function calls `super().attribute` in every call: before any branch or return."""
     code = getattr(function, "__code__", None)
     has_super = False
     for instruction in dis.get_instructions(code) if type(code) is CodeType else ():
@@ -121,7 +121,7 @@ def _calls_super(function: Any, attribute: str) -> bool:
 
 
 def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], description: str = "a subclass") -> Undo:
-    """Call `defined(cls)` for each subclass of `base` that is defined from now on. Return the undo.
+    """Call `defined(cls)` for each subclass of `base` that is defined from now on. Return the function that stops it.
 
     `description` names such a class in the log.
     """
@@ -143,7 +143,7 @@ def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], de
 
 
 def subclasses(cls: type[Any]) -> Iterator[type[Any]]:
-    """Yield every class below `cls`, each once."""
+    """Yield the direct and indirect subclasses of a class, each once."""
     visited: set[type[Any]] = set()
     waiting = [cls]
     while waiting:

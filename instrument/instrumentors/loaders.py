@@ -1,7 +1,7 @@
-"""Loaders of data, for whose items a service waits. Each `next` is a span of kind `loader`.
+"""Record the waits for data of a loader: each `next` is a span of kind `loader`.
 
-`loader(iterable)` returns a proxy of any iterable, iterator or generator, also of asynchronous ones. The profile's
-`loaders: auto` records every `DataLoader` of torch, by the class of its iterators.
+`loader(iterable)` wraps any iterable, iterator or generator, also an asynchronous one. `loaders: auto` in a profile
+records every `DataLoader` of torch without a change in the code.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def loader(iterable: T, name: str | None = None) -> T:
 
     Takes iterables, iterators and generators, also asynchronous ones. Returns a proxy that behaves like the iterable:
     length, items, attributes, `isinstance`, repeated iteration, exceptions, `send`, `throw` and `close`. Each `next` is
-    a span of kind `loader`, also the last one, which finds the end. `name` groups the spans and defaults to the name of
-    the generator or class. Costs one branch while recording is off. Returns the iterable itself when `INSTRUMENT=off`.
-    Raises `TargetError` for an object that cannot be iterated.
+    a span of kind `loader`, also the last one, which finds no item. `name` is the spans' name and defaults to the name
+    of the generator or class. The proxy costs one branch while recording is off. Returns the iterable itself when
+    `INSTRUMENT=off`. Raises `TargetError` for an object that cannot be iterated.
     """
     if OFF:
         return iterable
@@ -60,12 +60,12 @@ def _make_proxy(source: Any, site: Site) -> Any:
 
 
 def _copy_proxy(source: Any, name: str) -> Any:
-    """Return a proxy for a copied or unpickled source."""
+    """Make a proxy for the copied or unpickled iterable of another proxy."""
     return loader(source, name)
 
 
 class StandIn:
-    """A proxy of its source. Subclasses add the methods of the source's class."""
+    """A proxy that behaves like its source. A subclass per class of sources adds the special methods."""
 
     __slots__ = ("__weakref__", "_instrument_site", "_instrument_source")
 
@@ -121,7 +121,7 @@ def _self(self: Any) -> Any:
 
 
 def _recorded_method(name: str) -> Callable[..., Any]:
-    """Return a recorded `__next__` of an iterator, or `send` or `throw` of a generator."""
+    """Return a method that calls `__next__`, `send` or `throw` of the source, and records the call."""
 
     def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
@@ -145,7 +145,7 @@ def _resuming_async(name: str) -> Callable[..., Any]:
 
 
 class _Next:
-    """A wait for the next item, recorded as a span unless its site is muted. `StopIteration` is no failure."""
+    """A wait for the next item, as a `with` block: a span, unless the site is muted. `StopIteration` is no failure."""
 
     __slots__ = ("_frame", "_recorder", "_site", "_waiting")
 
@@ -170,7 +170,8 @@ class _Next:
 # -------------------------------------------------------------------- waits of a loop
 
 Listener = Callable[[int, int, object], object]
-"""A function of a native thread id, the ns that the thread waited for a loader, and the waiting object, if known."""
+"""A function that is called with a native thread id, the ns that the thread waited for data, and the waiting object
+(None if unknown)."""
 
 _listeners: tuple[weakref.WeakMethod[Listener], ...] = ()
 _listeners_lock = Lock()
@@ -178,9 +179,9 @@ _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=Fals
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Call a bound method for each wait for a loader, the outermost of nested waits.
+    """Call a bound method after each outermost wait for data. Return the function that stops it.
 
-    Return the undo. Keeps a weak reference.
+    Only a weak reference to the method's object is kept.
     """
     global _listeners
     reference = weakref.WeakMethod(listener)
@@ -196,7 +197,7 @@ def listen(listener: Listener) -> Callable[[], None]:
 
 
 class Waiting:
-    """A wait for a loader on this thread. `end` calls the listeners, unless it is within another wait."""
+    """A wait for data on this thread. Its end calls the listeners, unless it is inside another wait."""
 
     def __init__(self, of: object = None) -> None:
         self._of = of
@@ -204,7 +205,7 @@ class Waiting:
         self._start_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """End the wait, also without an item."""
+        """End the wait, with or without an item."""
         if self._token is not None:
             try:
                 _is_waiting.reset(self._token)
@@ -221,7 +222,7 @@ _FORWARDED = (
     "__len__", "__length_hint__", "__getitem__", "__setitem__", "__delitem__", "__contains__", "__reversed__",
     "__bool__", "__call__", "__enter__", "__exit__", "__aenter__", "__aexit__",
 )  # fmt: skip
-"""The special methods that Python looks up in the class, not in the object."""
+"""The special methods that a proxy's class must define, because Python looks them up in the class."""
 
 
 def _forwarding_method(name: str) -> Callable[..., Any]:
@@ -233,13 +234,13 @@ def _forwarding_method(name: str) -> Callable[..., Any]:
 
 
 def _has(kind: Any, method: str) -> bool:
-    """Return True if objects of a class have a method. `hasattr` would find the metaclass's, such as `__call__`."""
+    """Return True if a class or a base defines a method. `hasattr` would also find those of the metaclass."""
     return any(vars(base).get(method) is not None for base in kind.__mro__)
 
 
 @functools.lru_cache(maxsize=256)
 def _proxy_class(kind: Any) -> type[StandIn]:
-    """Return the class of proxies for objects of `kind`. It has only the methods that `kind` has."""
+    """Make the class of proxies for objects of a class. It defines only the special methods that the class has."""
     methods: dict[str, Any] = {name: _forwarding_method(name) for name in _FORWARDED if _has(kind, name)}
     if _has(kind, "__next__"):
         methods["__iter__"] = _self
@@ -255,7 +256,7 @@ def _proxy_class(kind: Any) -> type[StandIn]:
 
 
 class Loaders(Switch):
-    """The instrumentor of `loaders: auto`: every `DataLoader` of torch, with a site per class of dataset."""
+    """The instrumentor of `loaders: auto`: it records torch's `DataLoader`, with a site per class of dataset."""
 
     key = "loaders"
     module = _TORCH
@@ -265,7 +266,7 @@ class Loaders(Switch):
         self._sites: dict[type[Any], Site] = {}
 
     def imported(self, module: ModuleType) -> bool:
-        """Replace `__next__` of the class of all iterators of a `DataLoader`."""
+        """Replace `__next__` in the base class of all iterators over a `DataLoader`."""
         iterator: Any = getattr(module, "_BaseDataLoaderIter", None)
         if iterator is not None and not self._attached:
             self._attach()
@@ -294,7 +295,7 @@ class Loaders(Switch):
         return site
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on the loaders that have run."""
+        """Return the verdict, with the classes of datasets of the loaders that have run."""
         if not self._met:
             return [Verdict("loaders", "waiting", why="torch.utils.data not imported")]
         if not self._sites:

@@ -1,6 +1,6 @@
-"""Gauges of a rule: numbers read from arguments and results of calls, see `instrument.recorder.own_numbers`.
+"""Read the gauges of function rules: numbers in a call's arguments or result, such as the length of a queue.
 
-A gauge's path has the syntax of a key's. A gauge is read only when it is due.
+A gauge is read at most once per interval. `instrument.recorder.own_numbers` stores the numbers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from instrument.runtime.faults import FAULTS
 
 
 class GaugeReader:
-    """A reader of a rule's gauges in calls of one function: in their arguments, and in their results.
+    """A reader of a rule's gauges. `of_call` reads a call's arguments, and `of_result` reads its result.
 
-    `missing` has a message for each missing parameter. `of_call` and `of_result` are None if they have nothing to read.
+    Either is None if it has no gauge to read. `missing` has a message for each parameter that the function lacks.
     """
 
     def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
@@ -51,7 +51,7 @@ class GaugeReader:
 
 
 class _Read:
-    """A gauge, its parameter (None for the result) and the steps below it."""
+    """The reading of one gauge: from a parameter, or from the result if `parameter` is None, along a path."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter | None, steps: list[str], rule: FunctionRule) -> None:
         self.parameter, self._steps_below, self._is_size = parameter, steps, gauge.record == "size"
@@ -61,7 +61,7 @@ class _Read:
         self.due_ns = 0
 
     def take(self, value: Any, now_ns: int) -> None:
-        """Read and store the value below an argument or a result. It never raises. None is not stored."""
+        """Read the gauge from an argument or a result, and store it unless it is None. Never raises."""
         self.due_ns = now_ns + self._every_ns
         try:
             for step in self._steps_below:

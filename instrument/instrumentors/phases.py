@@ -1,11 +1,9 @@
-"""Phases of a training loop with torch: forward, backward and optimizer, each a span of kind `phase`.
+"""Record the phases of a training loop with torch: forward, backward and optimizer, each a span of kind `phase`.
 
-Forward is the outermost call of a module on its thread, backward a run of the autograd engine (`backward`, `grad`), and
-optimizer the `step` of any optimizer. Calls within a phase belong to it, with two exceptions. The closure of an
-optimizer (LBFGS, Lightning) calls forward and backward, which are phases of their own. A module that is called within
-backward recomputes activations that a checkpoint did not store: `recompute`, a part of backward.
-
-The call of a compiled model is a call like any other. Traced code never calls a probe.
+Forward is the outermost call of a module on a thread. Backward is a run of the autograd engine (`backward`, `grad`).
+Optimizer is the `step` of any optimizer. A call inside a phase has no span, except in two cases. Forward and backward
+inside an optimizer's closure (LBFGS, Lightning) are phases of their own. A module called inside backward recomputes
+activations that a checkpoint did not store: its span is `recompute`. Calls of compiled models are recorded like others.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
 }
-"""The open phases of a thread under which a call has no span of its own, by the phase of the call."""
+"""The open phases of a thread inside which a call has no span of its own, by the phase of the call."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -42,19 +40,19 @@ _WRAPPED_IN: Mapping[str, str] = {
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""The attribute with the wrapped model, by the class of the wrapper."""
+"""The attribute that holds the wrapped model, by the name of the wrapper's class."""
 
 UNSEEN = "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
 
 
 class _Inside(threading.local):
-    """The current phase of a thread."""
+    """The phase that is open on each thread."""
 
     phase: str | None = None
 
 
 class Phases(Switch):
-    """The instrumentor of `phases: auto`. `hits` has the recorded phases, each with the names of its classes."""
+    """The instrumentor of `phases: auto`. `hits` maps each recorded phase to the names of its classes."""
 
     key = "phases"
     module = "torch"
@@ -72,7 +70,7 @@ class Phases(Switch):
         self._run_as_they_are: Callable[[Iterable[Any]], None] = lambda functions: None
 
     def imported(self, torch: Any) -> bool:
-        """Wrap modules, the engine and the optimizers, after the import of torch."""
+        """Wrap the calls of modules, of the autograd engine and of optimizers, after the import of torch."""
         if self._attached:
             return False
         self._attach()
@@ -93,12 +91,12 @@ class Phases(Switch):
         return False
 
     def undo(self) -> None:
-        """Restore the functions of modules, engine and optimizers."""
+        """Restore the functions of modules, of the autograd engine and of optimizers."""
         super().undo()
         self._recordings.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the recorded phases and on the unseen ones."""
+        """Return the verdicts on the recorded phases, and on calls that cannot be recorded."""
         if not self.hits:
             why = "no module, backward or optimizer has run" if self._met else "torch not imported"
             return [Verdict("phases", "waiting", why=why)]
@@ -112,11 +110,10 @@ class Phases(Switch):
     # ---------------------------------------------------------------- wrappers
 
     def _wrap_call(self, method: Callable[..., Any]) -> Any:
-        """Return the wrapper of `Module.__call__`, which wraps no other function.
+        """Return the wrapper of `Module.__call__`. No other function may use it.
 
-        torch.profiler (`with_stack`) identifies calls of modules by the code of `Module.__call__`, which is our
-        wrapper's, and reads the module from the local `self`. Without that local the process would die. With an
-        optimizer as `self` it would read attributes that only a module has.
+        torch.profiler (`with_stack`) recognises calls of modules by the code of `Module.__call__`, now the wrapper's,
+        and reads the module from its local `self`. Without such a local, or with an optimizer, the process would crash.
         """
         recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[FORWARD]
         is_compiling = self._is_compiling
@@ -133,7 +130,7 @@ class Phases(Switch):
         return wrapper
 
     def _wrap_function(self, phase: str, function: Callable[..., Any]) -> Any:
-        """Return the wrapper of an optimizer's `step`, or of the engine's function, which has no object."""
+        """Return the wrapper of an optimizer's `step`, or of the function that runs the autograd engine."""
         recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[phase]
         is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
 
@@ -148,7 +145,7 @@ class Phases(Switch):
         return wrapper
 
     def _run(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call, and record it if it begins a phase. A thread with a graph task of autograd is in backward."""
+        """Run a call, and record it as a phase. A thread that runs a task of autograd is inside backward."""
         if not self._attached:  # a compiled model still calls its wrapper afterwards
             return function(*args, **kwargs)
         inside = self._inside
@@ -176,7 +173,7 @@ class Phases(Switch):
             inside.phase = before
 
     def _decide(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
-        """Return the recording function of a phase for objects of a class, at the first call."""
+        """Make the function that records a phase for objects of a class, at their first call."""
         key = phase, id(subject), id(function)
         site = self._site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
@@ -211,9 +208,9 @@ class Phases(Switch):
     # ---------------------------------------------------------------- optimizers
 
     def _watch_optimizers(self, base: type[Any]) -> None:
-        """Wrap the `step` of every optimizer class, once the class has an object.
+        """Wrap the `step` of each optimizer class when its first object is made.
 
-        torch wraps the `step` of a class when its first object is made. We wrap torch's wrapper, and restore it later.
+        torch itself wraps `step` at that moment. The wrapper here is around torch's, and is removed at the end.
         """
         patch = getattr(base, "_patch_step_function", None)
         if not isinstance(patch, FunctionType):
@@ -250,7 +247,7 @@ class Phases(Switch):
 
 
 def _unwrapped(thing: Any) -> Any:
-    """Return the model inside a compiled or distributed wrapper."""
+    """Return the model inside wrappers of torch.compile and of distributed training."""
     while (attribute := _WRAPPED_IN.get(type(thing).__name__)) is not None:
         inner = (vars(thing).get("_modules") or {}).get(attribute)
         if inner is None:

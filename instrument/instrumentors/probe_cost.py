@@ -1,4 +1,7 @@
-"""The time that a probe of each shape costs on this machine, measured at the start of a session."""
+"""Measure what recording a call costs on this machine. Reports state the cost, and the budget limits it.
+
+A probe's shape (function, coroutine, layer, request ...) decides its cost. A session measures each shape at its start.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,16 @@ from instrument.runtime import atomic, run_folder
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The factor by which a span among other Python code takes longer than one after a span, measured as 1.2 to 1.5."""
-
+"""The factor by which a span costs more between other Python code than in a loop of spans; measured 1.2 to 1.5."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, and the calls per round. A round has `CALLS / CALLS_PER_REQUEST` requests."""
+"""The rounds of a measurement, and the calls in a round. A round has only `CALLS / CALLS_PER_REQUEST` requests."""
 
 
 class ProbeCost(NamedTuple):
-    """The cost of a span in ns: `added_ns` to the recorded work, `outside_ns` of it before and after the span.
+    """The cost of a span in ns. `added_ns` is the whole cost, and `outside_ns` the part before and after the span.
 
-    Both are minima. `usual_ns` is the typical cost with distant memory, interrupts and other processes on the core.
+    Both are the lowest measured values. `usual_ns` is the median cost, with cache misses and interrupts.
     """
 
     added_ns: float
@@ -38,7 +40,7 @@ class ProbeCost(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """The least time of a call with a probe and without, and the usual time that the probe adds, in ns."""
+    """The shortest time of a call with a probe and without, and the median time that the probe adds, in ns."""
 
     least_ns: float
     bare_ns: float
@@ -46,12 +48,11 @@ class _Timed(NamedTuple):
 
 
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
-    """Return the cost of a span on this machine, by the shape of the probe.
+    """Measure the cost of a span for each shape of probe, in 4 ms: the time beyond that of a call without a probe.
 
-    `call`, `coroutine` and `generator` (with one step) are functions, `scope` is a `with` block. `method` is a layer,
-    `wrapper` a function that is a request, `request` one over ASGI, `step` a further step of a generator. A cost is the
-    time beyond that of a bare call, the least of several rounds. The measurement takes 4 ms. `with_ticks` times spans
-    by the time stamp counter.
+    `call`, `coroutine` and `generator` (with one item) are functions, `scope` is a `with` block, and `method` a layer.
+    `wrapper` is a function that is a request, `request` a request over ASGI, and `step` a further item of a generator.
+    `with_ticks` times spans by the processor's time stamp counter.
     """
     return copy_context().run(_measure_costs, with_ticks)
 
@@ -81,11 +82,11 @@ SCOPE: dict[str, Any] = {
 }
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 BODY = {"type": "http.response.body", "body": b"{}"}
-"""The app's message to the ASGI server in a measured request."""
+"""The messages that the app of a measured request sends to its ASGI server."""
 
 
 class _Probes:
-    """A probe of each shape around an empty function. `_by_shape` has the calls of a probe and of its bare function."""
+    """Empty functions to measure: for each shape of probe one with the probe, and the same one without."""
 
     def __init__(self, recorder: Recorder) -> None:
         from instrument.instrumentors.requests import asgi
@@ -165,7 +166,7 @@ class _Probes:
         }
 
     def measure_shapes(self, leave_out: str = "") -> dict[str, _Timed]:
-        """Return the times of calls by the shape of the probe, without the shape `leave_out`."""
+        """Time the calls of all shapes of probes, except the shape `leave_out`."""
         by_shape = {shape: runs for shape, runs in self._by_shape.items() if shape != leave_out}
         spent: dict[str, list[tuple[float, float]]] = {shape: [] for shape in by_shape}
         for _ in range(ROUNDS):
@@ -205,7 +206,7 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
 
 
 def measure_passed_ns() -> dict[str, float]:
-    """Measure the usual cost of a muted call by the shape of its probe. Takes 2 ms. Requests are never muted."""
+    """Measure the median cost of a muted call for each shape of probe, in 2 ms. Requests are never muted."""
     recorder = _fresh_recorder(False)
     probes = _Probes(recorder)
     for site in probes.sites:
@@ -214,14 +215,14 @@ def measure_passed_ns() -> dict[str, float]:
 
 
 SWEPT_BYTES = 2 << 20
-"""Bytes read, and as many written, to evict our data from the nearer caches of 1 to 2 MiB."""
+"""Bytes that are read, and bytes that are written, to evict the recorder's data from the L1 and L2 caches."""
 
 
 def measure_cold_ns(*, with_ticks: bool = False) -> float:
-    """Measure the time in ns that a layer's span adds if other work uses the caches before and within the call.
+    """Measure the ns that a layer's span adds when other work has evicted the recorder's data from the caches.
 
-    The result is the median of 16 calls with recording on, minus the median with it off. Hundreds of results differ by
-    less than a third. It takes 8 ms and 6 MiB.
+    The result is the median of 16 calls with recording on, minus the median with recording off. Repeated results differ
+    by less than a third. A measurement takes 8 ms and 6 MiB.
     """
     return copy_context().run(_measure_cold_ns, with_ticks)
 
@@ -257,21 +258,21 @@ def _measure_cold_ns(with_ticks: bool) -> float:
 
 
 class Costs:
-    """The costs of the probes of one recorder on this machine, from `measure` on."""
+    """The measured costs of a recorder's probes. They are empty before `measure`."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.by_shape: dict[str, ProbeCost] = {}
-        """The cost of a span, by the shape of the probe."""
+        """The cost of a span for each shape of probe."""
         self.passed_ns: dict[str, float] = {}
-        """The cost of a muted call, by the shape of the probe."""
+        """The cost of a muted call in ns for each shape of probe."""
         self._with_ticks = False
         self._cold_ns: float | None = None
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure the costs in 6 ms, with the session's clock.
+        """Measure the costs in 6 ms, or read the results of an earlier process of the run.
 
-        A run's later processes read the first one's results. Outside of a run `cold_ns` is measured, too.
+        Outside of a run `cold_ns` is measured, too. `with_ticks` is that of `measure_costs`.
         """
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
@@ -282,14 +283,14 @@ class Costs:
 
     @property
     def cold_ns(self) -> float:
-        """The additional ns of a call whose memory is in no cache. The first report of a run measures them, in 8 ms."""
+        """The ns by which a call costs more with cold caches. The first report of a run measures them, in 8 ms."""
         if self._cold_ns is None:
             among_ns = self._shared_measurement("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)
         return self._cold_ns
 
     def _shared_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return the measurement of another process of the run, else measure."""
+        """Return the result that another process of the run has saved under a name, else measure and save it."""
         path = run_folder.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())
@@ -300,23 +301,23 @@ class Costs:
         return measured
 
     def added_ns(self) -> dict[str, float]:
-        """Return the ns that a span adds, by the shape of the probe."""
+        """Return the lowest cost of a span in ns for each shape of probe."""
         return {shape: cost.added_ns for shape, cost in self.by_shape.items()}
 
     def usual_ns(self) -> dict[str, float]:
-        """Return the usual ns that a span adds, by the shape of the probe, for the budget."""
+        """Return the median cost of a span in ns for each shape of probe, which the budget uses."""
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
     def cost_of(self, site: Site) -> ProbeCost:
-        """Return the cost of a span of this site."""
+        """Return the cost of a span of a site."""
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
     def added_by_site(self, sites: Sequence[Site]) -> list[float]:
-        """Return the ns that a span of each site adds."""
+        """Return the lowest cost of a span in ns for each of the sites."""
         added_ns = self.added_ns()
         shape_of = self._recorder.shapes.get
         return [added_ns[shape_of(site, "scope")] for site in sites]
 
     def sum_ns(self, calls: Mapping[Site, int]) -> float:
-        """Return the ns that spans add in all, from their counts by site."""
+        """Return the total cost in ns of the spans that `calls` counts by site."""
         return sum(count * self.cost_of(site).added_ns for site, count in calls.items())

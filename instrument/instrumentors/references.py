@@ -1,8 +1,8 @@
-"""The names that modules and classes have for functions, and the other objects that refer to functions.
+"""Find everything that refers to a function: names in modules and classes, and other objects.
 
-Namespaces are read without running code of the service: no attribute hook, property or `__class__` of its classes.
-A probe replaces its function under the names of modules and classes. Other objects keep the bare function: tables that
-decorators fill, tuples, closures, defaults. The verdict on the rule names them with their place.
+A probe replaces a function under its names. Other objects, such as tables, closures and defaults, keep the original.
+Their calls are not recorded, so the verdict on the rule names these objects with file and line. The search runs no code
+of the service: no attribute hook, property or `__class__` of its classes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.main_module import MAINS, spawned_main
 
 DEPTH = 4
-"""The maximum number of steps from a function back through the objects that refer to it, such as lists and closures."""
+"""The maximum length of a chain of objects, such as lists and closures, that leads to a function."""
 
 WIDTH = 200
-"""The maximum number of objects at one depth whose referrers are sought."""
+"""The maximum number of objects at one depth whose referrers are searched for. Further ones are only described."""
 
 MANY = 200
-"""The maximum number of objects for which `gc.get_referrers` is used, which compares the whole heap with each object.
-More objects are sought by a set of their ids."""
+"""The maximum number of objects to pass to `gc.get_referrers`, whose time grows with their number. For more objects
+the search compares ids itself."""
 
 HIDDEN = "something that Python does not show, such as a local variable or an object made in C"
 
@@ -46,11 +46,11 @@ _FRAMES = ("gi_frame", "cr_frame", "ag_frame")
 
 
 class Kept(list[Any]):
-    """A list of this package's own, which is not reported as a reference."""
+    """A list of this package. Its references to functions are not reported."""
 
 
 class Name(NamedTuple):
-    """A name of an object in a module or class, the `owner`. `key` is the object's `id`."""
+    """The name of an object in a module or class (`owner`). `key` is the object's `id`."""
 
     owner: Any
     name: str
@@ -58,7 +58,7 @@ class Name(NamedTuple):
 
 
 def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
-    """Return the names of objects in the imported modules, but not in `spared` packages."""
+    """Return all names of the objects in imported modules. Modules of the `spared` packages are left out."""
     ids, spared = set(map(id, things)), {"instrument", *spared}
     result: list[Name] = []
     spawned = spawned_main()
@@ -73,9 +73,9 @@ def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> lis
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
-    """Rebind the names of each pair's first object to the second, in all imported modules.
+    """Replace the first object of each pair by the second, under all its names in imported modules.
 
-    Modules of this package and of the packages in `spared` are left out. Returns True if there was such a name.
+    Modules of this package and of the `spared` packages are left out. Return True if there was such a name.
     """
     pairs = list(pairs)
     seconds = {id(first): second for first, second in pairs}
@@ -87,11 +87,11 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
 
 
 class Search:
-    """A search of the heap for references to objects, except names in modules.
+    """A search of all objects in memory for references to some of them, except names in modules.
 
-    `in_classes` has the names in classes, `others` descriptions of the other referrers by the object's identity.
-    `counts` has the expected references per object's identity, without names in modules. `is_ours` returns True for
-    objects of this package. It reads the heap once per depth, about 70 ns an object.
+    `in_classes` has their names in classes. `others` describes other referrers, by the object's id. `counts` are the
+    references to find, by id. `is_ours` is True for objects of this package, which are left out. The search reads all
+    objects once per depth, in about 70 ns per object.
     """
 
     def __init__(self, things: Kept, counts: Mapping[int, int], is_ours: Callable[[Any], bool]) -> None:
@@ -145,7 +145,7 @@ class Search:
 
 
 def _referrers(things: Kept) -> list[Any]:
-    """Return the objects that refer to the things, except the tuple of arguments that Python 3.13 also finds."""
+    """Return the objects that refer to one of `things`, without this function's own containers."""
     arguments = tuple(things)
     if len(arguments) <= MANY:
         return [holder for holder in gc.get_referrers(*arguments) if holder is not arguments and holder is not things]
@@ -166,7 +166,7 @@ def _is_of_class(holder: Any) -> bool:
 
 
 def _describe_name(names: dict[str, Any], part: Any) -> str:
-    """Describe an object by the name that a module or class has for it."""
+    """Describe an object by its name in a module or class, with file and line."""
     name = next((name for name, value in list(names.items()) if value is part), "")
     module = sys.modules.get(names.get("__module__", ""))
     of_module = names if module is None else namespace(module)
@@ -181,7 +181,7 @@ def _kind(thing: Any) -> str:
 
 
 def _describe_holder(holder: Any, parts: Kept) -> str | None:
-    """Describe an object that refers to a function. Return None to describe its referrers instead, "" to omit it."""
+    """Describe an object that refers to a function. None means to describe its referrers instead, "" to omit it."""
     if type(holder) is FunctionType:
         code = holder.__code__
         return f"the function {holder.__qualname__} in {_shown(code.co_filename, code.co_firstlineno)}"
@@ -203,14 +203,14 @@ def _shown(file: str, line: int) -> str:
 
 
 def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
-    """Return the number of the first line that begins with a name or defines it, 0 if there is none."""
+    """Return the number of the first line that assigns or defines a name, 0 if there is none."""
     indent = r"[ \t]+" if is_indented else ""
     begins = re.compile(rf"{indent}(?:async def |def |class |[\w, ]+, )?{re.escape(name)}\b")
     return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
 
 
 def _running_codes() -> set[Any]:
-    """Return the code objects of all running calls. Each call refers to its own function."""
+    """Return the code objects of all running calls, because a running call refers to its function."""
     return {frame.f_code for top in sys._current_frames().values() for frame, _ in walk_stack(top)}
 
 
@@ -220,7 +220,7 @@ def _is_frame_of_ours(holder: Any) -> bool:
 
 
 def is_of_package(holder: Any) -> bool:
-    """Return True for an object of a class of this package, or the namespace of a module of it."""
+    """Return True for an object whose class is from this package, and for the namespace of its modules."""
     if isinstance_of(holder, ModuleType):
         return False
     home = type.__dict__["__module__"].__get__(type(holder))
@@ -229,12 +229,12 @@ def is_of_package(holder: Any) -> bool:
 
 
 def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Test like `isinstance`, but by the object's type. Its `__class__` might run foreign code."""
+    """Test like `isinstance`, but by `type(thing)`, because a `__class__` property would run code of the service."""
     return issubclass(type(thing), kinds)
 
 
 def own_names(thing: Any) -> dict[str, Any] | None:
-    """Return the object's own `__dict__`, or None."""
+    """Return the `__dict__` of an object without running code of its class, None if it has none."""
     if issubclass(type(thing), ModuleType):
         return namespace(thing)
     descriptor = type_attribute(type(thing), "__dict__")
@@ -243,13 +243,13 @@ def own_names(thing: Any) -> dict[str, Any] | None:
 
 
 def type_namespace(kind: type) -> Mapping[str, Any]:
-    """Return a class's own names."""
+    """Return the names that a class itself defines, without running code of its metaclass."""
     names: Mapping[str, Any] = type.__dict__["__dict__"].__get__(kind)
     return names
 
 
 def type_attribute(kind: type, name: str) -> Any:
-    """Return the raw value of a name in a class or its bases, None if there is none."""
+    """Return a name's value in a class or its bases without binding it, None if there is none."""
     for base in type.__dict__["__mro__"].__get__(kind):
         if name in type_namespace(base):
             return type_namespace(base)[name]
@@ -257,7 +257,7 @@ def type_attribute(kind: type, name: str) -> Any:
 
 
 def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
-    """Yield the name and the module of each entry of `sys.modules` that is a module."""
+    """Yield the name and the module of each true module in `sys.modules`."""
     for module in sys.modules.copy().values():
         if issubclass(type(module), ModuleType):
             name = namespace(module).get("__name__")
@@ -266,6 +266,6 @@ def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
 
 
 def namespace(module: ModuleType) -> dict[str, Any]:
-    """Return a module's own names. `vars` would load a lazy module."""
+    """Return the names in a module. Unlike `vars`, it does not load a lazy module."""
     names: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return names

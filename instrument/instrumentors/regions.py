@@ -1,12 +1,11 @@
-"""The paths of modules in their models, and regions: parts of a model that torch runs in one call.
+"""Find the path of each torch module in its model, and record compiled parts of models (regions).
 
-Paths come from torch's own module registration hook, which costs nothing while a model runs. A walk of the heap finds
-modules that no hook saw: built before the session started, or made by `copy.deepcopy` or `pickle`. A model may make a
-new layer in every call, without a parent: for such a class walks take at most a hundredth of the time.
+Paths come from torch's module registration hook, which costs nothing while a model runs. The hook does not see modules
+built before the session, or made by `copy.deepcopy` or `pickle`. A walk over all objects in memory finds those. Walks
+take at most 1 % of the time, because a model may make a new layer in every call.
 
-A module under `torch.compile`, a `ScriptModule` and a `GraphModule` are called from Python once and run their layers in
-C or in generated code. The call is recorded if a rule selects the module. Layers inside cannot be recorded, and
-`unseen` reports those that a rule selects.
+A region is a module under `torch.compile`, a `ScriptModule` or a `GraphModule`. Python calls it once, and its layers
+run in C or in generated code. The call is recorded if a rule selects the module, but its layers cannot be recorded.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""The module that defines compiled models. torch imports it when it first compiles."""
+"""The module with the class of compiled models. torch imports it at the first compilation."""
 
 WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Attributes with the module that torch.compile, FSDP or checkpointing wraps. Paths omit them."""
+"""The attributes under which torch.compile, FSDP and checkpointing keep the wrapped module. Paths omit them."""
 
 _COMPILED = "inside a compiled region"
 _SCRIPTED = "inside a ScriptModule"
@@ -49,15 +48,15 @@ _UNREGISTERED = "put in place past torch's registration"
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""The pause after a walk of the heap, in durations of the walk. The first `VAIN_WALKS` failed walks for a class have no
-pause."""
+"""After a walk over all objects, a pause of `WALK_SHARE` times its duration. A class causes its first `VAIN_WALKS`
+walks without a result even during a pause."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
-"""Classes that wrap a module in their attribute `module`."""
+"""The classes that keep a wrapped module in their attribute `module`. Paths omit it."""
 
 
 class Paths:
-    """The parent and the name of each module, as weak references. `children` returns a module's children by name."""
+    """The tree of modules: the parent and name of each, as weak references. `children` yields a module's children."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
@@ -68,7 +67,7 @@ class Paths:
         self._next_walk_ns = 0
 
     def place(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`. A child's first parent counts as long as it lives."""
+        """Note that `parent.name` is `child`. The first parent of a child remains its parent while it exists."""
         if id(parent) not in self._parents:
             key = id(parent)
             self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
@@ -80,7 +79,7 @@ class Paths:
             self._places[child_key] = (weakref.ref(parent), name)
 
     def path_of(self, module: Any) -> str | None:
-        """Return a module's dotted path from its root: "" for a root, None if it is not known yet."""
+        """Return a module's dotted path in its model: "" for the model itself, None if it is not known yet."""
         if self._is_lost(module):
             cls = type(module)
             if self._vain_walks[cls] < VAIN_WALKS or time.monotonic_ns() >= self._next_walk_ns:
@@ -102,18 +101,18 @@ class Paths:
         return ".".join(reversed(names))
 
     def parent_of(self, module: Any) -> Any:
-        """Return the parent of a module, None if it is not known."""
+        """Return the parent of a module, None for a root or an unknown module."""
         place = self._places.get(id(module))
         return None if place is None else place[0]()
 
     def known(self) -> set[str]:
-        """Return the paths of all modules with a parent."""
+        """Return the paths of all known modules, without roots."""
         return {self._from_root(key) for key in list(self._places)} - {""}
 
     def _is_lost(self, module: Any) -> bool:
-        """Return True if a module's parent is not known, or if a parent above it no longer lives.
+        """Return True if a module's parent is unknown, or if an ancestor has been deleted.
 
-        A module with children may have a parent, too: code that writes into `_modules` (quantisation) calls no hook.
+        A module with known children may lack its parent: code that writes into `_modules` (quantisation) calls no hook.
         """
         for depth in range(100):
             place = self._places.get(id(module))
@@ -125,19 +124,19 @@ class Paths:
         return False
 
     def find_unregistered(self) -> None:
-        """Walk the heap for unregistered modules, in at most a hundredth of the time."""
+        """Search all objects in memory for modules that no hook has seen, unless the last search was just now."""
         if time.monotonic_ns() >= self._next_walk_ns:
             self.walk_heap()
 
     def roots(self) -> Iterator[Any]:
-        """Yield the live modules that have children and no parent."""
+        """Yield the roots: the modules that have children and no parent."""
         for key, reference in list(self._parents.items()):
             module = reference()
             if module is not None and key not in self._places:
                 yield module
 
     def walk_heap(self) -> Iterator[tuple[str, Any]]:
-        """Note every live module's children, and yield each name and child. Takes tens of ms on a large heap."""
+        """Note the children of every module in memory, and return their names and modules. Takes tens of ms."""
         start_ns = time.monotonic_ns()
         # type() and not isinstance(): a proxy's __class__ may run foreign code or raise.
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), self._module_type)]
@@ -157,7 +156,7 @@ def torch_children(module: Any) -> Iterable[tuple[str, Any]]:
 
 
 def selects(rule: LayerRule, class_name: str, path: str) -> bool:
-    """Return True if a rule selects a layer of a class at a path."""
+    """Return True if a rule selects a layer by its class and its path in the model."""
     if rule.types and class_name not in rule.types:
         return False
     if rule.match and not any(matches(text, path) for text in rule.match):
@@ -168,7 +167,7 @@ def selects(rule: LayerRule, class_name: str, path: str) -> bool:
 def name_for_rules(cls: type[Any]) -> str:
     """Return the class name by which rules select a layer.
 
-    torch replaces an instance's class by a generated subclass, such as `ParametrizedLinear` or `FSDPLinear`.
+    It is `Linear` for the subclasses `ParametrizedLinear` and `FSDPLinear`, which torch generates for instances.
     """
     for prefix in ("Parametrized", "FSDP"):
         for base in cls.__mro__[1:]:
@@ -178,11 +177,11 @@ def name_for_rules(cls: type[Any]) -> str:
 
 
 Selected = tuple[LayerRule, dict[Site, None]]
-"""A rule, and its selected sites."""
+"""A rule with the sites of the layers that it has selected. The dict is used as an ordered set."""
 
 
 class SharedSites:
-    """The sites of layers or regions, by rule, place and devices. Equal layers share a site."""
+    """The sites of layers or regions. Layers with the same rule, class, path and devices share a site."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -190,9 +189,8 @@ class SharedSites:
         self.clear = self._sites.clear
 
     def select(self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
-        """Return the site of a place that a rule selects. `make` creates the site of a new place.
-
-        A rule that asks for device time has a site for each set of devices of `tensors`.
+        """Return the site for a rule and a place (class and path), which `make` creates. Rules with device time have
+        a site per set of devices of the `tensors`.
         """
         rule, selected = entry
         work = ModuleWork(tensors) if tensors else None
@@ -208,10 +206,10 @@ class SharedSites:
 
 
 class Regions:
-    """The instrumentor of one session's layer rules for compiled, scripted and exported modules.
+    """The instrumentor of a session's layer rules for compiled, scripted and exported modules (regions).
 
-    `first` returns the first rule that selects a layer of a class at a path. `forget` gets the identity of a module
-    that has become a region: its own `forward` is not recorded again inside the region's span.
+    `first` returns the first rule that selects a layer, by class name and path. `forget` is called with the id of a
+    module that has become a region, so that its `forward` is not recorded a second time inside the region's span.
     """
 
     def __init__(
@@ -230,7 +228,7 @@ class Regions:
         self._compiled: list[weakref.ref[Any]] = []  # modules whose compiled call is ours
 
     def attach(self, torch: Any, paths: Paths) -> None:
-        """Record the calls of regions, after the import of torch."""
+        """Record the calls of regions from now on. torch has been imported."""
         self._torch, self._paths = torch, paths
         self._is_compiling = compiling_test(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
@@ -245,7 +243,7 @@ class Regions:
             self.attach_dynamo(sys.modules[DYNAMO])
 
     def attach_dynamo(self, module: Any) -> None:
-        """Record the calls of compiled models, after the import of the compiler's module."""
+        """Record the calls of compiled models from now on. `module` is that of the compiler."""
         self._replace_call(module.OptimizedModule)
 
     def undo(self) -> None:
@@ -261,13 +259,13 @@ class Regions:
         self._shared.clear()
 
     def forget(self) -> None:
-        """Drop the decisions on all regions, after a change of the rules."""
+        """Forget which regions are selected, because the rules have changed."""
         self._sites.clear()
 
     # ---------------------------------------------------------------- calls
 
     def _replace_call(self, cls: Any, place: int = 0) -> None:
-        """Record the calls of a class's objects. `place` is the index of the module among the arguments."""
+        """Record the calls of a class's objects. `place` is the index of the argument that is the module."""
         self._undos.append(replace(cls, "__call__", self._around(cls.__call__, itemgetter(place))))
 
     def _around(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
@@ -317,7 +315,7 @@ class Regions:
             return call(*args, **kwargs)
 
     def _decide(self, module: Any) -> Site | None:
-        """Return the site of a region, None if no rule selects it. Decides once per instance."""
+        """Return the site of a region, None if no rule selects it, and remember it for the next calls."""
         try:
             site = self._site(module, self._paths.path_of(module) or "")
         except Exception as fault:
@@ -334,7 +332,7 @@ class Regions:
         return site
 
     def is_region(self, module: Any) -> bool:
-        """Return True if a module is a region."""
+        """Return True if a module is a compiled region that is recorded."""
         return id(module) in self._roots
 
     def _site(self, module: Any, path: str) -> Site | None:
@@ -383,7 +381,7 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield each module, except torch.compile's, with its path and the reason why Python does not call it."""
+        """Yield each module with its path and the reason why Python does not call it. torch.compile's are left out."""
         # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
         visited: set[int] = set()
@@ -403,7 +401,7 @@ class Regions:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
     def verdicts_on_unseen(self) -> list[Verdict]:
-        """Return a verdict per rule and reason, with the count of layers that cannot be recorded."""
+        """Return a verdict per rule and reason, with the number of selected layers that cannot be recorded."""
         self._paths.find_unregistered()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk():
@@ -420,7 +418,7 @@ class Regions:
         ]
 
     def _why_missed(self, module: Any) -> str:
-        """Return the reason why a module that Python calls is not recorded, "" if it is, or if it has no `forward`."""
+        """Return the reason why a selected module that Python calls is not recorded, "" if it is recorded."""
         torch, kind = self._torch, type(module)
         if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
             return ""

@@ -1,8 +1,8 @@
-"""The function rules of a profile: they match targets, and attach a probe to each.
+"""Attach the function rules of a profile: find the functions that they select, and replace each by a recording one.
 
-A target belongs to the first rule that matches it. A function that has a probe already, by `@profiled` or of a
-framework, keeps it. A probe replaces its function under all names in modules and classes. Verdicts name the other
-references to the function.
+A function belongs to the first rule that selects it. One that is recorded already, by `@profiled` or by the
+instrumentation of a framework, stays as it is. A probe replaces the function under all its names in modules and
+classes. The verdict names other objects that refer to the function.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Functions:
-    """The instrumentor of one session's function rules."""
+    """The instrumentor of a session's function rules."""
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER, watches: bool = False) -> None:
         self._recorder = recorder
@@ -73,10 +73,7 @@ class Functions:
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
     def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules. A probe that the new rules want too stays as it is; the rest is detached or attached.
-
-        `modules` are the imported ones.
-        """
+        """Apply other rules to the imported modules. A probe that the new rules would make in the same way remains."""
         with self._lock:
             self._change(rules, modules)
 
@@ -127,24 +124,24 @@ class Functions:
         return any(lineage.holds(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the sites of all targets with a probe, by label."""
+        """Return the sites of all recorded functions, by label."""
         return {probe.target.label: probe.site for probe in self._probes}
 
     def sites_of(self, label: str) -> set[Site]:
-        """Return the sites of the calls of a function."""
+        """Return the sites of a recorded function by its label. Several rules may have recorded it."""
         verdicts = (targets.get(label) for targets in list(self._found.values()))
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
     def wants(self, module_name: str) -> bool:
-        """Return True if a rule could have a target in that module, or if it registers handlers."""
+        """Return True if a rule may select a function in a module, or if the module registers handlers."""
         return module_name in functions.SEAMS or self.is_named(module_name)
 
     def is_named(self, module_name: str) -> bool:
-        """Return True if a rule could have a target in that module."""
+        """Return True if a rule may select a function in a module."""
         return any(matches(text, module_name) for text in self._module_patterns)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to the functions of a module that rules name. Return True if there were any."""
+        """Attach probes to the functions of a module that rules select. Return True if there were any."""
         with self._lock:
             self._take_registrations(module)
             return any(map(self.is_named, names_of(module))) and self._attach_module(module)
@@ -181,7 +178,7 @@ class Functions:
         return bool(probes)
 
     def _probe_registered(self, function: FunctionType) -> Any:
-        """Return the probe of a handler that is being registered, or the handler itself if no rule names it."""
+        """Return the recording function for a handler that is being registered, or the handler without a rule."""
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
             probe_of_function = next((probe for probe in self._probes if probe.target.function is function), None)
@@ -203,7 +200,7 @@ class Functions:
             return function
 
     def undo(self) -> None:
-        """Remove every probe from its names, last first. Other references to a probe call the bare function."""
+        """Restore all functions, the last first. Other references to a recording function call the original."""
         with self._lock:
             undo_all(self._seams)
             undo_all(self._pickling)
@@ -214,15 +211,15 @@ class Functions:
             self._remove_probes(probes)
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock, which another thread of the parent may have locked."""
+        """Replace the lock, which another thread of the parent may have locked at the fork."""
         self._lock = RLock()
         if self.watch is not None:
             self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
-        """Remove the probes of a site from their names for a while.
+        """Restore the original functions of a site under their names for a while. Return the function that reverts it.
 
-        Return the call that restores them, None without probes. Other references to a probe continue to call it.
+        Return None if the site has no probe. Other references to a recording function continue to record.
         """
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
@@ -231,7 +228,7 @@ class Functions:
         return partial(self._restore_probes, probes) if probes else None
 
     def _restore_probes(self, probes: Sequence[Probe]) -> None:
-        """Restore probes that were removed for a while, unless their rules have been dropped since."""
+        """Put probes back that were removed for a while, unless the rules have changed since."""
         off = [probe for probe in probes if not probe.is_set and probe in self._probes]
         for probe in off:
             probe.set()
@@ -248,7 +245,7 @@ class Functions:
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
     def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
-        """Return the rules' targets in a module and in subclasses of its classes, by rule index and label."""
+        """Find the functions that rules select in a module and in subclasses of its classes, by rule and label."""
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
@@ -260,7 +257,7 @@ class Functions:
         return selected
 
     def _overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
-        """Yield the overrides of a method in subclasses. Creates the method's lineage."""
+        """Yield the overrides of a method in subclasses, and note that a rule records the method with overrides."""
         if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
         key = (id(thing.owner), thing.attribute)
@@ -274,7 +271,7 @@ class Functions:
             yield from targets.override(cls, thing.attribute)
 
     def _attach_subclass(self, cls: type[Any]) -> None:
-        """Attach to the overrides in a new subclass that a rule wants."""
+        """Attach probes to the overrides in a new subclass that rules select."""
         with self._lock:
             selected = {
                 (index, thing.label): thing
@@ -287,14 +284,14 @@ class Functions:
                 self._attach(index, target)
 
     def _wanted_overrides(self, index: int, cls: type[Any]) -> Iterator[str]:
-        """Yield the overrides in a class that a rule wants."""
+        """Yield the names of the overrides in a class that a rule selects."""
         for key, lineage in self._lineages.items():
             is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
             if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
                 yield lineage.attribute
 
     def _attachable(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
-        """Yield the targets that get a probe now, each with its rule's index. Note verdicts on all other targets."""
+        """Yield the selected functions that get a probe, each with its rule's index. Note verdicts on the others."""
         labels: dict[tuple[int, int], str] = {}
         for (index, label), thing in selected.items():
             if isinstance(thing, Unreachable):
@@ -324,7 +321,7 @@ class Functions:
             yield index, thing
 
     def _site_inside(self, target: Target) -> Site | None:
-        """Return the site of a probe that another function wraps (`functools.wraps`) at the target, else None."""
+        """Return the site of the recording function that a target's function wraps by `functools.wraps`, else None."""
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
@@ -387,7 +384,7 @@ class Functions:
         return probe
 
     def _lineage_test(self, target: Target) -> Passes | None:
-        """Return a test for calls that another probe of the target's lineage records. Return None without a lineage."""
+        """Return the test for calls that the probe of a subclass or base class records, None without `+` in a rule."""
         for lineage in self._lineages.values():
             if lineage.holds(target.owner, target.attribute):
                 if target.owner is lineage.base:
@@ -402,12 +399,12 @@ class Functions:
         self._found[index].setdefault(label, Verdict(self.rules[index].text, state, label, why, site))
 
     def _is_by_module_wildcard(self, index: int, target: Target) -> bool:
-        """Return True for a module's function that only patterns with a wildcard in the module's name match."""
+        """Return True if a function is selected only by patterns with a wildcard in the module's name."""
         texts = [text for text in self.rules[index].match if _matches_label(text, target.label)]
         return isinstance_of(target.owner, ModuleType) and all("*" in text.partition(":")[0] for text in texts)
 
     def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
-        """Add the other references to a function to its verdict, and keep the function picklable."""
+        """Add other objects that refer to a function to its verdict, and keep the function picklable."""
         if not self._pickling:
             self._pickling.append(functions.keep_picklable())
         why = f"{_references(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
@@ -417,11 +414,11 @@ class Functions:
         self._found[index][probe.target.label] = replace(verdict, state="partly", why=why)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule, in the order of the profile."""
+        """Return the verdicts on all rules and on the functions that they select, in the order of the profile."""
         with self._lock:
             for lineage in list(self._lineages.values()):
                 for cls in list(lineage.overrides()):
-                    self._attach_subclass(cls)  # its base may not have reported it
+                    self._attach_subclass(cls)  # in case its base has not reported it
             verdicts: list[Verdict] = []
             for index, rule in enumerate(self.rules):
                 rows = [self._with_overrides(index, verdict) for verdict in self._found[index].values()]
@@ -429,7 +426,7 @@ class Functions:
             return verdicts
 
     def _with_overrides(self, index: int, verdict: Verdict) -> Verdict:
-        """Add the overrides without a probe to the verdict, if the rule names a single method."""
+        """Add overrides that are not recorded to the verdict on a method that a rule names without a wildcard."""
         rule = self.rules[index]
         probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
         if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:
@@ -451,7 +448,7 @@ class Functions:
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
     def _missing_in_main(self, rule: FunctionRule, index: int) -> Iterator[Verdict]:
-        """Yield a verdict for each function of the main program that a rule names and that does not exist."""
+        """Yield a verdict for each missing function of the main program that a rule names."""
         for text in rule.match:
             if text.partition(":")[0] in MAINS and "*" not in text and text not in self._found[index]:
                 yield replace(self._missed(replace(rule, match=(text,))), target=text)
@@ -484,20 +481,20 @@ class Functions:
         return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {label}" if label else ""))
 
     def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
-        """Return True if a module has functions that a rule names, and no import hook has seen the module."""
+        """Return True if a module has functions that a rule selects."""
         things = (thing for text in rule.match for thing in targets.find(module, text))
         return any(isinstance(thing, Target) for thing in things)
 
 
 def _count_others(target: Target, names: Sequence[Name]) -> int:
-    """Count the names of a target's function, except the target's own name."""
+    """Count the names of a target's function in modules, except the target's own name."""
     space = None if isinstance_of(target.owner, type) else own_names(target.owner)
     of_function = [name for name in names if name.key == id(target.function)]
     return sum(namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
 
 
 def _is_ours(holder: Any) -> bool:
-    """Return True for an object of this package, except a detached probe that is still in use."""
+    """Return True for an object of this package, except a recording function that was detached but is still in use."""
     return is_of_package(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 
@@ -507,12 +504,12 @@ def _references(references: Sequence[str]) -> str:
 
 
 def _makes_equal_probes(rule: FunctionRule, second: FunctionRule) -> bool:
-    """Return True if two rules make equal probes of a target."""
+    """Return True if two rules would record a function in the same way."""
     return replace(rule, match=second.match, exclude=second.exclude, text=second.text) == second
 
 
 def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
-    """Return the module's name that a pattern matches in a tuple, empty without a match."""
+    """Return the name of a module that a pattern matches, in a tuple that is empty without a match."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 
 

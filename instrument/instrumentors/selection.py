@@ -1,7 +1,7 @@
-"""The selection of a profile's targets in this process. It applies each family of rules to the imported modules.
+"""Attach the probes of a profile in this process, and remove them again: now, at later imports, and at a reload.
 
-Targets are found when their module is imported, before the importer can bind their names, or at once in an imported
-module. A family of rules handles one key of the profile. Its code is loaded only when one of its packages is imported.
+The rules of one key of the profile are a family. A module's functions are replaced as soon as its code has run, before
+the importing code can bind their names. A family's code is loaded only when one of its packages is imported.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 
 class Probes(Protocol):
-    """The protocol of a family of rules. One thread at a time calls its methods."""
+    """The methods of an instrumentor, which attaches the rules of one family. One thread at a time calls them."""
 
     @property
     def rules(self) -> tuple[Any, ...]:
         """The current rules, in the order of the profile."""
 
     def wants(self, module_name: str) -> bool:
-        """Return True if a rule could have a target in that module. Called before each import."""
+        """Return True if a rule may select something in a module. Called before each import."""
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to a wanted module after its code has run. Return True if functions were replaced."""
+        """Attach the probes in a module, after its code has run. Return True if functions were replaced."""
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return a value per probe, by name. Equal values mean the same probe."""
+        """Return a value for each attached probe, by name. A reload compares the values: equal ones mean no change."""
 
     def undo(self) -> None:
         """Remove every probe, last first."""
@@ -58,19 +58,19 @@ class Probes(Protocol):
 
 
 LOOKS = 2
-"""The number of looks at new modules after a change of the rules. The second look sees modules that another thread was
-importing at the first."""
+"""The number of searches for new modules after a change of the rules. The second search finds modules that another
+thread was importing during the first."""
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The variables by which `init` and `check` ask each process for verdicts on all rules. Either makes each family attach
-at once, not with its first package."""
+"""The environment variables by which `init` and `check` ask for verdicts on all rules. With either, all families are
+loaded at once, without waiting for their packages."""
 
 
 class Selection:
-    """An object that attaches the probes of a profile and removes them again, one for each session.
+    """The attached probes of a session's profile.
 
-    `late` names the modules with targets that had been imported before. `noted` is called when the function rules are
-    attached to an imported module. `begun` is called with the package of an engine whose import begins.
+    `late` names the modules that were imported before their probes were attached. `noted` is called when function
+    rules have been attached in a module. `begun` is called with the package of an engine whose import begins.
     """
 
     def __init__(self, profile: Profile, recorder: Recorder = RECORDER) -> None:
@@ -80,11 +80,11 @@ class Selection:
         self._undo_imports: Undo | None = None
         self._watch: main_module.Watch | None = None
         self._families: dict[str, Any] = {}
-        """The loaded families with the protocol `Probes`, in the order of `FAMILIES`."""
+        """The instrumentor of each loaded family, in the order of `FAMILIES`."""
         self._asleep: dict[str, frozenset[str]] = {}
-        """The packages that load each family that is not loaded yet."""
+        """The families that are not loaded yet, with the packages whose import loads them."""
         self._wakers: frozenset[str] = frozenset()
-        """The packages that load a family, now or earlier."""
+        """All packages whose import loads a family, also a family that is loaded already."""
         for key in FAMILIES:
             self._attach_or_defer(key)
         self._unfinished: list[ModuleType] = []
@@ -96,7 +96,7 @@ class Selection:
         self.begun: Callable[[str], object] = lambda _: None
 
     def _attach_or_defer(self, key: str) -> None:
-        """Attach the rules of a key now, or if only some packages may have targets, at the first import of one."""
+        """Load the family of a key now, or at the first import of its packages if the rules select only in those."""
         if not rules_of(self.profile, key):
             self._asleep.pop(key, None)
             return
@@ -110,7 +110,7 @@ class Selection:
             self._asleep[key] = packages
 
     def _make(self, key: str) -> Probes:
-        """Load the code of a family and create the family, still without probes."""
+        """Load the code of a family and create its instrumentor, which attaches no probe yet."""
         rules = rules_of(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
@@ -125,13 +125,13 @@ class Selection:
         return family
 
     def _family_of(self, key: str) -> Any:
-        """Return the family of a key, None if the profile has no such rules. Loads the family if needed."""
+        """Return the instrumentor of a key, which is loaded if needed. Return None if the profile has no such rules."""
         if key in self._asleep:
             self.attach_family(key)
         return self._families.get(key)
 
     def attach_family(self, key: str) -> None:
-        """Create the family of a key, and attach it to the imported modules."""
+        """Load the family of a key, and attach its probes in the imported modules."""
         import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
             if key not in self._asleep:
@@ -147,7 +147,7 @@ class Selection:
                         self.late.append(names_of(module)[0])
 
     def _families_of(self, module_name: str) -> list[str]:
-        """Return the keys of the families that a module's import loads. Triton names a model's module by a number."""
+        """Return the keys of the families that the import of a module loads. Triton's models have numbers as names."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
         if not is_of_triton and package not in self._wakers and module_name not in self._wakers:
@@ -159,7 +159,7 @@ class Selection:
         ]
 
     def attach(self, *, main: bool = True) -> Undo:
-        """Attach to the imported modules and watch imports from now on. Return the undo.
+        """Attach the probes in imported modules, and at imports from now on. Return the function that removes them.
 
         `main` is False to leave out the module that runs as `__main__`.
         """
@@ -182,10 +182,8 @@ class Selection:
     def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
         """Apply the rules of another profile. Return the names of the attached and of the detached probes.
 
-        `anew` also applies rules that seem unchanged, after a change that failed half-way.
-
-        Targets that both profiles record in the same way keep their probe, site and place in the tally. Thread-safe.
-        The caller's thread searches the modules, and for layers the heap, which takes some ten milliseconds.
+        Targets that both profiles record in the same way keep their probe and their totals. `anew` also applies rules
+        that seem unchanged, after a change that failed half-way. Thread-safe. The search for targets takes tens of ms.
         """
         with self._lock:
             before = self._probed()
@@ -219,14 +217,14 @@ class Selection:
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
     def _is_loaded_by(self, key: str, modules: Iterable[ModuleType]) -> bool:
-        """Return True if a family is loaded, or if one of the modules loads it."""
+        """Return True if the family of a key is loaded, or if one of the modules would load it."""
         names = (name for module in modules for name in names_of(module))
         return key in self._families or any(key in self._families_of(name) for name in names)
 
     def attach_unfinished(self) -> bool:
-        """Attach to modules that were being imported at a change of the rules. Return True if a later look is needed.
+        """Attach the probes in modules that another thread was importing while the rules changed.
 
-        Another thread may have begun an import under the earlier rules, and ended it since.
+        Return True if the method must be called again later.
         """
         with self._lock:
             waiting, self._unfinished = self._unfinished, []
@@ -244,7 +242,7 @@ class Selection:
         return {name: probe for family in self._families.values() for name, probe in family.probes_by_name().items()}
 
     def after_fork_in_child(self) -> None:
-        """Replace the lock, which another thread of the parent may have locked."""
+        """Replace the lock, which another thread of the parent may have locked at the fork."""
         self._lock = RLock()
         if (functions := self._families.get("functions")) is not None:
             functions.after_fork_in_child()
@@ -263,13 +261,13 @@ class Selection:
                 family.undo()
 
     def wants(self, module_name: str) -> bool:
-        """Load the families of a module. Return True if a rule could have a target in the module."""
+        """Load the families of a module's package. Return True if a rule may select something in the module."""
         for key in self._families_of(module_name):
             self.attach_family(key)
         return any(family.wants(module_name) for family in list(self._families.values()))
 
     def _hooks_import(self, module_name: str) -> bool:
-        """Return True if a module's import must be hooked, to attach probes or to report an engine."""
+        """Return True if the import of a module must be watched, to attach probes or to report an engine."""
         return self.wants(module_name) or module_name in ENGINES or module_name in self._wakers
 
     def _import_begins(self, module_name: str) -> None:
@@ -277,7 +275,7 @@ class Selection:
             self.begun(module_name)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to a module after its code has run. Return True if functions were replaced."""
+        """Attach the probes of all families in a module that has been imported. Return True if it has changed."""
         copied = False
         with self._lock:
             for family in list(self._families.values()):
@@ -290,9 +288,9 @@ class Selection:
         return copied
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdict on every rule, in the order of the profile.
+        """Return the verdicts on all rules, in the order of the profile.
 
-        `of_all` is False for loaded families alone.
+        `of_all` is False to leave out families that are not loaded.
         """
         for key in list(self._asleep) if of_all else ():
             self.attach_family(key)
@@ -303,9 +301,9 @@ class Selection:
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_preset_rules(self) -> set[str]:
-        """Return the names of a preset's rules whose targets have not been imported.
+        """Return the names of the preset's rules for packages that the service has not imported.
 
-        Rules for requests are left out, as they are the reason for a preset.
+        Rules for requests are left out, because every service that uses a preset should have requests.
         """
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
@@ -322,34 +320,34 @@ class Selection:
         return family is not None and bool(family.has_begun())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
+        """Return how often each site has blocked an event loop, and the longest block in ns."""
         family = self._families.get("requests")
         return {} if family is None else family.blockers()
 
     def note_connections(self, ports: Iterable[int]) -> None:
-        """Note ports of this process that have connections, as seen by the agent."""
+        """Note ports of this process on which the agent has seen connections."""
         self._ports |= frozenset(ports)
 
     def look_for_connections(self) -> None:
-        """Find the ports of this process that have connections, if no request has been recorded."""
+        """Look for ports of this process that have connections, if no request has been recorded."""
         is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
         if is_asked and listening.listens():
             connections = listening.connections_of(Path("/proc/self"))
             self.note_connections(connections.open | connections.closed)
 
     def argument_watch(self) -> ArgumentWatch | None:
-        """Return the argument watch if `instrument init` asks for it, else None."""
+        """Return the watch of arguments if `instrument init` has started the process, else None."""
         functions: Functions | None = self._families.get("functions")
         return None if functions is None else functions.watch
 
     def sites_of(self, label: str) -> set[Site]:
-        """Return the sites of the calls of a function that a rule names, `module:qualname`."""
+        """Return the sites of a recorded function by its label, `module:qualname`."""
         functions: Functions | None = self._families.get("functions")
         with self._lock:
             return set() if functions is None else functions.sites_of(label)
 
     def detach(self, site: Site) -> Undo | None:
-        """Remove the probes of a function or layer for a while. Return the call that restores them, or None."""
+        """Remove the probes of a site for a while. Return the function that restores them, None without a probe."""
         with self._lock:
             for key in ("functions", "layers"):
                 family: Functions | Layers | None = self._families.get(key)

@@ -1,14 +1,12 @@
-"""Startup: the functions that prepare a model, and the durations of imports.
+"""Record a service's start: functions that load or compile a model, and the durations of imports.
 
-The profile's `startup: auto` adds function rules for them, with spans of the phase `load` or `compile`. The profile's
-own rules may add others. `torch.compile` compiles within the first calls of a model, and its compilations are recorded
-there.
+`startup: auto` in a profile adds function rules for known frameworks, with the phase `load` or `compile`.
+`torch.compile` compiles during the first calls of a model, and each compilation is a span there.
 
-Python calls one function of its import system for every module that is not in `sys.modules` yet. While imports are
-watched, our function replaces it and calls it; loaders, specs and modules do not change. A module that its own package
-imports costs 0.3 us more, one of another package 2.6 us. Each top-level package has a time for itself, and a time with
-all that it imports in turn. Imports of our own, such as the bindings of a driver, are not the service's. They have the
-name of this package, with the imported package in brackets.
+To time imports, the function that Python calls for each module that is not in `sys.modules` yet is replaced. It costs
+0.3 us per module that its own package imports, and 2.6 us per module that another package imports. Each top-level
+package has a self time, and a time with the packages that it imports. Imports that `instrument` itself causes, such as
+the bindings of a driver, are listed under `instrument`, with the package in brackets.
 """
 
 from __future__ import annotations
@@ -59,8 +57,8 @@ COMPILES = {
     "torch.jit._freeze:freeze": "torch.jit.freeze",
     "torch.export:export": "torch.export.export",
 }
-"""The span names by function. `torch.jit.trace` and `script` are left out: they look names up in the calling frame,
-which must be the service's."""
+"""The names of spans, by function. `torch.jit.trace` and `script` are left out, because they look up names in the
+calling frame, which must be the service's."""
 
 
 def _rules() -> tuple[FunctionRule, ...]:
@@ -72,7 +70,7 @@ def _rules() -> tuple[FunctionRule, ...]:
 
 
 class StartupWatch:
-    """The instrumentor of `startup: auto`."""
+    """The instrumentor of `startup: auto`, without the times of imports."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         self.rules = tuple(rules)
@@ -84,38 +82,38 @@ class StartupWatch:
         self._dynamo: Verdict | None = None
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the probes on functions."""
+        """Return the probes on functions that load or compile, by name."""
         return self._functions.probes_by_name()
 
     def wants(self, module_name: str) -> bool:
-        """Return True if that module has functions that load or compile."""
+        """Return True if a module has functions that load or compile."""
         return module_name == _DYNAMO or self._functions.is_named(module_name)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to the functions of a framework's module."""
+        """Attach to the functions of a framework's module, which has been imported."""
         if module.__name__ == _DYNAMO:
             self._watch_dynamo(module)
             return False
         return self._functions.imported(module)
 
     def undo(self) -> None:
-        """Restore every framework's own functions."""
+        """Restore the functions of all frameworks."""
         undo_all(self._undos)
         self._dynamo = None
         self._functions.undo()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the recorded functions. Frameworks that are not imported have none."""
+        """Return the verdicts on the functions of imported frameworks."""
         verdicts = [verdict for verdict in self._functions.verdicts() if verdict.state not in ("waiting", "not found")]
         if self._dynamo is not None:
             verdicts.append(self._dynamo)
-        # Without their sites, as no service has to call all of them.
+        # Without a site no verdict becomes `uncalled`: no service has to call all functions that load.
         return [dataclasses.replace(verdict, site=None) for verdict in verdicts]
 
     def _watch_dynamo(self, module: ModuleType) -> None:
-        """Record each compilation as a span of the thread that waits for it.
+        """Record each compilation of torch.compile as a span of the thread that waits for it.
 
-        torch calls its callbacks in this method. Of several threads that compile, the first and the last call them.
+        torch calls the replaced method around each compilation, on each thread that compiles.
         """
         if self._undos:
             return
@@ -143,23 +141,23 @@ class StartupWatch:
 # The durations of imports
 
 LIMIT = 2_000
-"""The maximum number of packages with a row of their own. Further packages share a row."""
+"""The maximum number of packages whose imports are timed separately. Further packages share one entry."""
 
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The number of newest imports whose begin is stored, at 0.1 KB each."""
+"""The number of newest imports whose begin is stored, at 0.1 KB each. Reports count those after the first request."""
 
 OWN = __name__.partition(".")[0]
 
 _IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
-"""The packages of the import system, whose frames are between the importing code and our function."""
+"""The packages of Python's import system. Their frames are between the importing code and the timed function."""
 
 _clock = time.monotonic_ns
 
 
 class _Importing:
-    """A package that a thread is importing. `others_ns` is the time of the other packages that it imports."""
+    """A package that a thread is importing. `others_ns` is the time of the packages that it imports in turn."""
 
     __slots__ = ("began_ns", "is_ours", "is_outermost", "others_ns", "package")
 
@@ -177,7 +175,7 @@ class _Local(threading.local):
 
 
 class ImportTimes:
-    """The imports since `install`. `is_inside` returns True while the calling thread has an open span."""
+    """The times of imports by package, since `install`. `is_inside` is True while the calling thread has a span."""
 
     def __init__(self, is_inside: Callable[[], object]) -> None:
         self._is_inside = is_inside
@@ -185,14 +183,14 @@ class ImportTimes:
         self.why_not = ""
 
     def after_fork_in_child(self) -> None:
-        """Drop all imports, as the parent's modules are already loaded."""
+        """Drop all times, because the forked child has not imported the parent's modules itself."""
         self._local = _Local()
         self._lock = Lock()
         self._packages: dict[str, list[int]] = {}
         self._newest: deque[tuple[int, str, int]] = deque(maxlen=NEWEST)
 
     def install(self) -> Undo:
-        """Watch imports from now on. Return the undo. `why_not` gives the reason if this Python cannot be watched."""
+        """Time imports from now on. Return the function that stops it. `why_not` is the reason if it is impossible."""
         bootstrap: Any = sys.modules.get("_frozen_importlib")
         original = getattr(bootstrap, "_find_and_load", None)
         if not isinstance(original, FunctionType):
@@ -249,9 +247,9 @@ class ImportTimes:
             self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
     def packages(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
-        """Return the finished imports, by package.
+        """Return the times of the finished imports by package.
 
-        `request_ns` is the begin of the first request. Only the `NEWEST` imports after it are known.
+        `request_ns` is the begin of the first request. Up to `NEWEST` imports after it are timed separately.
         """
         late: Counter[str] = Counter()
         with self._lock:
@@ -265,7 +263,7 @@ class ImportTimes:
 
 
 def _is_own_request(frame: FrameType | None) -> bool:
-    """Return True if the importing code is a module of this package. For `python -m` there is no importing code."""
+    """Return True if code of this package imports. `python -m` imports its module without importing code."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in _IMPORTERS:

@@ -1,16 +1,15 @@
-"""Targets: the functions that the pattern of a profile's rule names in a module.
+"""Find the functions (targets) that a pattern of a profile selects in a module.
 
-A rule names `module:qualname`, where `*` matches within a segment and `**` crosses dots. A pattern with a wildcard
-finds functions that the module itself defines: `text:*` does not reach into the modules that `text` imports. A name
-without wildcards means the function, wherever it was defined. A wildcard finds only `__init__` and `__call__` among
-the names that Python calls; a pattern that begins with two underscores, such as `Engine.__*`, finds them all. A name
-without wildcards that ends in `+` means a method and its overrides in all subclasses.
+A pattern is `module:qualname`, where `*` matches within a segment and `**` crosses dots. A pattern with a wildcard
+selects only functions that the module itself defines: `text:*` leaves out functions that `text` imports. A name without
+wildcards also selects an imported function. Of the special methods a wildcard selects only `__init__` and `__call__`,
+unless its last segment begins with two underscores (`Engine.__*`). A name without wildcards that ends in `+` selects a
+method and its overrides in all subclasses.
 
-A function is found inside an object that a decorator of the standard library, wrapt or a framework has made of it. A
-property stays a property, whose getter records; the body of a context manager records as a generator. A wildcard skips
-properties and partial objects, which their users treat as data; a name without wildcards means them. A wildcard in the
-module's name skips functions made in C, as other code in C may test their exact type. It also skips functions of the
-module that other objects refer to, as code may compare them with the module's own.
+A function is also found inside the object that a decorator of the standard library, wrapt or a framework has made of
+it. A property records its getter, and a context manager its body. A wildcard skips properties and partial objects,
+which code uses as data. A wildcard in the module's name also skips functions made in C, whose exact type other C code
+may test. It skips functions that other objects refer to, because code may compare them with the module's.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass, field, late_pa
 from instrument.runtime.main_module import names_of
 
 Put = Callable[[Any], Any]
-"""A function that puts a new function into an object. It returns the object, or a new object."""
+"""A function that puts a new function into a decorator's object, and returns that object or a new one."""
 
 _NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
@@ -61,24 +60,24 @@ _CONTEXT_MANAGERS = tuple(
     for code in decorator.__code__.co_consts
     if isinstance(code, CodeType)
 )
-"""Code of the `contextlib` decorators' wrappers, which make a context manager from a generator."""
+"""The code objects by which a function is recognised that `contextlib` has made a context manager from a generator."""
 
 _FIELD = late_pattern(r"\{(module|qualname|class|function)\}")
 
 SUBCLASSES = "+"
-"""The suffix of a pattern that also means a method's overrides in subclasses."""
+"""The suffix of a pattern that also selects a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The maximum number of objects that are searched for a function inside a decorator's object."""
+"""The maximum number of objects to search for the function inside a decorator's object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A function where it can be replaced.
+    """A function that a rule selects, with the place where it can be replaced.
 
-    `raw` is the value of the attribute of a module or class: the function itself, or an object that contains it. `put`
-    replaces the function in that object. `raw` is None for a function deeper inside, which only `put` replaces. `note`
-    is an explanation for the user, or "".
+    `raw` is the value of `owner.attribute`: the function itself, or a decorator's object that contains it. `put`
+    replaces the function in that object. `raw` is None if no new value of the attribute is needed. `note` is an
+    explanation for the user, or "".
     """
 
     owner: Any
@@ -96,13 +95,13 @@ class Target:
 
     @property
     def name(self) -> str | None:
-        """The name of the target's spans; None if the function's own name identifies it."""
+        """The name for the target's spans if the function's own name is unclear, such as `<lambda>`, else None."""
         own_name = getattr(self.function, "__name__", "")
         part = self.qualname.rpartition(".")[2]
         return self.qualname if own_name in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
 
     def fill_fields(self, name: str) -> str:
-        """Fill the fields in braces of a rule's name with the target's names. Other braces stay as they are."""
+        """Fill `{module}`, `{qualname}`, `{class}` and `{function}` in the span name that a rule gives."""
         owner, _, function_name = self.qualname.rpartition(".")
         value_by_field = {"module": self.module, "qualname": self.qualname, "class": owner, "function": function_name}
         return _FIELD.sub(lambda field: value_by_field[field[1]], name)
@@ -110,7 +109,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """A target that a rule names but that cannot be observed, with the reason."""
+    """A function that a rule selects but that cannot be recorded, with the reason."""
 
     label: str
     why: str
@@ -118,7 +117,7 @@ class Unreachable:
 
 @lru_cache(maxsize=4096)
 def pattern(text: str) -> Pattern[str]:
-    """Return the regular expression of a dotted pattern: `*` matches within a segment, `**` any number of segments."""
+    """Compile a dotted pattern, in which `*` matches within a segment and `**` matches any number of segments."""
     segments = text.split(".")
     last = len(segments) - 1
     expression = ""
@@ -144,7 +143,7 @@ def site_of(
     phase: str | None = None,
     min_ns: int = 0,
 ) -> Site:
-    """Return the site of a function with its names, file and line. `name` replaces the function's own name."""
+    """Return a site for a function, with its names, file and line. `name` replaces the function's own name."""
     inner = inspect.unwrap(function, stop=lambda f: hasattr(f, "__instrument__")) if callable(function) else function
     code = getattr(inner, "__code__", None)
     qualname = getattr(function, "__qualname__", getattr(function, "__name__", type(function).__name__))
@@ -168,9 +167,9 @@ def qualname_of(function: Any) -> str:
 
 
 def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
-    """Yield the functions of an imported module that a pattern's qualname means. Runs no code of the module.
+    """Yield the functions of a module that the qualname of a pattern selects, without running code of the module.
 
-    `name` is the module's name in the labels; it defaults to the module's own.
+    `name` is the module's name in labels, such as `__main__`. It defaults to the module's own.
     """
     qualname = match.partition(":")[2].removesuffix(SUBCLASSES)
     name = name or module.__name__
@@ -204,7 +203,7 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
 
 
 def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions that `last`, the last name of `qualname`, means in `owner`."""
+    """Yield the functions that `qualname` selects, without wildcards. `last` is its last name, to find in `owner`."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -227,14 +226,14 @@ def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: st
 
 
 def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -> Iterator[Target | Unreachable]:
-    """Yield the public methods of a class."""
+    """Yield the public methods of a class that a pattern names."""
     home, called = type_attribute(cls, "__module__"), label.partition(":")[0]
     below = _walk(module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called)
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
 def _with_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
-    """Yield the targets. If a decorator's object contains their class, each gets a note on it."""
+    """Yield the targets. Add a note on the decorator's object that contains their class, if `holder` is one."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
             yield thing
@@ -244,7 +243,7 @@ def _with_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator
 
 
 def _raw_attribute(owner: Any, attribute: str) -> Any:
-    """Return the attribute from the namespace, without binding descriptors. Return None without that attribute."""
+    """Return the value of an attribute without binding it, as a descriptor remains. Return None if there is none."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
     names = own_names(owner) or {}
@@ -263,9 +262,9 @@ def _walk(
     called: str,
     methods_of: str | None = None,
 ) -> Iterator[Target | Unreachable]:
-    """Yield the functions that a pattern matches below an owner.
+    """Yield the functions of a module or class, and of the classes in it, whose names match `qualname`.
 
-    With `methods_of`, a module, yield only public methods of its classes. `called` is the module's name in labels.
+    `called` is the module's name in labels. `methods_of` limits the search to public methods that this module defines.
     """
     home = methods_of or module.__name__
     names = namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
@@ -288,7 +287,7 @@ def _walk(
 
 
 def site_on(function: Any) -> Site | None:
-    """Return the site of the probe on a function, None without a probe."""
+    """Return the site of a recording function, None for any other object."""
     if _NATIVE is not None and isinstance_of(function, _NATIVE.Function):
         site = getattr(function, "__instrument__", None)
     else:
@@ -305,27 +304,27 @@ def is_public(method: str) -> bool:
 
 
 def _is_function(thing: Any) -> bool:
-    """Return True if a wrapper that replaces an object can record its calls."""
+    """Return True for a function that a recording one can replace."""
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or site_on(thing) is not None
 
 
 def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
-    """Yield the targets in a method that a class itself defines."""
+    """Yield the functions in a method that a class itself defines, as targets."""
     home: str = type_attribute(cls, "__module__")
     yield from _targets_in(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
 
 
 def override_label(cls: type[Any], attribute: str) -> str:
-    """Return the name by which a rule can mean a method of a class."""
+    """Return the label by which a rule can select a method of a class: `module:qualname`."""
     return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
 
 
 def _targets_in(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
-    """Yield the targets in an attribute's value. `home` is the module that defines it."""
+    """Yield the functions in an attribute's value as targets. `home` is the module that defines them."""
     module, _, qualname = label.partition(":")
     parts = list(parts_of(raw))
     for part in parts:
@@ -357,7 +356,7 @@ def _targets_in(
 
 
 class DecoratedPart(NamedTuple):
-    """A function inside a decorator's object, the suffix of its label, and the call that replaces it."""
+    """A function inside a decorator's object. `put` replaces it, and `suffix` ends its label, such as `.setter`."""
 
     suffix: str
     function: Any
@@ -365,7 +364,7 @@ class DecoratedPart(NamedTuple):
 
 
 def parts_of(raw: Any) -> Iterator[DecoratedPart]:
-    """Yield the functions inside a decorator's object, or the function itself."""
+    """Yield the functions inside a decorator's object. A plain function is yielded itself."""
     kind = type(raw)
     parts: list[tuple[str, Any, Put]]
     if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and site_on(raw) is None:
@@ -398,7 +397,7 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
 
 
 def _put_and_return(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
-    """Call `put(*arguments)`, which changes the object. Return the object."""
+    """Change an object by `put(*arguments)`, and return it."""
     put(*arguments)
     return raw
 
@@ -417,7 +416,7 @@ def _set_accessor(raw: property, index: int, new: Any) -> property:
 
 
 def _wrapped_slot(kind: type) -> Any:
-    """Return the slot of wrapt's function wrapper, None for other classes. Runs no code of a proxy."""
+    """Return the slot for the function in wrapt's wrapper class, None for other classes."""
     if type_attribute(kind, "_self_wrapper") is None:
         return None
     slot = type_attribute(kind, "__wrapped__")
@@ -425,7 +424,7 @@ def _wrapped_slot(kind: type) -> Any:
 
 
 def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
-    """Return the class of that module and name inside an object of a framework's decorator (a deployment, an actor)."""
+    """Find a class by its module and name inside the object that a framework's decorator made (an actor)."""
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
     cls: type[Any] | None = _decorated_function(raw, module, qualname, type)[0]
@@ -433,7 +432,7 @@ def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
 
 
 def _decorated_function(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
-    """Return the function or class of that module and name inside an object of a framework's decorator.
+    """Find a function or class by its module and name inside the object that a framework's decorator made.
 
     Also return the call that replaces it, None if no attribute and no dict refers to it.
     """
@@ -462,7 +461,7 @@ def _decorated_function(raw: Any, module: str, qualname: str, kind: type[Any] = 
 
 
 def _containers_of(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
-    """Yield the objects, classes and dicts that contain a function, each with the function's name in it."""
+    """Yield each object, class and dict that contains a function, with the function's name there."""
     for thing in near:
         names = (
             type_namespace(thing) if isinstance_of(thing, type) else thing if type(thing) is dict else own_names(thing)
@@ -473,7 +472,7 @@ def _containers_of(near: Kept, function: Any) -> Iterator[tuple[Any, str, Decora
 
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
-    """Replace the function in the objects, classes and dicts that contain it."""
+    """Replace a function in all objects, classes and dicts of `near` that contain it. `now` has the current one."""
     for thing, name, part in Kept(_containers_of(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
@@ -484,7 +483,7 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
 
 
 def all_labels(pattern_text: str, modules: Iterable[ModuleType]) -> list[str]:
-    """Return the labels of all functions in the modules. A message names the nearest of them."""
+    """Return the labels of all functions in the modules, to name the most similar one in a message."""
     things = (
         thing for module in modules for thing in _walk(module, module, "", "**", set(), called=names_of(module)[-1])
     )

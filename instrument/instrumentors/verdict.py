@@ -1,4 +1,4 @@
-"""Verdicts on a rule of the profile, or on one target of it, in one process or in all processes of a command."""
+"""Verdicts: whether a rule of the profile records its targets, and if not, why. `instrument check` prints them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ STATES: Mapping[str, str] = {
     "unreachable": "it exists, but its calls cannot be recorded",
     "not found": "its module has no such function or class",
 }
-"""The states with their meanings."""
+"""The states of a verdict, with their meanings as printed."""
 
 RECORDING = ("attached", "partly", "uncalled")
-"""The states of a target that has a probe."""
+"""The states of a target that has a probe, so that its calls are recorded."""
 
 _BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""The states by precedence, from more knowledge to less, when verdicts of several processes are merged."""
+"""The order of precedence when verdicts of several processes on a target are merged: the first state wins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on one rule, or on one target of it.
+    """The verdict on a rule of the profile, or on one target of the rule.
 
-    `state` is one of `STATES`, `why` its explanation. `target` is "" for a rule as a whole. `site` is the target's
-    site; `calls` is the count of its recorded calls, None before it is counted.
+    `state` is a key of `STATES`, and `why` explains it. `target` is "" for the rule as a whole. `calls` counts the
+    target's recorded calls; it is None before they are counted.
     """
 
     rule: str
@@ -56,18 +56,18 @@ class Verdict:
         return f"{subject}: {self.state}" + (f" ({more})" if more else "")
 
     def with_calls(self, calls_of: Callable[[Site], int]) -> Verdict:
-        """Return the verdict with the calls of its site. An attached target without calls is `uncalled`."""
+        """Return the verdict with the number of calls. An `attached` target without calls becomes `uncalled`."""
         if self.site is None or self.state not in RECORDING:
             return self
         calls = calls_of(self.site)
         return replace(self, calls=calls, state="uncalled" if self.state == "attached" and not calls else self.state)
 
     def facts(self) -> dict[str, Any]:
-        """Return all fields except the site as JSON values. `Verdict(**facts)` restores the verdict."""
+        """Return all fields except `site` as JSON values. `Verdict(**facts)` restores the verdict."""
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merge(self, peer: Verdict) -> Verdict:
-        """Merge two processes' verdicts on a target: the one that knows more, with the calls of both."""
+        """Merge two processes' verdicts on a target: the state that takes precedence, with the calls of both."""
         first, second = sorted((self, peer), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)
@@ -76,7 +76,7 @@ class Verdict:
 def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Merge the verdicts of several processes into one per target, in order of appearance.
 
-    Verdicts on targets of a rule replace verdicts on the rule as a whole.
+    A verdict on a rule as a whole remains only if the rule has no target in any process.
     """
     whole: dict[tuple[str, str], Verdict] = {}
     for verdict in verdicts:
@@ -92,14 +92,14 @@ def merge_processes(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 def marks_of(verdicts: Iterable[Verdict]) -> set[str]:
-    """Return the marks for this process's attached and called rules on the run's board."""
+    """Return the marks with which this process reports its attached and its called rules to the run's processes."""
     recording = [verdict for verdict in verdicts if verdict.state in RECORDING]
     marks = {board.attached_mark(verdict.rule) for verdict in recording}
     return marks | {board.called_mark(verdict.rule) for verdict in recording if verdict.calls}
 
 
 def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Drop verdicts on rules that have no target here, if another process records them by the board's `marks`.
+    """Drop verdicts on rules that record nothing here, if the board's `marks` show that another process records them.
 
     Rules that record in this process keep all their verdicts.
     """
@@ -113,7 +113,7 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
 
 
 def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
-    """Write the verdicts on the rules for `instrument check`, the ancestor of this process."""
+    """Write the verdicts of this process for the `instrument check` that started it."""
     facts = {
         "pid": os.getpid(),
         "calls": calls,
@@ -128,12 +128,12 @@ def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iter
 
 
 def read_check_reports(folder: str) -> list[dict[str, Any]]:
-    """Return the reports that a command's processes wrote into a folder, in the order of process ids."""
+    """Read the reports that a command's processes wrote into a folder, in the order of process ids."""
     return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
 
 
 def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
-    """Add the imported module that a waiting function rule perhaps means to its verdict."""
+    """Add the imported module with the most similar name to the verdict on a rule whose module is not imported."""
     texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
     if verdict.state != "waiting":
         return verdict

@@ -1,12 +1,11 @@
-"""The CUDA devices of a call, found from the layer's model or from the tensors among the arguments.
+"""Find the CUDA devices on which a call works, so that its device time is measured on the right devices.
 
-The current device is no answer: a model may be on another device, or on several. A layer works on the devices of its
-parameters. A method works on the devices of its object, or of a model in that object. A function works on those of
-a model among its arguments or in its code. Without a model the tensors of the arguments decide. All other calls work on
-the current device.
+The current device may be wrong: a model may be on another device, or on several. A layer works on the devices of its
+parameters. A method works on those of the model in its object, and a function on those of a model among its arguments
+or in its code. Without a model, the devices of tensors among the arguments count, else the current device.
 
-A call is examined only while spans are timed on a device and torch uses one of several. The parameters of an object are
-read once and kept while they live. If there are none, they are sought again at growing intervals.
+Calls are examined only while device time is recorded and torch uses one of several devices. An object's parameters are
+read once and cached. If it has none, they are searched for again at growing intervals.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from instrument.recording.spans import Work
 from instrument.runtime.faults import FAULTS
 
 DEPTH = 3
-"""The levels that are searched for an object's model: the object, its attributes, and their attributes."""
+"""The levels to search for a model: the object, its attributes, and their attributes."""
 
 THINGS = 1000
-"""The maximum number of objects of one level that are examined."""
+"""The number of objects in a level after which the search for a model collects no further ones."""
 
 KEPT = 1024
-"""The maximum number of objects whose devices are cached."""
+"""The maximum number of objects whose devices are cached. One more empties the cache."""
 
 SELDOM = 1024
-"""The most calls until an object without a model is searched again. The pause doubles up to this number."""
+"""The maximum number of calls between two searches of an object without a model. The pause doubles up to it."""
 
 ITEMS = 64
-"""The maximum number of items that are examined of a container in a call's arguments."""
+"""The maximum number of items to examine in a container among a call's arguments."""
 
 _PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
 _CONTAINERS = (list, tuple, dict, UserDict)
 
 
 class ModuleWork:
-    """The CUDA devices of a module, which may change.
+    """The CUDA devices of a module, which may move. One tensor per device is watched, by a weak reference.
 
-    One tensor represents all tensors on its device. After the tensors' deletion the last known devices are returned.
+    After their deletion the last known devices are returned.
     """
 
     __slots__ = ("_devices", "_tensors")
@@ -59,13 +58,13 @@ class ModuleWork:
         self.follow(tensors)
 
     def follow(self, tensors: Iterable[Any]) -> None:
-        """Follow other tensors from now on, unless an earlier tensor still exists."""
+        """Watch these tensors from now on, unless an earlier one still exists."""
         if self.current_devices() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
     def current_devices(self) -> tuple[int, ...] | None:
-        """Return the devices, None if no tensor exists any more."""
+        """Return the devices of the watched tensors, None if none exists any more."""
         tensors = self._tensors
         if len(tensors) == 1:  # the usual case, in a third of the time
             tensor = tensors[0]()
@@ -81,7 +80,7 @@ class ModuleWork:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices, or the last known ones if no tensor exists any more."""
+        """The devices of the watched tensors, or the last known ones if none exists any more."""
         devices = self.current_devices()
         return self._devices if devices is None else devices
 
@@ -96,10 +95,10 @@ def tensors_of(module: Any) -> list[Any]:
 
 
 def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """Return a tensor of the neighbours of a module without tensors, in a list, empty if they have none.
+    """Return a list with one tensor from the neighbours of a module without tensors, empty if they have none.
 
-    The search goes from the module before it, which makes its input, to the module after it, to its parent, and on to
-    the parent's neighbours. Tensors on a device have precedence.
+    The search begins with the modules before it, which make its input, then those after it, then its parent and the
+    parent's neighbours. The first tensor on a device is returned, else the first on the host.
     """
     host_tensors: list[Any] = []
     while (parent := parent_of(module)) is not None:
@@ -119,9 +118,9 @@ def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callabl
 
 
 class CallWork:
-    """A reader of a call's devices from its arguments. Only the recorder sees the result.
+    """A function that finds the devices of a call from its arguments, for the recorder. It never raises.
 
-    It never raises. A function that is pickled by value has a copy of it, which looks at the arguments alone.
+    A function that is pickled by value takes along a copy, which examines only the arguments.
     """
 
     def __init__(self, recorder: Recorder, is_method: bool, function: FunctionType | None = None) -> None:
@@ -137,7 +136,7 @@ class CallWork:
 
     @classmethod
     def of(cls, recorder: Recorder, function: Any) -> CallWork:
-        """Return a reader for calls of a function."""
+        """Return the finder of devices for calls of a function."""
         if type(function) is not FunctionType:
             return cls(recorder, False)
         in_class = "." in function.__qualname__.rpartition("<locals>.")[2]
@@ -159,7 +158,7 @@ class CallWork:
             return None
 
     def _has_several_devices(self) -> bool:
-        """Return True if torch uses a device and has several: a single one needs no distinction."""
+        """Return True if torch uses CUDA and has several devices. With a single one no call is examined."""
         torch = sys.modules.get("torch")
         if torch is not self._torch:
             parts = (getattr(torch, name, None) for name in ("Tensor", "nn", "cuda"))
@@ -170,7 +169,7 @@ class CallWork:
         return torch is not None and self._several
 
     def _devices(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the CUDA devices of a call's model, or of its tensors if it has no model."""
+        """Return the devices of the model that a call uses, or else of the tensors among its arguments."""
         module_type, tensor_type = self._torch.nn.Module, self._torch.Tensor
         tensors = []
         if self._is_method and args and (devices := self._devices_of(args[0])):
@@ -198,7 +197,7 @@ class CallWork:
         return entry.devices(lambda thing: models_in([thing], self._torch.nn.Module), thing)
 
     def _models_named(self, _: None) -> Sequence[Any]:
-        """Return the models that the function's code names, in its closure and its module's globals."""
+        """Return the models in the globals that the function's code names, and in its closure."""
         values = [self._globals[name] for name in self._names if name in self._globals]
         for cell in self._cells:
             try:
@@ -209,7 +208,7 @@ class CallWork:
 
 
 class _DeviceCache:
-    """The devices of each object's models, and the calls until a missing model is sought again."""
+    """The devices of an object's models. If it has none, the calls until the next search are counted."""
 
     __slots__ = ("_calls", "_pause", "_work", "owner")
 
@@ -222,7 +221,7 @@ class _DeviceCache:
         self._calls, self._pause = 0, 1
 
     def devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
-        """Return the devices of the models that `models(thing)` returns."""
+        """Return the devices of the models that `models(thing)` finds, from the cache if possible."""
         devices = None if self._work is None else self._work.current_devices()
         if devices is not None:
             return devices
@@ -238,7 +237,10 @@ class _DeviceCache:
 
 
 def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
-    """Return the nearest modules below the objects, if one has a tensor on a device. Runs no code of the service."""
+    """Search objects and their attributes for torch modules, without running code of the service.
+
+    Return the modules of the first level that has one with a tensor on a device.
+    """
     visited: set[int] = set()
     level = list(things)
     for _ in range(DEPTH):
