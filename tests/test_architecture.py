@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_711, 11),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (12_934, 49),
+    "instrumentors": (12_925, 49),
     "native": (9_222, 29),
     "otlp": (5_412, 20),
     "profile": (2_615, 8),
