@@ -1,4 +1,4 @@
-"""Chrome trace JSON, the format that Perfetto shows: written from a trace, and read back into one.
+"""Writes traces as Chrome trace JSON, which Perfetto shows, and reads the Chrome traces of any profiler.
 
 For writing, `lanes` assigns slices to lanes and draws arrows, and `writing` makes the events and the file. For reading
 files of any writer, `events` decodes the events, `slices` makes trees of them, and `others` interprets those of other

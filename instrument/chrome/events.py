@@ -1,4 +1,4 @@
-"""Events of a Chrome trace: decoded from its text in blocks, with their fields, and repaired if damaged."""
+"""Decodes the events of a Chrome trace from blocks of its text, and repairs damaged ones."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds
 # Text
 
 BLOCK_BYTES = 1 << 17
-"""The bytes that are read at a time. The heap reuses blocks of this size without system calls."""
+"""The number of bytes that are read at a time. The heap reuses blocks of this size without system calls."""
 
 DEEPEST = 900
-"""The deepest nesting of brackets in a trace."""
+"""The deepest nesting of JSON brackets that is read."""
 
 MOST_TRIES = 4
 """The most closing brackets, from the last one backwards, that are tried as the end of a complete value."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""The bytes that are first decoded for a value, and the last bytes of a text, where a token may be incomplete."""
+"""The number of bytes that are first decoded for a value, and the number of last bytes of a text that may cut off a
+token."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
 
@@ -45,7 +46,7 @@ Value = TypeVar("Value")
 
 
 class LeftOut:
-    """The omissions and changes in reading a file: a count and the first place for each reason."""
+    """Counts the omissions and changes in reading a file by reason, with the first place of each reason."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
@@ -60,11 +61,8 @@ class LeftOut:
 
 
 class JsonText:
-    """A reader of JSON text.
-
-    `read` returns the next bytes. `limit_bytes` and, unpacked, `unpacked_bytes` bound the text. Invalid UTF-8 is
-    replaced and counted.
-    """
+    """Reads a JSON text in pieces. `read` returns the next bytes. A text of more than `limit_bytes` or `unpacked_bytes`
+    is refused. Invalid UTF-8 is replaced and counted."""
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int, unpacked_bytes: int) -> None:
         self._read, self._limit_bytes, self._unpacked_bytes, self._seen_bytes = read, limit_bytes, unpacked_bytes, 0
@@ -136,10 +134,8 @@ class JsonText:
         return value
 
     def values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
-        """Take the available complete values of a list, at least one. Return them decoded, and as text.
-
-        The decoded result is None if a value is damaged. If the last value is incomplete, the text is the whole rest.
-        """
+        """Take the available complete values of a list, at least one. Return them decoded, and as text. The decoded
+        result is None if a value is damaged. If the last value is incomplete, the text is all that remains."""
         if len(self._text) - self._at < BLOCK_BYTES:
             self._more()
         while True:
@@ -215,7 +211,7 @@ def ends_of_values(text: bytes | memoryview) -> Iterator[int]:
 Int64 = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64 - 1)]
 
 EXACT_US = 1 << 42
-"""The microseconds from which a float cannot separate two neighbouring nanoseconds."""
+"""The time in microseconds from which a float cannot distinguish neighbouring nanoseconds."""
 
 NO_ARGUMENTS = msgspec.Raw(b"{}")
 
@@ -225,7 +221,7 @@ _TS, _DUR, _ARGS = attrgetter("ts"), attrgetter("dur"), attrgetter("args")
 
 
 class TraceEvent(msgspec.Struct, gc=False):
-    """An event. Its `args` stay text, because their fields depend on the kind of event."""
+    """An event of any writer. `args` remains JSON text, because its fields depend on the kind of event."""
 
     ph: str = ""
     ts: Any = None
@@ -271,10 +267,8 @@ Number = Int64 | UnsetType
 
 
 class Arguments(msgspec.Struct, gc=False):
-    """The arguments of a slice of ours: a span, or with `owner` a device interval of that span.
-
-    A number that can be derived from other slices is omitted. Fields are in the order of the file.
-    """
+    """The arguments of a slice of ours: a span, or with `owner` a device interval of that span. A number that can be
+    derived from other slices is omitted. Fields are in the order of the file."""
 
     thread: Number = UNSET
     lane: Number = UNSET
@@ -307,15 +301,13 @@ _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
 def decoded_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Arguments]:
-    """Return the arguments of slices of ours. Raises `msgspec.MsgspecError` for invalid texts."""
+    """Decode the arguments of slices that `dump` wrote. Raises `msgspec.MsgspecError` for invalid texts."""
     return _decode_arguments(b"[%b]" % b",".join(texts))
 
 
 def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
-    """Convert microseconds to nanoseconds, exactly for three decimals, as `nanoseconds` does.
-
-    Raises `ValueError` for a time of `limit_ns` or more.
-    """
+    """Convert microseconds to nanoseconds, exactly for three decimals, as `nanoseconds` does. Raises `ValueError` for a
+    time of `limit_ns` or more."""
     kinds = set(map(type, times_us))
     if not kinds <= {float, int, Decimal}:
         for time in times_us:
@@ -333,10 +325,10 @@ def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
 # Damaged events
 
 FARTHEST_US = 1 << 52
-"""The bound of valid times, in microseconds."""
+"""The time in microseconds from which the time of an event is invalid."""
 
 LONGEST_TIME = 64
-"""The maximum number of characters of a time."""
+"""The most characters of a time that is written as text."""
 
 _ESCAPE = re.compile(
     rb"(\\(?:[\"\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))"
@@ -424,7 +416,7 @@ def _with_valid_escapes(text: bytes) -> bytes:
 
 
 class SliceTimes(NamedTuple):
-    """The begins and lengths of slices. `has_parts` is True for a time with a fraction of a nanosecond."""
+    """The begins and lengths of slices. `has_parts` is True if a time has a fraction of a nanosecond."""
 
     start_ns: NDArray[np.int64]
     length_ns: NDArray[np.int64]
@@ -439,7 +431,8 @@ def times_of(slices: Sequence[TraceEvent], limit_ns: int) -> SliceTimes:
 
 
 def sound_times(slices: Sequence[TraceEvent]) -> SliceTimes | None:
-    """Return the times of slices by a fast test, None if a slice may be invalid or need a change by `fault_of`."""
+    """Return the times of slices if a fast test finds all valid. Return None if `fault_of` must check or change
+    them."""
     times_us = _times_us(slices)
     if not {float, int}.issuperset(map(type, chain(*times_us))):
         return None

@@ -1,4 +1,4 @@
-"""Lanes: the place of each slice in a viewer, and the arrows between slices.
+"""Assigns each slice to a lane of the viewer, and selects the arrows between slices.
 
 * Each process of a merged trace is a process with a unique number. A task's lane belongs to one process.
 * A span that no task ran is a complete event (`X`) on the lane of its thread.
@@ -38,16 +38,17 @@ from instrument.trace.layout import in_order, rank_of
 from instrument.trace.trace import MergedProcess, Trace
 
 BATCH = 4096
-"""The maximum number of events in memory at a time."""
+"""The most events that are in memory at a time."""
 
 SPARE_PIDS = 1 << 22
 """The first number beyond all pids of Linux (man 5 proc, pid_max)."""
 
 DEVICE_PIDS = SPARE_TIDS = 1 << 31
-"""The first number above a host's process and thread ids. Devices get process ids from it, further lanes thread ids."""
+"""The first number above a host's process and thread ids. Devices get process ids from this number up, and further
+lanes get thread ids."""
 
 DEEPEST = 511
-"""The most nested slices of a lane. Perfetto draws the 513th level at the top, and the 512th looks the same."""
+"""The deepest nesting of slices in a lane. Perfetto draws the 513th level at the top, and the 512th looks the same."""
 
 
 # Processes
@@ -111,7 +112,7 @@ class ShownProcesses:
 
 
 class Board:
-    """The lanes of threads and streams in a file, created on demand. Each has a process id and a thread id."""
+    """The lanes of threads and streams in a file, created on demand. Each lane has a process id and a thread id."""
 
     def __init__(self, processes: ShownProcesses) -> None:
         self.processes = processes
@@ -121,13 +122,13 @@ class Board:
     def of_thread(self, thread_id: int, number: int = 1) -> tuple[int, int]:
         """Return the process id and thread id of a thread's lane. Lanes are numbered from 1."""
         processes = self.processes
-        return self._lane(processes.of_thread(thread_id).pid, thread_id, processes.own_thread(thread_id), number)
+        return self._assign_lane(processes.of_thread(thread_id).pid, thread_id, processes.own_thread(thread_id), number)
 
     def of_stream(self, device: int, stream: int, number: int) -> tuple[int, int]:
         """Return the process id and thread id of a stream's lane. Lanes are numbered from 1."""
-        return self._lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, stream, number)
+        return self._assign_lane(DEVICE_PIDS + device % DEVICE_PIDS, stream, stream, number)
 
-    def _lane(self, pid: int, known_id: int, own_id: int, number: int) -> tuple[int, int]:
+    def _assign_lane(self, pid: int, known_id: int, own_id: int, number: int) -> tuple[int, int]:
         tids = self._tids.setdefault((pid, known_id), [])
         while len(tids) < number:
             # Perfetto folds tid 0 into the main thread, and rejects tids beyond 32 bits.
@@ -151,7 +152,7 @@ class _Lanes:
         self.moved: dict[int, int] = {}
 
     def place_slice(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:
-        """Return a slice's lane number from 1, and the innermost slice around it in that lane.
+        """Place a slice. Return the number of its lane from 1, and the innermost slice around it there.
 
         A slice goes to the further lane of its caller if it fits, else to the first lane, else to an empty one.
         """
@@ -218,7 +219,8 @@ def rows_as_tuples(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 
 
 class Spans:
-    """The spans by begin, longer spans first. `row` is a span's row in the trace, and `place_of` a row's index here.
+    """The spans of a file, sorted by begin, longer ones first. `row` has each span's row in the trace, `place_of` the
+    reverse.
 
     Times count from the file's base. `parent` is the parent's index. `site` is the index in `sites`, which are in the
     order of first use. `process` is the index of the shown process.
@@ -269,7 +271,7 @@ class Spans:
 
 
 class OrderedIntervals:
-    """The device intervals by begin, longer ones first.
+    """The device intervals of a file, sorted by begin, longer ones first.
 
     `owner` is the index of an interval's span, `number` its number within that span.
     """
@@ -301,7 +303,8 @@ class BatchMarks:
     """Marks on the lanes of requests at the begins of their batches. An arrow leads from the batch to each mark.
 
     Arrows do not lead from requests to their batch, because a slice has one bind id only. `batch` and `request` are
-    indices, a row for each request that is open at the batch's begin. `left_out` counts all other requests.
+    indices of spans, one pair for each request that is open when the batch begins. `left_out` counts all other
+    requests.
     """
 
     def __init__(self, spans: Spans) -> None:
@@ -316,9 +319,9 @@ class BatchMarks:
         at_ns = spans.start_ns[batch]
         is_within = (spans.start_ns[request] <= at_ns) & (at_ns < spans.end_ns[request]) & (batch != request)
         self.left_out = int((~is_within).sum())
-        self._keep(batch, request, is_within)
+        self._keep_pairs(batch, request, is_within)
 
-    def _keep(self, batch: Int64s, request: Int64s, is_kept: Bools) -> None:
+    def _keep_pairs(self, batch: Int64s, request: Int64s, is_kept: Bools) -> None:
         order = np.flatnonzero(is_kept)
         order = order[np.argsort(batch[order], kind="stable")]
         self.batch, self.request = batch[order], request[order]
@@ -327,7 +330,7 @@ class BatchMarks:
         """Leave out the arrows of tied batches, as another arrow uses their only bind id."""
         is_tied = np.isin(self.batch, tied)
         self.left_out += int(is_tied.sum())
-        self._keep(self.batch, self.request, ~is_tied)
+        self._keep_pairs(self.batch, self.request, ~is_tied)
 
 
 class Arrows:
@@ -335,8 +338,8 @@ class Arrows:
 
     Complete events have arrows as events: from callers to `called` spans, and to `launched` intervals. Async slices
     need a bind id, and a slice has one only. A span's own intervals have precedence, then the spans that it called.
-    `binds` has the source by place of each tied span, `ties` by place of each tied interval. `left_out` counts the
-    arrows that are not drawn.
+    `binds` has the source of the arrow of each tied span by the span's index, `ties` that of each tied interval.
+    `left_out` counts the arrows that are not drawn.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:

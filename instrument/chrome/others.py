@@ -1,4 +1,4 @@
-"""The slices of other profilers: their names and arguments, the work of devices, and allocations."""
+"""Interprets the slices of other profilers: names, arguments, device work, allocations and numbers of operations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Shape = Sequence[int]
 _Formula = Callable[[Sequence[Shape], Sequence[str]], int]
 
 MOST_DIMENSIONS = 64
-"""The maximum number of dimensions of a tensor in torch, which bounds the work for a damaged file."""
+"""The most dimensions of a tensor in torch. The limit bounds the time that a damaged file can take."""
 
 _NUMBERS = re.compile(r"\[([0-9]{1,9}(?:, [0-9]{1,9})*)?\]")
 _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
@@ -60,13 +60,13 @@ def flops_of(name: str, args: Mapping[str, Any]) -> int | None:
         return None
     texts = [value if isinstance(value, str) else "" for value in values] if isinstance(values, list) else []
     try:
-        count = formula([_shape(sizes) for sizes in shapes], texts)
+        count = formula([_read_shape(sizes) for sizes in shapes], texts)
     except (ArithmeticError, ValueError, IndexError):
         return None
     return count if 0 < count < INT64 else None
 
 
-def _shape(sizes: object) -> Shape:
+def _read_shape(sizes: object) -> Shape:
     """Return a tensor's shape, () for another argument."""
     if not isinstance(sizes, list) or len(sizes) > MOST_DIMENSIONS:
         return ()
@@ -75,7 +75,7 @@ def _shape(sizes: object) -> Shape:
     return sizes
 
 
-def _product(first: Shape, second: Shape) -> int:
+def _count_product(first: Shape, second: Shape) -> int:
     """Return the operations of a batch of matrix products, or of products with a vector."""
     *batch, rows, inner = first
     *other_batch, inner_too, columns = second if len(second) > 1 else (*second, 1)
@@ -86,43 +86,43 @@ def _product(first: Shape, second: Shape) -> int:
 
 def _product_formula(first: int) -> _Formula:
     """Return the formula for a product of two tensor arguments, at index `first` and after it."""
-    return lambda shapes, _: _product(shapes[first], shapes[first + 1])
+    return lambda shapes, _: _count_product(shapes[first], shapes[first + 1])
 
 
-def _dot_operations(shapes: Sequence[Shape], _: Sequence[str]) -> int:
-    return _product((1, *shapes[0]), shapes[1])
+def _count_dot(shapes: Sequence[Shape], _: Sequence[str]) -> int:
+    return _count_product((1, *shapes[0]), shapes[1])
 
 
-def _convolution(shapes: Sequence[Shape], values: Sequence[str]) -> int:
+def _count_convolution(shapes: Sequence[Shape], values: Sequence[str]) -> int:
     source, weight = shapes[:2]
     size = source[2:]
-    stride, padding, dilation = (_number_per_dimension(value, len(size)) for value in values[3:6])
+    stride, padding, dilation = (_read_numbers(value, len(size)) for value in values[3:6])
     if values[6] != "True":
         size = [
             (length + 2 * more - gap * (width - 1) - 1) // step + 1
             for length, width, step, more, gap in zip(size, weight[2:], stride, padding, dilation, strict=True)
         ]
-    return _convolution_operations(source, weight, size)
+    return _count_convolved(source, weight, size)
 
 
-def _convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int:
+def _count_convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int:
     gradient, source, weight = shapes[:3]
     gradients = _TRUTHS.fullmatch(values[10])
     if gradients is None:
         raise ValueError("the wanted gradients are unknown")
     # The gradients of the input and of the weight each take as many operations as the forward pass.
     size = source[2:] if values[7] == "True" else gradient[2:]
-    return gradients[1].split(", ")[:2].count("True") * _convolution_operations(source, weight, size)
+    return gradients[1].split(", ")[:2].count("True") * _count_convolved(source, weight, size)
 
 
-def _convolution_operations(source: Shape, weight: Shape, size: Shape) -> int:
+def _count_convolved(source: Shape, weight: Shape, size: Shape) -> int:
     """Return the operations of a convolution with a result of shape `size`. `weight` has inputs per output."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
     return 2 * source[0] * prod(size) * prod(weight)
 
 
-def _number_per_dimension(value: str, dimensions: int) -> list[int]:
+def _read_numbers(value: str, dimensions: int) -> list[int]:
     """Return a number per dimension. A single number applies to all of them. Raises `ValueError` for other text."""
     match = _NUMBERS.fullmatch(value)
     if match is None or not match[1]:
@@ -131,7 +131,7 @@ def _number_per_dimension(value: str, dimensions: int) -> list[int]:
     return numbers * dimensions if len(numbers) == 1 else numbers
 
 
-def _attention(backward: bool) -> _Formula:
+def _attention_formula(backward: bool) -> _Formula:
     def formula(shapes: Sequence[Shape], _: Sequence[str]) -> int:
         query, key, value = shapes[backward : 3 + backward]
         batch, heads, queries, inner = query
@@ -150,11 +150,11 @@ _FORMULAS: Mapping[str, _Formula] = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::_scaled_mm", "aten::_int_mm"), _product_formula(0)),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::addmv"), _product_formula(1)),
     **dict.fromkeys(("aten::addmm_", "aten::baddbmm_", "aten::addbmm_", "aten::addmv_"), _product_formula(1)),
-    "aten::dot": _dot_operations,
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
-    **{f"aten::_scaled_dot_product_{name}": _attention(backward=False) for name in _ATTENTION},
-    **{f"aten::_scaled_dot_product_{name}_backward": _attention(backward=True) for name in _ATTENTION},
+    "aten::dot": _count_dot,
+    "aten::convolution": _count_convolution,
+    "aten::convolution_backward": _count_convolution_backward,
+    **{f"aten::_scaled_dot_product_{name}": _attention_formula(backward=False) for name in _ATTENTION},
+    **{f"aten::_scaled_dot_product_{name}_backward": _attention_formula(backward=True) for name in _ATTENTION},
 }
 """The number of operations as a function of a call's shapes and values, by the name of torch's operator."""
 
@@ -183,15 +183,16 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The least time, in microseconds, that must be a time since 1970. Such a time makes slices at time 0 invalid. Up to
-`MOST_AT_ZERO` slices at 0 wait until then."""
+"""The time in microseconds from which times must count from 1970, and the most slices at time 0 that wait for such a
+time. Among times since 1970, slices at time 0 are invalid."""
 
 
 class _Facts(NamedTuple):
-    """The common facts of slices of one category and name.
+    """The properties that all slices of one category and name share.
 
-    They are the index and the name of their site, a step's number, and the kind of device work. `launches`: they may
-    launch such work. `counts`: their operations are counted. `is_plain`: their arguments become attributes as text.
+    `place` and `name` are those of the site. `step` is the number of a step, `work` the kind of device work. `launches`
+    is True for calls that may launch such work, `counts` for operators whose operations are counted, `is_plain` if the
+    arguments become attributes as text.
     """
 
     place: int
@@ -212,7 +213,8 @@ class _Lane(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The slices of a file by begin, longer slices first. `rank` is a slice's row by its index in the file."""
+    """The slices of a file, sorted by begin, longer ones first. `rank` has the row of each slice in the file's
+    order."""
 
     order: Int64s
     rank: Int32s
@@ -228,7 +230,7 @@ class Rows(NamedTuple):
 
 
 class ForeignSlices:
-    """A reader of other profilers' slice arguments and further events. Rows are in the order of the file."""
+    """Reads the arguments of other profilers' slices, and their further events. Rows are in the order of the file."""
 
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
@@ -279,7 +281,7 @@ class ForeignSlices:
                 self._add_allocation(event, number)
 
     def without_zeros(self, slices: list[TraceEvent], numbers: list[int]) -> list[TraceEvent]:
-        """Return the slices except those at time 0, which wait until a time shows that times are absolute."""
+        """Return the slices except those at time 0, which wait until a later time shows whether times are absolute."""
         if not slices or self._at_zero is None:
             return slices
         starts_us = [event.ts for event in slices]
@@ -311,8 +313,8 @@ class ForeignSlices:
         self._names[lane_of(event.pid), thread] = paddle_traces.thread_name(name)
 
     def add_rows(self, slices: list[TraceEvent], start_ns: Int64s, end_ns: Int64s) -> list[int]:
-        """Add the facts of complete slices and begins. Return the thread of each. Corrects times in place."""
-        lanes = [self._lanes.get((e.pid, e.tid)) or self._lane(e) for e in slices]
+        """Add complete slices and begins. Return the thread of each. Times are corrected in place."""
+        lanes = [self._lanes.get((e.pid, e.tid)) or self._assign_lane(e) for e in slices]
         facts_by_row = [self._facts.get((e.cat, e.name)) or self._facts_of(e.cat, e.name) for e in slices]
         texts = [bytes(e.args) for e in slices]
         first = len(self._site)
@@ -332,7 +334,7 @@ class ForeignSlices:
         self, at: int, lane: _Lane, facts: _Facts, event: TraceEvent, start_ns: int, end_ns: int
     ) -> tuple[int, int]:
         """Add the arguments of a slice that is not plain. Return its times in ns."""
-        args = _arguments(event)
+        args = _decode_arguments(event)
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
         if lane.is_paddles:
             exact = self._clock_of_paddle.times(start_ns, attributes)
@@ -352,7 +354,7 @@ class ForeignSlices:
         return start_ns, end_ns
 
     def _facts_of(self, category: object, label: object) -> _Facts:
-        """Return the common facts of slices of a category and name."""
+        """Return the properties that all slices of a category and name share."""
         kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
@@ -391,7 +393,7 @@ class ForeignSlices:
 
     def _add_allocation(self, event: TraceEvent, number: int) -> None:
         try:
-            allocation = self._allocation_of(event)
+            allocation = self._read_allocation(event)
         except (ValueError, TypeError, ArithmeticError, RecursionError):
             self._left_out.add("allocations that say no time or size", f"event {number}")
             return
@@ -402,15 +404,15 @@ class ForeignSlices:
         if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
-    def _allocation_of(self, event: TraceEvent) -> Allocation | None:
+    def _read_allocation(self, event: TraceEvent) -> Allocation | None:
         event.pid, event.tid = lane_of(event.pid), lane_of(event.tid)
-        lane = self._lanes.get((event.pid, event.tid)) or self._lane(event)
-        args = _arguments(event) if bytes(event.args).startswith(b"{") else {}
+        lane = self._lanes.get((event.pid, event.tid)) or self._assign_lane(event)
+        args = _decode_arguments(event) if bytes(event.args).startswith(b"{") else {}
         if "Bytes" in args:
-            return _allocation(event, args, lane.thread_id)
+            return _torch_allocation(event, args, lane.thread_id)
         return paddle_traces.allocation({"cat": event.cat, "args": args, "ts": event.ts}, lane.thread_id)
 
-    def _lane(self, event: TraceEvent) -> _Lane:
+    def _assign_lane(self, event: TraceEvent) -> _Lane:
         event.pid, event.tid = lane_of(event.pid), lane_of(event.tid)
         row: tuple[Any, Any] = event.pid, paddle_traces.thread_of(event.tid)
         if row not in self._thread_ids:
@@ -425,7 +427,7 @@ class ForeignSlices:
 
     def trace(self, rows: Rows) -> Trace:
         """Return the trace of the slices, with all other facts."""
-        first_ns, last_ns = self._bounds(rows.start_ns, rows.end_ns)
+        first_ns, last_ns = self._find_bounds(rows.start_ns, rows.end_ns)
         parent, total_ns = rows.around, rows.end_ns - rows.start_ns
         self._add_flops(parent, rows.rank)
         inner = np.flatnonzero(parent != NONE)
@@ -449,15 +451,15 @@ class ForeignSlices:
             attributes=self._attributes.packed(rows.rank),
             remote={},
         )
-        return self._with_facts(first_ns, last_ns, rows, columns)
+        return self._assemble_trace(first_ns, last_ns, rows, columns)
 
-    def _bounds(self, start_ns: Int64s, end_ns: Int64s) -> tuple[int, int]:
+    def _find_bounds(self, start_ns: Int64s, end_ns: Int64s) -> tuple[int, int]:
         """Return the first and the last time in ns, 0 without times."""
         at_ns = np.frombuffer(self._allocations, dtype=np.int64)[1::7]
         starts, ends = (np.concatenate((times, at_ns)) for times in (start_ns, end_ns))
         return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
 
-    def _with_facts(self, first_ns: int, last_ns: int, rows: Rows, columns: Columns) -> Trace:
+    def _assemble_trace(self, first_ns: int, last_ns: int, rows: Rows, columns: Columns) -> Trace:
         pids = [pid for pid, _ in self._thread_ids]
         host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
         one_process = len(set(pids)) == 1
@@ -479,11 +481,11 @@ class ForeignSlices:
         trace = Trace(origin, first_ns, last_ns, SpanViews(columns), threads, losses)
         allocations = Allocations(self._allocations).in_order()
         if self._work or allocations:
-            trace.kernels, trace.allocations = self._kernels(rows), allocations
+            trace.kernels, trace.allocations = self._collect_kernels(rows), allocations
             trace.watched = first_ns, last_ns
         return trace
 
-    def _kernels(self, rows: Rows) -> KernelColumns:
+    def _collect_kernels(self, rows: Rows) -> KernelColumns:
         """Return the device work by start, each with the call that launched it."""
         numbers = column(self._work_numbers).reshape(-1, 6)
         numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
@@ -498,7 +500,7 @@ class ForeignSlices:
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _add_flops(self, parent: Int32s, rank: Int32s) -> None:
-        """Add numbers of operations to slices as attributes, of nested operators to the outermost only."""
+        """Add the number of operations to slices as an attribute. Of nested operators only the outermost gets it."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and flops_in(json.loads(text)) > 0
@@ -526,7 +528,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and -INT64 <= value < INT64
 
 
-def _arguments(event: TraceEvent) -> dict[str, Any]:
+def _decode_arguments(event: TraceEvent) -> dict[str, Any]:
     """Return the arguments of an event, also with numbers beyond 64 bits."""
     raw = event.args
     try:
@@ -536,7 +538,7 @@ def _arguments(event: TraceEvent) -> dict[str, Any]:
     return args if isinstance(args, dict) else {}
 
 
-def _allocation(event: TraceEvent, args: Mapping[str, Any], thread_id: int) -> Allocation:
+def _torch_allocation(event: TraceEvent, args: Mapping[str, Any], thread_id: int) -> Allocation:
     """Return the allocation of an event of torch.profiler."""
     in_host = args.get("Device Type") == HOST_MEMORY
     return Allocation(

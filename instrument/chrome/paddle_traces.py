@@ -1,7 +1,7 @@
-"""The events of `paddle.profiler` in Chrome traces: kinds, names, lanes, times and allocations.
+"""Interprets the events of `paddle.profiler` in Chrome traces: kinds, names, lanes, times and allocations.
 
 An event's category is its type, and its name ends with the call's length. A thread has a lane for Python and one for
-C++. The time of an event is cut to microseconds, and its arguments have it in nanoseconds.
+C++. The time of an event is cut to microseconds, but its arguments have the nanoseconds.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
 _THREAD = re.compile(r"(thread [0-9]+:.*)\((?:Python|C\+\+)\)", re.DOTALL)
 _SINCE_FIRST = re.compile(r"([0-9]{1,15})\.([0-9]{3}) us")
 _COPIES = ("memcpy", "memorycopy", "memset")
-"""The words, in lower case, that mark the names of memory ranges."""
+"""The lower-case words that mark a range as a memory copy, if its name contains one."""
 _COPY = re.compile(r"GpuMemcpy(Sync|Async)(?:\(same_gpu\))?:(CPU|GPU)->(CPU|GPU)")
 _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""The largest difference, in ns, between an event's start and the start in its arguments, which is exact."""
+"""The most ns between the start of an event and the exact start in its arguments. Further apart, the arguments are
+ignored."""
 
 
 def meaning(category: str, name: str) -> tuple[str, Meaning] | None:
@@ -93,7 +94,7 @@ def thread_name(name: str) -> str:
 
 
 class EventClock:
-    """A clock for events in nanoseconds. Their arguments have times from the first event."""
+    """Computes the times of events in ns from their arguments, which count from the first event."""
 
     def __init__(self) -> None:
         self._first_ns: int | None = None

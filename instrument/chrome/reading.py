@@ -1,4 +1,4 @@
-"""The reader of trace files: it restores a file of `dump` exactly, and reads the slices of other profilers' files."""
+"""Reads Chrome traces: restores a file of `dump` exactly, and makes spans of the slices in other profilers' files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
 traces unpack to 10 to 30 times their size."""
 
 LIMIT_KEYS = 1000
-"""The maximum number of top-level keys in a trace, without the events."""
+"""The most top-level keys of a trace next to its events."""
 
 LIMIT_BACKWARD = 1000
 """The most spans that begin before their parent. Views would take unbounded time for a damaged file with more."""
@@ -53,7 +53,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read a file as `load` does in a fifth of the time. A missing tally is counted only on demand."""
+    """Read a file as `load` does, but in a fifth of the time, because a missing tally is counted only on demand."""
     with _refusals(path):
         with _open_text(Path(path), limit_bytes) as text:
             saved = _content(text)

@@ -1,6 +1,6 @@
-"""Conversion of a trace file's slices into columns, for files of any profiler.
+"""Converts the slices of a trace file into columns, for files of any profiler.
 
-Slices nest within a line, that of a thread or of an async key. A slice's parent is the innermost slice around it,
+Slices nest within a line: that of a thread, or that of an async key. A slice's parent is the innermost slice around it,
 unless its arguments name a parent. Our slices have ids as arguments, and numbers that cannot be derived from other
 slices. `others` reads the arguments of other profilers.
 """
@@ -55,7 +55,7 @@ _OF_INTERVALS = ("owner", "place", "device", "stream", "start_ns", "end_ns", "la
 
 
 class Slices:
-    """A reader of slices in the order of the file: complete ones, begins and ends, and async ones."""
+    """Reads slices in the order of the file: complete ones, begins and ends, and async ones."""
 
     def __init__(self, left_out: LeftOut, ours: Metadata | None = None) -> None:
         self._left_out = left_out
@@ -265,7 +265,7 @@ def _parents_of_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s
 
 
 class OwnSlices:
-    """A reader of the slice arguments, the device intervals and the samples in a file of `dump`."""
+    """Reads the arguments of slices, the device intervals and the samples in a file of `dump`."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata

@@ -1,4 +1,4 @@
-"""A trace in Perfetto's own format: track events for its viewer and its trace processor.
+"""Writes a trace in Perfetto's own format, for Perfetto's viewer and trace processor.
 
 Slices, names, times and lanes are those of the Chrome trace (see `lanes`). An empty slice is a sibling of a slice with
 the same begin. Readers of Chrome traces nest it instead. Tracks are in this order: requests and the tasks in their
@@ -37,13 +37,13 @@ SEQUENCE = 1
 """The id of the file's only packet sequence. Names are numbered per sequence, so each is written once."""
 
 PROCESS = 1
-"""The track of the first process."""
+"""The uuid of the first process's track."""
 
 REQUESTS = 2
-"""The parent track of requests. A parent track without a process is shown before all processes."""
+"""The uuid of the parent track of requests. Perfetto shows a parent track without a process before all processes."""
 
 FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
-"""The order of the tracks below the threads of a process."""
+"""The ranks by which Perfetto orders the tracks below the threads of a process."""
 
 LIMIT_PID = 1 << 31
 """The first number above all process and thread ids."""
@@ -64,7 +64,7 @@ def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
 
 
 class _Packets:
-    """The packets of a trace, created in chunks of some thousand."""
+    """Makes the packets of a trace, some thousand at a time."""
 
     def __init__(self, pb: Any, facts: Trace) -> None:
         self._pb, self._facts, trace = pb, facts, facts.columns
@@ -83,45 +83,45 @@ class _Packets:
         self._errors = [clean(error) for error in trace.errors]
         self._part = pb.Trace()
         self._needs_names = pb.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
-        self._begun = [self._begin_of(site) for site in self._spans.sites]
-        self._on_device = [self._begin_of(site, on_device=True) for site in self._spans.sites]
+        self._begun = [self._make_begin(site) for site in self._spans.sites]
+        self._on_device = [self._make_begin(site, on_device=True) for site in self._spans.sites]
 
     def parts(self) -> Iterator[bytes]:
         """Yield the bytes of the file in chunks."""
-        self._head()
+        self._write_head()
         for _ in self._slices_of_spans():
-            yield from self._full_parts()
+            yield from self._take_full_part()
         for _ in self._slices_of_intervals():
-            yield from self._full_parts()
+            yield from self._take_full_part()
         for sample in self._facts.samples:
             if is_number(sample.value):
-                self._counter(sample)
-                yield from self._full_parts()
+                self._add_counter(sample)
+                yield from self._take_full_part()
         yield self._part.SerializeToString()
 
-    def _full_parts(self) -> Iterator[bytes]:
+    def _take_full_part(self) -> Iterator[bytes]:
         if len(self._part.packet) >= BATCH:
             yield self._part.SerializeToString()
             self._part = self._pb.Trace()
 
-    def _packet(self, **facts: Any) -> Any:
+    def _add_packet(self, **facts: Any) -> Any:
         return self._part.packet.add(trusted_packet_sequence_id=SEQUENCE, **facts)
 
     # ---------------------------------------------------------------- parts that occur once
 
-    def _head(self) -> None:
+    def _write_head(self) -> None:
         pb, origin = self._pb, self._facts.origin
-        first = self._part.packet[0] if self._part.packet else self._packet()  # it has the names of sites
+        first = self._part.packet[0] if self._part.packet else self._add_packet()  # it has the names of sites
         first.sequence_flags = pb.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
         first.trace_packet_defaults.timestamp_clock_id = pb.BUILTIN_CLOCK_MONOTONIC
         at_ns = max(origin.monotonic_ns - self._base_ns, 0)
-        snapshot = self._packet().clock_snapshot
+        snapshot = self._add_packet().clock_snapshot
         snapshot.primary_trace_clock = pb.BUILTIN_CLOCK_MONOTONIC
         snapshot.clocks.add(clock_id=pb.BUILTIN_CLOCK_MONOTONIC, timestamp=at_ns)
         if origin.realtime_ns > 0:
             snapshot.clocks.add(clock_id=pb.BUILTIN_CLOCK_REALTIME, timestamp=origin.realtime_ns)
         for uuid, process in zip(self._of_process, self._processes.all, strict=True):
-            track, facts = self._packet().track_descriptor, process.facts
+            track, facts = self._add_packet().track_descriptor, process.facts
             track.uuid, track.process.pid, track.child_ordering = uuid, process.pid, pb.TrackDescriptor.EXPLICIT
             track.process.process_name = clean(process.name)
             lost = [f"not kept: {number} ({reason})" for reason, number in facts.losses.items() if number]
@@ -135,11 +135,11 @@ class _Packets:
         number = numbers.get(entry)
         if number is None:
             number = numbers[entry] = len(numbers) + 1
-            packet = self._part.packet[-1] if self._part.packet else self._packet()
+            packet = self._part.packet[-1] if self._part.packet else self._add_packet()
             getattr(packet.interned_data, table).add(iid=number, **(facts or {"name": entry}))
         return number
 
-    def _begin_of(self, site: Site, *, on_device: bool = False) -> Any:
+    def _make_begin(self, site: Site, *, on_device: bool = False) -> Any:
         """Return the common part of the begins of a site's slices."""
         is_layer = site.kind == "layer" and site.instance
         name, kind = clean(site.instance if is_layer else site.name), "device" if on_device else clean(site.kind)
@@ -162,44 +162,44 @@ class _Packets:
 
     # ---------------------------------------------------------------- tracks
 
-    def _track(self, **facts: Any) -> int:
+    def _add_track(self, **facts: Any) -> int:
         uuid = next(self._uuids)
-        self._packet().track_descriptor.MergeFrom(self._pb.TrackDescriptor(uuid=uuid, **facts))
+        self._add_packet().track_descriptor.MergeFrom(self._pb.TrackDescriptor(uuid=uuid, **facts))
         return uuid
 
-    def _thread(self, thread_id: int) -> int:
+    def _thread_track(self, thread_id: int) -> int:
         if thread_id not in self._threads:
-            name, pid = self._name_of(thread_id), self._processes.of_thread(thread_id).pid
-            tid, parent = self._processes.own_thread(thread_id), self._process_of(thread_id)
+            name, pid = self._thread_name(thread_id), self._processes.of_thread(thread_id).pid
+            tid, parent = self._processes.own_thread(thread_id), self._process_track(thread_id)
             if pid and 0 < tid < LIMIT_PID:
                 descriptor = self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)
-                uuid = self._track(parent_uuid=parent, thread=descriptor)
+                uuid = self._add_track(parent_uuid=parent, thread=descriptor)
             else:
-                uuid = self._track(parent_uuid=parent, name=name)
+                uuid = self._add_track(parent_uuid=parent, name=name)
             self._threads[thread_id] = uuid
         return self._threads[thread_id]
 
-    def _process_of(self, thread_id: int) -> int:
+    def _process_track(self, thread_id: int) -> int:
         return self._of_process[self._processes.number_of(thread_id)]
 
-    def _requests(self) -> int:
+    def _requests_track(self) -> int:
         if not self._has_requests:
             self._has_requests = True
-            track = self._packet().track_descriptor
+            track = self._add_packet().track_descriptor
             track.uuid, track.name, track.child_ordering = REQUESTS, "requests", self._pb.TrackDescriptor.EXPLICIT
         return REQUESTS
 
-    def _name_of(self, thread_id: int) -> str:
+    def _thread_name(self, thread_id: int) -> str:
         return clean(self._processes.thread_name(thread_id))
 
-    def _device(self, device: int) -> int:
+    def _device_track(self, device: int) -> int:
         if device == HOST:
             return PROCESS
         if device not in self._devices:
             gpu = next((item for item in self._facts.gpus if item.device == device), None)
             about = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu else ""
             owners = [number for number, process in enumerate(self._facts.processes) if device in process.devices]
-            self._devices[device] = self._track(
+            self._devices[device] = self._add_track(
                 parent_uuid=self._of_process[owners[0] if owners else 0],
                 name=f"GPU {device}",
                 description=clean(about),
@@ -207,19 +207,19 @@ class _Packets:
             )
         return self._devices[device]
 
-    def _counter(self, sample: Sample) -> None:
+    def _add_counter(self, sample: Sample) -> None:
         counters = self._numbers.setdefault("counters", {})
         key = sample.name, sample.device
         if key not in counters:
             gauge = GAUGES.get(sample.name)
             unit = self._pb.CounterDescriptor(unit_name=gauge.unit if gauge else "")
-            counters[key] = self._track(
-                parent_uuid=self._device(sample.device),
+            counters[key] = self._add_track(
+                parent_uuid=self._device_track(sample.device),
                 name=clean(sample.name),
                 counter=unit,
                 sibling_order_rank=HOST_COUNTERS,
             )
-        event = self._packet(timestamp=sample.at_ns - self._base_ns).track_event
+        event = self._add_packet(timestamp=sample.at_ns - self._base_ns).track_event
         event.type, event.track_uuid = self._pb.TrackEvent.TYPE_COUNTER, counters[key]
         event.double_counter_value = sample.value
 
@@ -251,12 +251,12 @@ class _Packets:
         )
         for place, is_begin, is_first in _edges_of_lanes(*numbered(groups, number), around):
             if not is_begin:
-                self._end(ends[place], track)
+                self._add_end(ends[place], track)
                 yield
                 continue
             track = tracks(place) if is_first else track
             span_row = rows[place]
-            event = self._begin(starts[place], track, self._begun[sites[place]])
+            event = self._add_begin(starts[place], track, self._begun[sites[place]])
             facts: dict[str, Any] = {"id": ids[place]}
             facts |= {name: column[place] for name, has, column in numbers if has[place]}
             if errors[span_row] != NONE:
@@ -277,18 +277,18 @@ class _Packets:
 
         def track(place: int) -> int:
             lane_number, thread_id = int(number[place]), int(spans.thread_id[place])
-            further, process = f" ({lane_number})" if lane_number > 1 else "", self._process_of(thread_id)
+            further, process = f" ({lane_number})" if lane_number > 1 else "", self._process_track(thread_id)
             if spans.is_async[place]:
                 name = f"{sites[spans.site[place]]}{further}"
                 if of_requests[place]:
                     rank = int(not spans.is_request[place])
-                    return self._track(parent_uuid=self._requests(), name=name, sibling_order_rank=rank)
-                return self._track(parent_uuid=process, name=name, sibling_order_rank=OTHER_TASKS)
-            thread = self._thread(thread_id)
+                    return self._add_track(parent_uuid=self._requests_track(), name=name, sibling_order_rank=rank)
+                return self._add_track(parent_uuid=process, name=name, sibling_order_rank=OTHER_TASKS)
+            thread = self._thread_track(thread_id)
             if not further:
                 return thread
-            name = f"{self._name_of(thread_id)}{further}"
-            return self._track(parent_uuid=process, name=name, sibling_order_rank=FURTHER_THREADS)
+            name = f"{self._thread_name(thread_id)}{further}"
+            return self._add_track(parent_uuid=process, name=name, sibling_order_rank=FURTHER_THREADS)
 
         return track
 
@@ -299,28 +299,28 @@ class _Packets:
         labels, track = [clean(label) for label in device.labels], 0
         for place, is_begin, is_first in _edges_of_lanes(*numbered(groups, number), around):
             if not is_begin:
-                self._end(int(intervals.end_ns[place]), track)
+                self._add_end(int(intervals.end_ns[place]), track)
                 yield
                 continue
             at, owner = row[place], int(intervals.owner[place])
             if is_first:
                 name = f"stream {device.stream[at]}" + (f" ({number[place]})" if number[place] > 1 else "")
-                track = self._track(parent_uuid=self._device(int(device.device[at])), name=name)
-            event = self._begin(int(intervals.start_ns[place]), track, self._on_device[spans.site[owner]])
+                track = self._add_track(parent_uuid=self._device_track(int(device.device[at])), name=name)
+            event = self._add_begin(int(intervals.start_ns[place]), track, self._on_device[spans.site[owner]])
             facts = {"label": labels[device.label[at]], "uncertainty_ns": int(device.uncertainty_ns[at])}
             self._annotate(event, {**facts, "owner": int(spans.span_id[owner])})
             if arrow := int(self._arrows.into_intervals[place]):
                 event.terminating_flow_ids.append(arrow)
             yield
 
-    def _begin(self, at_ns: int, track: int, common: Any) -> Any:
-        event = self._packet(timestamp=at_ns, sequence_flags=self._needs_names).track_event
+    def _add_begin(self, at_ns: int, track: int, common: Any) -> Any:
+        event = self._add_packet(timestamp=at_ns, sequence_flags=self._needs_names).track_event
         event.MergeFrom(common)
         event.track_uuid = track
         return event
 
-    def _end(self, at_ns: int, track: int) -> None:
-        event = self._packet(timestamp=at_ns).track_event
+    def _add_end(self, at_ns: int, track: int) -> None:
+        event = self._add_packet(timestamp=at_ns).track_event
         event.type, event.track_uuid = self._pb.TrackEvent.TYPE_SLICE_END, track
 
     def _annotate(self, event: Any, facts: Mapping[str, Any]) -> None:
@@ -377,7 +377,7 @@ def _edges_of_lanes(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tu
 class _Arrows:
     """Arrows from a span to its work on another thread, task or device, and from a request to its batches.
 
-    They are numbered from 1, consecutively for each span. An arrow into the past is left out.
+    Arrows are numbered from 1, those that leave a span consecutively. An arrow into the past is left out.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:

@@ -1,4 +1,4 @@
-"""The writer of Chrome traces: the file, its metadata and counters, and the names of its lanes."""
+"""Writes Chrome traces: the events of spans, intervals and arrows, counters, names of lanes, and metadata."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from instrument.trace.trace import Trace
 
 
 SPARE_BINDS = 1 << 63
-"""The bit that each of our bind ids has. Perfetto numbers `s` and `f` arrows from 0 in the same space."""
+"""The bit that is set in each of our bind ids, because Perfetto numbers `s` and `f` arrows from 0 in the same space."""
 
 
 NOT = repeat(UNSET)
@@ -51,7 +51,7 @@ NOT = repeat(UNSET)
 
 
 class DrawnEvent(msgspec.Struct, gc=False):
-    """An event in the form of the file."""
+    """An event as it is written into the file."""
 
     ph: str
     pid: int
@@ -90,7 +90,7 @@ def _values_where(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
     return objects.tolist()  # type: ignore[no-any-return]
 
 
-def _columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
+def _split_columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
     """Return the columns of a table as arrays, to select rows by number."""
     table = np.empty((len(rows), len(rows[0])), dtype=object) if rows else np.empty((0, 0), dtype=object)
     for number, row in enumerate(rows):
@@ -99,7 +99,7 @@ def _columns(rows: Sequence[Sequence[Any]]) -> list[NDArray[Any]]:
 
 
 class Drawing:
-    """The events of spans, intervals, marks and arrows, created in chunks of some thousand.
+    """Makes the events of spans, intervals, marks and arrows, some thousand at a time.
 
     `place_of` returns the index of a site in the metadata.
     """
@@ -128,7 +128,7 @@ class Drawing:
         self._ids = np.array([*ids, None], dtype=object)
         of_request = np.zeros(len(groups), dtype=np.bool_)
         of_request[slices] = are_requests[lanes]
-        self._kind, self._shared = self._kinds(number, of_request, board, place_of)
+        self._kind, self._shared = self._number_kinds(number, of_request, board, place_of)
         self._facts = self._facts_of_spans(around, openers)
         self._has_attributes = np.zeros(len(groups), dtype=np.bool_)
         self._has_attributes[spans.trace.attributes.rows()] = True
@@ -136,7 +136,7 @@ class Drawing:
         before = np.maximum(np.searchsorted(spans.start_ns, spans.end_ns[slices]), slices + 1)
         order = np.lexsort((-slices, spans.end_ns[slices], before))
         self._ended, self._ended_before = slices[order], before[order]
-        self._streams(board)
+        self._number_streams(board)
 
     def events(self) -> Iterator[list[DrawnEvent]]:
         """Yield the events in the order of the file."""
@@ -147,14 +147,14 @@ class Drawing:
         spans, intervals, arrows = self._spans, self._intervals, self._arrows
         kinds, streams = self._shared[:2], self._on_stream[:2]
         to = kinds, self._kind[arrows.called], spans.start_ns[arrows.called]
-        yield from self._flows("call", spans.parent[arrows.called], *to)
+        yield from self._draw_flows("call", spans.parent[arrows.called], *to)
         to = streams, self._stream[arrows.launched], intervals.start_ns[arrows.launched]
-        yield from self._flows("ac2g", intervals.owner[arrows.launched], *to)
+        yield from self._draw_flows("ac2g", intervals.owner[arrows.launched], *to)
         yield from self._events_of_marks()
 
     # ---------------------------------------------------------------- spans
 
-    def _kinds(
+    def _number_kinds(
         self, number: Int64s, of_request: Bools, board: Board, place_of: Callable[[Site], int]
     ) -> tuple[Int64s, list[NDArray[Any]]]:
         """Number the combinations of lane and site. Return each span's number, and the fields of each combination."""
@@ -174,7 +174,7 @@ class Drawing:
                 site_kind if is_async else UNSET,
             )
             rows.append((pid, tid, category, shown_name(site), *marks, place_of(site), code))
-        return kind, _columns(rows)
+        return kind, _split_columns(rows)
 
     def _facts_of_spans(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
         """Return the columns of `Arguments` after the id, each with a mask of the slices that have the number.
@@ -204,7 +204,7 @@ class Drawing:
             (active_ns != total_ns, active_ns),
         ]
 
-    def _arguments(self, some: slice, shared: Iterable[Iterable[Any]]) -> Iterator[Arguments]:
+    def _make_arguments(self, some: slice, shared: Iterable[Iterable[Any]]) -> Iterator[Arguments]:
         spans, trace = self._spans, self._spans.trace
         row = spans.row[some]
         errors = np.array([*(clean(error) for error in trace.errors), UNSET], dtype=object)
@@ -240,7 +240,7 @@ class Drawing:
         lengths_us = np.array(microseconds(spans.end_ns[some] - spans.start_ns[some]), dtype=object)
         ids, at_us = _values_where(is_async, self._ids[self._lane[some]]), microseconds(spans.start_ns[some])
         times = at_us, _values_where(~is_async, lengths_us)
-        fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._arguments(some, shared)
+        fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._make_arguments(some, shared)
         events = list(map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._arrow_columns(bound, range(first, end))))
         last = end + (end == len(spans.row))
         ends = slice(*np.searchsorted(self._ended_before, [first, last]))
@@ -259,17 +259,17 @@ class Drawing:
             return NOT, NOT, NOT
         pairs = list(zip(sources, places, strict=True))
         return (
-            [UNSET if source is None else self._bind_id(source) for source in sources],
+            [UNSET if source is None else self._make_bind_id(source) for source in sources],
             [True if source == place else UNSET for source, place in pairs],
             [UNSET if source is None or source == place else True for source, place in pairs],
         )
 
-    def _bind_id(self, source: int) -> str:
+    def _make_bind_id(self, source: int) -> str:
         return f"{SPARE_BINDS | int(self._spans.span_id[source]):#x}"
 
     # ---------------------------------------------------------------- intervals, arrows and marks
 
-    def _streams(self, board: Board) -> None:
+    def _number_streams(self, board: Board) -> None:
         """Number the intervals' combinations of lane and site, and set the common fields of their events.
 
         Only an interval that encloses no other has the argument `stream`: HolisticTraceAnalysis counts events with it
@@ -290,7 +290,7 @@ class Drawing:
         for device, stream, lane, site in zip(*(column.tolist() for column in facts), strict=True):
             place = board.of_stream(device, stream, lane)
             rows.append((*place, self._names[site], lane if lane > 1 else UNSET, device, stream))
-        self._on_stream = _columns(rows)
+        self._on_stream = _split_columns(rows)
 
     def _events_of_intervals(self, some: slice) -> list[DrawnEvent]:
         spans, intervals, ties = self._spans, self._intervals, self._arrows.ties
@@ -313,7 +313,7 @@ class Drawing:
         fields = repeat("X"), pid, tid, repeat("device"), name, args
         return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._arrow_columns(tied, places)))
 
-    def _flows(
+    def _draw_flows(
         self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s
     ) -> Iterator[list[DrawnEvent]]:
         """Yield the arrows between complete events. Both ends attach to the innermost slice at their time."""
@@ -343,13 +343,13 @@ class Drawing:
             lanes = [column[self._kind[request]].tolist() for column in self._shared[:3]]
             names, ids = self._names[spans.site[batch]].tolist(), self._ids[self._lane[request]].tolist()
             args = [{"batch": span_id} for span_id in spans.span_id[batch].tolist()]
-            at_us, binds = microseconds(spans.start_ns[batch]), map(self._bind_id, batch.tolist())
+            at_us, binds = microseconds(spans.start_ns[batch]), map(self._make_bind_id, batch.tolist())
             bound = binds, NOT, repeat(True)
             yield list(map(DrawnEvent, repeat("n"), *lanes, names, args, NOT, NOT, ids, at_us, NOT, *bound))
 
 
 ZLIB_LEVEL = 4
-"""The compression level. Files are a tenth smaller than at level 3, in 1.25 times the time."""
+"""The level of gzip compression. Files are a tenth smaller than at level 3, in 1.25 times the time."""
 
 NO_UNIT = "value"
 
@@ -369,7 +369,7 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     removes the temporary file. The text is never completely in memory. Raises `TraceError` if the file cannot be
     written.
     """
-    return write_parts(path, _document(trace, tally))
+    return write_parts(path, _write_document(trace, tally))
 
 
 def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
@@ -388,7 +388,7 @@ def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
     return target
 
 
-def _document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
+def _write_document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     """Yield the text of the file in chunks of some thousand events."""
     columns, processes = trace.columns, ShownProcesses(trace)
     since_ns = min([trace.start_ns, *(sample.at_ns for sample in trace.samples)])
@@ -401,24 +401,24 @@ def _document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
         yield text.encode(errors="replace")
     yield b',"traceEvents":[\n'
     process_names = (_process_names(process.pid, process.name, 0, process.label) for process in processes.all)
-    yield _lines(list(chain.from_iterable(process_names)))[:-2]
+    yield _encode_lines(list(chain.from_iterable(process_names)))[:-2]
     for events in drawing.events():
         if events:
-            yield b",\n" + _lines(events)[:-2]
+            yield b",\n" + _encode_lines(events)[:-2]
     counted: set[int] = set()
     names = _lane_names(board, counted, trace, spans.threads_of_batches())
-    last_events = chain(_counters(trace.samples, base_ns, processes.first.pid, counted), names)
+    last_events = chain(_make_counters(trace.samples, base_ns, processes.first.pid, counted), names)
     while events := list(islice(last_events, BATCH)):
-        yield b",\n" + _lines(events)[:-2]
+        yield b",\n" + _encode_lines(events)[:-2]
     yield b"\n]}\n"
 
 
-def _lines(events: list[DrawnEvent]) -> bytes:
+def _encode_lines(events: list[DrawnEvent]) -> bytes:
     """Return events as lines of JSON, each with a comma at its end."""
     return _encoder.encode_lines(events).replace(b"\n", b",\n")
 
 
-def _counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
+def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
     """Yield the counters of samples with numbers, and add their processes to `counted`. The argument's name is the
     unit, which viewers add to the track's name."""
     for sample in samples:
@@ -449,8 +449,8 @@ def _lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[i
             yield from _device_names(pid, gpus.get(pid))
         name = board.processes.thread_name(known_id) if pid in hosts else f"stream {known_id}"
         for number, tid in enumerate(tids, 1):
-            yield _name("thread_name", name if number == 1 else f"{name} ({number})", pid, tid)
-            yield _name("thread_sort_index", next(positions), pid, tid)
+            yield _make_name("thread_name", name if number == 1 else f"{name} ({number})", pid, tid)
+            yield _make_name("thread_sort_index", next(positions), pid, tid)
 
 
 def _device_names(pid: int, gpu: Gpu | None) -> Iterator[DrawnEvent]:
@@ -460,12 +460,12 @@ def _device_names(pid: int, gpu: Gpu | None) -> Iterator[DrawnEvent]:
 
 
 def _process_names(pid: int, name: str, position: int, label: str = "") -> Iterator[DrawnEvent]:
-    yield _name("process_name", name, pid)
-    yield _name("process_sort_index", position, pid)
+    yield _make_name("process_name", name, pid)
+    yield _make_name("process_sort_index", position, pid)
     if label:
-        yield _name("process_labels", label, pid)
+        yield _make_name("process_labels", label, pid)
 
 
-def _name(event_name: str, value: str | int, pid: int, tid: int | msgspec.UnsetType = msgspec.UNSET) -> DrawnEvent:
+def _make_name(event_name: str, value: str | int, pid: int, tid: int | msgspec.UnsetType = msgspec.UNSET) -> DrawnEvent:
     key = "sort_index" if isinstance(value, int) else "labels" if event_name == "process_labels" else "name"
     return DrawnEvent("M", pid, tid, name=event_name, args={key: safe(value)})
