@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 import pytest
@@ -21,8 +29,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from test_agent import agents, begin, children_of, folder, run, until
 
 from instrument.agent.exporter_process import EXPORTER
-from instrument.agent.scrapes import APART, EndedMetrics
-from instrument.otlp.exposition import Metered, families_of_run, text_of
+from instrument.agent.scrapes import APART, EndedMetrics, Scrapes
+from instrument.otlp.exposition import Metered, metrics_of_run, text_of
+from instrument.otlp.protobuf_exposition import CONTENT_TYPE, is_preferred
 from instrument.recording.distributions import COUNTER, HISTOGRAM, UPDOWN, Distribution, Exemplar, Metric, Snapshot
 from instrument.recording.spans import HOST, Origin, Sample
 from instrument.runtime import run_folder
@@ -245,7 +254,7 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
     )
     ended = EndedMetrics(None)
     ended.add("0-0", [("run", "r")], Metered(origin(3), of_one(100, 8 * 10**9)))
-    text = text_of(families_of_run([one, other], ended.totals_of(("run", "r"), ["1-0", "2-0"])), openmetrics=True)
+    text = text_of(metrics_of_run([one, other], ended.totals_of(("run", "r"), ["1-0", "2-0"])), openmetrics=True)
     assert values(text, "lost_total") == {'reason="full"': 105}
     assert values(text, "open") == {"": 2}  # nothing is open in what has ended
     assert values(text, "taken_seconds_count") == {'a="x"': 4}
@@ -253,7 +262,7 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
     assert text.count("trace_id") == 3
     assert values(text, "process_memory_usage_bytes") == {'process_pid="1"': 5, 'process_pid="2"': 6}
     assert values(text, "system_cpu_utilization_ratio") == {"": 0.3}
-    two = text_of(families_of_run([one, Metered(origin(2, "queue"), of_one(3, 1))], {}))
+    two = text_of(metrics_of_run([one, Metered(origin(2, "queue"), of_one(3, 1))], {}))
     assert values(two, "lost_total") == {
         'reason="full",service_name="shop"': 2,
         'reason="full",service_name="queue"': 3,
@@ -275,3 +284,236 @@ def test_counts_of_ended_processes_are_in_a_bounded_file(tmp_path: Path) -> None
     (path,) = home.iterdir()
     path.write_text("[1, 2]")
     assert EndedMetrics(home).totals_of(("run", "r"), []) == {}
+
+
+# -------------------------------------------------------------------- native histograms
+
+PROTOBUF = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+
+
+@pytest.mark.parametrize(
+    ("accept", "is_asked"),
+    [
+        (f"{PROTOBUF},{OPENMETRICS};q=0.8,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", True),  # Prometheus 2.42
+        (f"{PROTOBUF};q=0.6,{OPENMETRICS};escaping=allow-utf-8;q=0.5,*/*;q=0.2", True),  # Prometheus 3
+        (PROTOBUF.replace(";", "; ").replace("MetricFamily", "metricfamily"), True),
+        (f"{OPENMETRICS};q=0.6,{PROTOBUF};q=0.5", False),
+        (f"{PROTOBUF};q=0", False),
+        (f"{PROTOBUF};q=best,text/plain;q=0.5", False),
+        (PROTOBUF.replace("delimited", "text"), False),
+        (PROTOBUF.replace("MetricFamily", "Metric"), False),
+        (f"{OPENMETRICS},text/plain;version=0.0.4;q=0.5,*/*;q=0.1", False),
+        ("*/*", False),
+        ("", False),
+    ],
+)
+def test_protobuf_is_for_scrapers_that_prefer_it(accept: str, is_asked: bool) -> None:
+    assert is_preferred(accept) is is_asked
+
+
+@contextmanager
+def scraped_at(*processes: Metered) -> Iterator[str]:
+    """Yield the address at which the metrics of some processes are scraped."""
+    scrapes = Scrapes(lambda: scrapes.answer_waiting(lambda _: (list(processes), {})))
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with suppress(OSError):  # once nothing listens any more
+            while True:
+                scrapes.answer_on(listener.accept()[0].detach(), "r")
+
+    thread = Thread(target=answer)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
+
+
+def durations() -> list[int]:
+    """Return durations over four orders of magnitude, in ns."""
+    source = random.Random(5)
+    return [round(source.lognormvariate(17, 2)) for _ in range(2_000)]
+
+
+def families_of(stream: bytes) -> dict[str, Any]:
+    """Return the families of an answer in protobuf by their names, decoded by Google's library."""
+    pytest.importorskip("google.protobuf")
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf.internal.decoder import _DecodeVarint32  # type: ignore[attr-defined]
+
+    file = descriptor_pb2.FileDescriptorProto(name="metrics.proto", package="io.prometheus.client", syntax="proto2")
+    for text in MESSAGES.split("\n\n"):
+        head, *lines = text.strip().splitlines()
+        message = file.message_type.add(name=head)
+        for line in lines:
+            label, type_name, name, number = line.split()
+            field = message.field.add(name=name, number=int(number))
+            field.label = getattr(field, f"LABEL_{label.upper()}")
+            if type_name[0].isupper():
+                field.type, field.type_name = field.TYPE_MESSAGE, f".io.prometheus.client.{type_name}"
+            else:
+                field.type = getattr(field, f"TYPE_{type_name.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)  # type: ignore[no-untyped-call]
+    family_class = message_factory.GetMessageClass(pool.FindMessageTypeByName("io.prometheus.client.MetricFamily"))
+    families, at = {}, 0
+    while at < len(stream):
+        length, at = _DecodeVarint32(stream, at)
+        family: Any = family_class.FromString(stream[at : at + length])
+        families[family.name] = family
+        at += length
+    return families
+
+
+MESSAGES = """
+MetricFamily
+optional string name 1
+optional string help 2
+optional int32 type 3
+repeated Metric metric 4
+
+Metric
+repeated LabelPair label 1
+optional Value gauge 2
+optional Value counter 3
+optional Histogram histogram 7
+
+LabelPair
+optional string name 1
+optional string value 2
+
+Value
+optional double value 1
+
+Histogram
+optional uint64 sample_count 1
+optional double sample_sum 2
+repeated Bucket bucket 3
+optional sint32 schema 5
+optional double zero_threshold 6
+optional uint64 zero_count 7
+repeated BucketSpan positive_span 12
+repeated sint64 positive_delta 13
+
+BucketSpan
+optional sint32 offset 1
+optional uint32 length 2
+
+Bucket
+optional uint64 cumulative_count 1
+optional double upper_bound 2
+optional Exemplar exemplar 3
+
+Exemplar
+repeated LabelPair label 1
+optional double value 2
+optional Timestamp timestamp 3
+
+Timestamp
+optional int64 seconds 1
+optional int32 nanos 2
+"""
+"""The messages of Prometheus's client_model that we write."""
+
+
+def test_a_native_histogram_has_each_duration_in_the_bucket_of_its_schema() -> None:
+    times = [0, *durations()]
+    with scraped_at(Metered(Origin(1, "shop", 0, 5 * 10**9), of_one(2, *times))) as address:
+        asks = Request(f"http://{address}/metrics", headers={"Accept": PROTOBUF, "Accept-Encoding": "gzip"})
+        with urlopen(asks) as answer:
+            assert answer.headers["Content-Type"] == CONTENT_TYPE
+            stream = gzip.decompress(answer.read())
+        with urlopen(Request(f"http://{address}/metrics", headers={"Accept": PROTOBUF})) as answer:
+            assert answer.read() == stream
+    families = families_of(stream)
+    lost, opened, taken = families["lost_total"], families["open"], families["taken_seconds"]
+    assert (lost.type, opened.type, taken.type) == (0, 1, 4)
+    assert lost.metric[0].counter.value == 2
+    assert [(pair.name, pair.value) for pair in lost.metric[0].label] == [("reason", "full")]
+    assert opened.metric[0].gauge.value == 1
+    (point,) = taken.metric
+    histogram = point.histogram
+    assert (histogram.sample_count, histogram.zero_count) == (len(times), 1)
+    assert histogram.sample_sum == pytest.approx(sum(times) / 1e9)
+    assert 0 < histogram.zero_threshold < 1e-9
+    numbers, counts, end = [], [], 0
+    for span in histogram.positive_span:
+        numbers += range(end + span.offset, end + span.offset + span.length)
+        end += span.offset + span.length
+    for delta in histogram.positive_delta:
+        counts.append(delta + (counts[-1] if counts else 0))
+    assert len(numbers) == len(counts) <= 160
+    assert sum(counts) == len(times) - 1
+    base, below, ordered = 2 ** (2**-histogram.schema), 0, sorted(times[1:])
+    for number, count in zip(numbers, counts, strict=True):
+        lower, upper = base ** (number - 1), base**number
+        assert all(lower * 0.99 <= value / 1e9 <= upper * 1.01 for value in ordered[below : below + count])
+        below += count
+    assert histogram.bucket[-1].cumulative_count == len(times)
+    assert histogram.bucket[-1].upper_bound == float("inf")
+    (exemplar,) = [bucket.exemplar for bucket in histogram.bucket if bucket.HasField("exemplar")]
+    assert {pair.name: pair.value for pair in exemplar.label} == {"trace_id": f"{7:032x}", "span_id": f"{8:016x}"}
+    assert exemplar.value == times[-1] / 1e9
+    assert (exemplar.timestamp.seconds, exemplar.timestamp.nanos) == divmod(5 * 10**9 + 1, 10**9)
+
+
+def test_a_scraper_that_asks_for_text_gets_no_native_histogram() -> None:
+    processes = [Metered(origin(1), of_one(2, *durations()))]
+    with scraped_at(*processes) as address:
+        for accept, is_openmetrics in (("*/*", False), (f"{OPENMETRICS},{PROTOBUF};q=0.5", True)):
+            with urlopen(Request(f"http://{address}/metrics", headers={"Accept": accept})) as answer:
+                assert answer.read().decode() == text_of(metrics_of_run(processes, {}), openmetrics=is_openmetrics)
+
+
+def test_a_scraper_that_asks_for_openmetrics_2_gets_the_version_of_which_our_histograms_are() -> None:
+    processes = [Metered(origin(1), of_one(2, *durations()))]
+    with scraped_at(*processes) as address:
+        asks = Request(f"http://{address}/metrics", headers={"Accept": OPENMETRICS.replace("1.0.0", "2.0.0")})
+        with urlopen(asks) as answer:
+            assert "version=1.0.0" in answer.headers["Content-Type"]
+            assert answer.read().decode() == text_of(metrics_of_run(processes, {}), openmetrics=True)
+
+
+PROMETHEUS = shutil.which("prometheus")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed")
+def test_prometheus_computes_percentiles_from_native_histograms_without_our_bounds(tmp_path: Path) -> None:
+    times = durations()
+    port = free_port()
+
+    def get(path: str, **parameters: str) -> list[Any]:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/api/v1/{path}?{urlencode(parameters)}") as answer:
+                found = json.load(answer)["data"]
+        except URLError:
+            return []
+        return list(found["result"])
+
+    def value_of(query: str) -> float:
+        (found,) = until(lambda: get("query", query=query), 60)
+        return float(found["value"][1])
+
+    with scraped_at(Metered(origin(1), of_one(2, *times))) as address:
+        target = f"{{job_name: shop, static_configs: [{{targets: ['{address}']}}]}}"
+        (tmp_path / "prometheus.yml").write_text(f"global: {{scrape_interval: 1s}}\nscrape_configs: [{target}]\n")
+        command = [str(PROMETHEUS), "--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{port}"]
+        command.append("--enable-feature=native-histograms")
+        with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, cwd=tmp_path, stderr=log) as prometheus:
+            try:
+                assert value_of("histogram_count(taken_seconds)") == len(times)
+                assert value_of("histogram_sum(taken_seconds)") == pytest.approx(sum(times) / 1e9)
+                for share in (0.5, 0.99):
+                    exact = sorted(times)[round(share * len(times))] / 1e9
+                    assert value_of(f"histogram_quantile({share}, taken_seconds)") == pytest.approx(
+                        exact, rel=0.045
+                    )  # 2 ** (2 ** -4)
+                assert value_of("lost_total") == 2
+                assert not get("query", query="taken_seconds_bucket")  # its format, so its native histogram was taken
+            finally:
+                prometheus.terminate()

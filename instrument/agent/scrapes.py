@@ -6,21 +6,20 @@ falls.
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from instrument.otlp.exposition import Metered, families_of_run, registry_of, require_client
+from instrument.otlp import protobuf_exposition
+from instrument.otlp.exposition import Metered, MetricAndOrigin, metrics_of_run, registry_of, require_client
 from instrument.recording.distributions import COUNTER, HISTOGRAM, Metric, summed
 from instrument.runtime import atomic
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric as Family
 
 ANSWER_S = 10.0
 """The maximum number of seconds to receive a scrape's request, and again to make its answer."""
@@ -103,7 +102,7 @@ class Scrapes:
     def __init__(self, wake: Callable[[], object]) -> None:
         require_client()
         self._wake = wake
-        self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[Family]]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[MetricAndOrigin]]]] = SimpleQueue()
 
     def answer_waiting(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
         """Answer the waiting scrapes. `look` returns a scope's metrics of living processes, and totals of ended ones by
@@ -111,10 +110,10 @@ class Scrapes:
         with suppress(Empty):
             while True:
                 scope, reply = self._asked.get_nowait()
-                reply.put(list(families_of_run(*look(scope))))
+                reply.put(list(metrics_of_run(*look(scope))))
 
-    def _families(self, scope: Scope) -> list[Family]:
-        reply: SimpleQueue[list[Family]] = SimpleQueue()
+    def _metrics(self, scope: Scope) -> list[MetricAndOrigin]:
+        reply: SimpleQueue[list[MetricAndOrigin]] = SimpleQueue()
         self._asked.put((scope, reply))
         self._wake()
         return reply.get(timeout=ANSWER_S)
@@ -152,5 +151,21 @@ class Scrapes:
         server = Server(("", 0), Handler, bind_and_activate=False)
         server.socket.close()
         server.setup_environ()
-        server.set_app(make_wsgi_app(registry_of(lambda: self._families(scope))))
+        answer_in_text: Any = make_wsgi_app(registry_of(lambda: self._metrics(scope)))
+
+        def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> Any:
+            accept = environ.get("HTTP_ACCEPT", "")
+            if not protobuf_exposition.is_preferred(accept):
+                # The client library labels its text as 2.0.0 if asked, but its histograms are those of 1.0.0.
+                accept = accept.replace("version=2.0.0", "version=1.0.0")
+                return answer_in_text({**environ, "HTTP_ACCEPT": accept}, start_response)
+            headers = [("Content-Type", protobuf_exposition.CONTENT_TYPE)]
+            body = protobuf_exposition.pack_families(self._metrics(scope))
+            if "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
+                headers.append(("Content-Encoding", "gzip"))
+                body = gzip.compress(body, 6)
+            start_response("200 OK", headers)
+            return [body]
+
+        server.set_app(answer)
         return server

@@ -1,18 +1,20 @@
 """Writes metrics in Prometheus's text formats with its client library, under OpenTelemetry's names for Prometheus.
 
-Dots become underscores, the unit is a suffix, and counters end in `_total`. The format has no exponential histograms,
+Dots become underscores, the unit is a suffix, and counters end in `_total`. The formats have no exponential histograms,
 so the bounds of buckets are fixed, by OpenTelemetry's advice if it gives any. A call is counted at the middle of its
 bucket in the tally. So a call within 0.78 % of a bound may be counted in the next bucket.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
@@ -68,7 +70,8 @@ process."""
 
 PROCESSES, PROCESS_PID, SERVICE = "instrument.processes", "process.pid", "service.name"
 
-Value = float | Distribution
+MetricAndOrigin = tuple[Metric, Origin]
+"""A metric, and the origin that converts the times of its exemplars to wall time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,37 +94,37 @@ def require_client() -> None:
         ) from missing
 
 
-def registry_of(make: Callable[[], Iterable[Family]]) -> CollectorRegistry:
-    """Return a registry for the client library's writers. It calls `make` for the families of each output."""
+def registry_of(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegistry:
+    """Return a registry for the client library's writers. It calls `make` for the metrics of each output."""
     from prometheus_client import CollectorRegistry
 
     class Collected:
         def collect(self) -> Iterable[Family]:
-            return make()
+            return (_family(metric, origin) for metric, origin in make())
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collected())
     return registry
 
 
-def text_of(families: Iterable[Family], *, openmetrics: bool = False) -> str:
-    """Return families as text. Only the OpenMetrics format has exemplars."""
+def text_of(metrics: Iterable[MetricAndOrigin], *, openmetrics: bool = False) -> str:
+    """Return metrics as text. Only the OpenMetrics format has exemplars."""
     from prometheus_client import generate_latest
     from prometheus_client.openmetrics import exposition as of_openmetrics
 
     encode = of_openmetrics.generate_latest if openmetrics else generate_latest
-    return encode(registry_of(lambda: families)).decode()
+    return encode(registry_of(lambda: metrics)).decode()
 
 
-def families_of_process(metered: Metered, why_alone: str) -> Iterator[Family]:
+def metrics_of_process(metered: Metered, why_alone: str) -> Iterator[MetricAndOrigin]:
     """Yield the metrics of one process."""
     yield from _totals([((), metered)])
     yield from _gauges([((), metered)])
     description = f"Processes that these metrics are of: this one alone, {why_alone}."
-    yield _family(Metric(PROCESSES, "{process}", GAUGE, description, {(): 1}), metered.origin)
+    yield Metric(PROCESSES, "{process}", GAUGE, description, {(): 1}), metered.origin
 
 
-def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[Family]:
+def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[MetricAndOrigin]:
     """Yield the metrics of several processes: for each service the sums over living and `ended` processes. Gauges have
     the id of their process as a label. If there are several services, each series has the service's name."""
     services = {*ended, *(process.origin.service for process in living)}
@@ -137,7 +140,7 @@ def families_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metr
     description = "Living processes that these metrics are of. Totals include the processes that have ended."
     counts = Counter(process.origin.service for process in living)
     series: dict[Labels, float] = {key: counts[name] for name, key in labels.items()}
-    yield _family(Metric(PROCESSES, "{process}", GAUGE, description, series or {(): 0}), Origin(0, "", 0, 0))
+    yield Metric(PROCESSES, "{process}", GAUGE, description, series or {(): 0}), Origin(0, "", 0, 0)
 
 
 def _merge_samples(living: Sequence[Metered]) -> Metered:
@@ -147,7 +150,7 @@ def _merge_samples(living: Sequence[Metered]) -> Metered:
     return replace(living[0], samples=samples, gpus=list(gpus.values()))
 
 
-def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[Family]:
+def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndOrigin]:
     metrics = [
         replace(
             metric,
@@ -158,10 +161,10 @@ def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[Family]:
         for metric in (part.snapshot.metrics if part.snapshot is not None else ())
     ]
     for metric in summed(metrics):
-        yield _family(metric, parts[-1][1].origin)
+        yield metric, parts[-1][1].origin
 
 
-def _gauges(parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None) -> Iterator[Family]:
+def _gauges(parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None) -> Iterator[MetricAndOrigin]:
     """Yield the newest sample of each gauge. `of_processes` selects gauges of processes, or of machines (False)."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
@@ -176,11 +179,12 @@ def _gauges(parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | Non
             points: dict[Labels, Any] = {(*labels, *point.attributes.items()): point.value for point in series.points}
             metrics[series.name] = replace(metric, series={**metric.series, **points})
     for metric in metrics.values():
-        yield _family(metric, parts[0][1].origin)
+        yield metric, parts[0][1].origin
 
 
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def texts_by_name(labels: Labels) -> dict[str, str]:
+    """Return the labels of a series in Prometheus's format."""
+    return {_label(key): str(value).lower() if isinstance(value, bool) else str(value) for key, value in labels}
 
 
 def _label(name: str) -> str:
@@ -196,6 +200,7 @@ def name_of(name: str, unit: str) -> str:
 
 def _family(metric: Metric, origin: Origin) -> Family:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.samples import Exemplar as BucketExemplar
 
     names = sorted({_label(key) for labels in metric.series for key, _ in labels})
     name = name_of(metric.name, metric.unit)
@@ -206,35 +211,36 @@ def _family(metric: Metric, origin: Origin) -> Family:
         family = CounterMetricFamily(name, metric.description, labels=names)
     else:
         family = GaugeMetricFamily(name, metric.description, labels=names)
-    bounds = BOUNDS_OF.get(metric.name, BOUNDS_S) if metric.unit == "s" else BOUNDS_ITEMS
     for labels, value in metric.series.items():
         # Prometheus takes a label that a series has not for an empty one.
-        by_name = {_label(key): _text(label) for key, label in labels}
+        by_name = texts_by_name(labels)
         texts = [by_name.get(label, "") for label in names]
         if isinstance(family, HistogramMetricFamily):
             if isinstance(value, Distribution):
-                buckets = _buckets(value, bounds, metric.exemplars.get(labels, ()), origin)
+                buckets: list[Any] = []
+                for bound, count, exemplar in buckets_of(metric, labels, value):
+                    longest = exemplar and BucketExemplar(
+                        ids_of(exemplar), exemplar.value_ns / 1e9, origin.realtime_of(exemplar.at_ns) / 1e9
+                    )
+                    buckets.append(("+Inf" if bound == math.inf else str(bound), float(count), longest))
                 family.add_metric(texts, buckets, value.sum_ns / 1e9)
         elif not isinstance(value, Distribution):
             family.add_metric(texts, value)
     return family
 
 
-def _buckets(of: Distribution, bounds: Sequence[float], exemplars: Sequence[Exemplar], origin: Origin) -> Sequence[Any]:
-    """Return the buckets for the client library, each with its longest exemplar, if any."""
-    from prometheus_client.samples import Exemplar as BucketExemplar
-
-    longest = {}
-    for exemplar in sorted(exemplars, key=lambda exemplar: exemplar.value_ns):
-        ids = {"trace_id": f"{exemplar.trace_id:032x}", "span_id": f"{exemplar.span_id:016x}"}
-        at = bisect_left(bounds, exemplar.value_ns / 1e9)
-        longest[at] = BucketExemplar(ids, exemplar.value_ns / 1e9, origin.realtime_of(exemplar.at_ns) / 1e9)
-    return [(*bucket, longest.get(at)) for at, bucket in enumerate(_cumulative(of, bounds))]
+def ids_of(exemplar: Exemplar) -> dict[str, str]:
+    """Return the labels of an exemplar."""
+    return {"trace_id": f"{exemplar.trace_id:032x}", "span_id": f"{exemplar.span_id:016x}"}
 
 
-def _cumulative(of: Distribution, bounds: Sequence[float]) -> list[tuple[str, float]]:
-    """Return each bound as text, with the count of all values below it."""
+def buckets_of(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
+    """Yield each bound in s, the count of all values below it, and the longest exemplar of its bucket, if any."""
+    bounds = BOUNDS_OF.get(metric.name, BOUNDS_S) if metric.unit == "s" else BOUNDS_ITEMS
     counts = [0] * (len(bounds) + 1)
     for index, count in of.buckets.items():
         counts[bisect_left(bounds, bucket_middle(index) / 1e9)] += count
-    return list(zip([*map(str, bounds), "+Inf"], map(float, accumulate(counts)), strict=True))
+    exemplars = sorted(metric.exemplars.get(labels, ()), key=attrgetter("value_ns"))
+    longest = {bisect_left(bounds, exemplar.value_ns / 1e9): exemplar for exemplar in exemplars}
+    for at, (bound, count) in enumerate(zip((*bounds, math.inf), accumulate(counts), strict=True)):
+        yield bound, count, longest.get(at)

@@ -149,14 +149,15 @@ def pack_exponential(of: Exponential) -> bytes:
         (
             _pack_time(0x21, of.count),
             _pack_double(0x29, of.sum_s),
-            b"\x30" + varint(_encode_zigzag(of.scale)),
+            b"\x30" + varint(encode_zigzag(of.scale)),
             _pack_time(0x39, of.zero_count),
-            pack_field(b"\x42", b"\x08" + varint(_encode_zigzag(of.offset)) + pack_field(b"\x12", counts)),
+            pack_field(b"\x42", b"\x08" + varint(encode_zigzag(of.offset)) + pack_field(b"\x12", counts)),
             b"" if of.least_s is None else _pack_double(0x61, of.least_s),
             b"" if of.most_s is None else _pack_double(0x69, of.most_s),
         )
     )
 
 
-def _encode_zigzag(number: int) -> int:
+def encode_zigzag(number: int) -> int:
+    """Return a signed number in protobuf's encoding of `sint`."""
     return number << 1 if number >= 0 else (-number << 1) - 1

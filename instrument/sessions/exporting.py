@@ -288,7 +288,7 @@ class Exporting:
         nothing = exposition.Metered(self._recorded.origin(), None, [], ())
         metered = self._metered_here() or self._scraped_here or nothing
         self._scraped_here = metered
-        return exposition.text_of(exposition.families_of_process(metered, why_alone), openmetrics=openmetrics)
+        return exposition.text_of(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
 
     def _begin_scrapes(self) -> None:
         """Begin to read the recording for scrapes alone, without an export."""
