@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (321, 4),
-    "agent": (4_588, 15),
+    "agent": (4_603, 15),
     "chrome": (3_177, 9),
     "cli": (2_993, 16),
     "compat": (1_181, 6),
@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (136, 1),
     "instrumentors": (12_925, 49),
     "native": (9_222, 29),
-    "otlp": (5_412, 20),
+    "otlp": (5_519, 21),
     "profile": (2_615, 8),
     "proposal": (1_390, 4),
     "recorder": (2_642, 10),
