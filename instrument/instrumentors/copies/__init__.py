@@ -1,7 +1,7 @@
-"""Copies between host and device, framework by framework, each as a copy span with direction and bytes.
+"""Record memory copies between host and device: each copying call of a framework is a span with direction and bytes.
 
-An adapter knows the functions of one framework that copy. It is used once the service has imported that framework, and
-never imports it. A call that moves nothing is not a copy and leaves no span.
+An adapter per framework replaces the functions that copy, once the service has imported the framework. A call that
+moves no data has no span.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ADAPTERS = (TORCH, CUPY, NUMBA, CUDA, ONNXRUNTIME, JAX, NUMPY)
 
 
 class Copies(Transfers):
-    """The instrumentor of one session's copy rules."""
+    """The instrumentor of a session's rules for copies."""
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
         super().__init__(rules, recorder)
@@ -36,15 +36,15 @@ class Copies(Transfers):
         return {name: adapter for adapter in adapters for name in adapter.modules}
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the rules by their text, empty while no framework is attached."""
+        """Return the rules by their text. There are none before a framework is imported."""
         return {rule.text: rule for rule in self.rules} if self._attached else {}
 
     def wants(self, module_name: str) -> bool:
-        """Return True if a rule asks for copies of a module."""
+        """Return True if a rule selects copies of a framework that the module belongs to."""
         return module_name in self._adapters
 
     def imported(self, module: ModuleType) -> bool:
-        """Replace the copying functions of an imported framework. Always returns False."""
+        """Replace the functions of an imported framework that copy."""
         name = module.__name__
         adapter = self._adapters[name]
         if name in self._attached:
@@ -59,7 +59,7 @@ class Copies(Transfers):
             patched.bind()
             self._attached[name], self._met[name] = patched, adapter
         except Exception as fault:
-            # Another version of the framework than those we know.
+            # An unknown version of the framework: restore what was replaced.
             while len(self.patched) > before:
                 self.patched.pop().undo()
             self._absent[adapter.framework] = f"its copies cannot be observed: {type(fault).__name__}: {fault}"
@@ -67,13 +67,13 @@ class Copies(Transfers):
         return False
 
     def undo(self) -> None:
-        """Give every framework its own functions back."""
+        """Restore the functions of all frameworks."""
         while self.patched:
             self.patched.pop().undo()
         self._attached.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule, then a verdict per framework on its unseen copies."""
+        """Return the verdicts on all rules, then one per framework on copies that cannot be recorded."""
         met = {adapter.framework: adapter for adapter in self._met.values()}
         verdicts = [self._verdict(rule, hits, met) for rule, hits in zip(self.rules, self.hits, strict=True)]
         verdicts += [Verdict("copies", "partly", name, f"not seen: {adapter.unseen}") for name, adapter in met.items()]

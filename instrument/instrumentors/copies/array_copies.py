@@ -1,17 +1,16 @@
-"""Copies of arrays, by numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python.
+"""Record the copies of arrays by numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python. The recorded calls are:
 
-- numpy: `numpy.copyto`, with which services stage their batches, if a rule asks for it. numba and torch.compile know
-  `numpy.copy` by its identity, and methods of arrays are made in C.
-- JAX: `jax.device_put`, and the property through which every array's values reach the host. Values that an array has
-  fetched before are no copies. Nor are values of the host's own devices that need none. A call that moves several
-  arrays is one span with the sum of their bytes, in the direction of the larger part.
-- onnxruntime: the methods of values and bindings that take numpy arrays in or return them. Copies within
-  `InferenceSession.run` stay unseen; bindings make those copies visible.
-- cupy: `get` and `set` of arrays, the functions that make arrays of the host's data, and the copies of its CUDA
-  runtime. numba.cuda: the three functions of its driver through which every copy of a device array goes.
-- cuda-python: the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime`, by name. The name or the kind
-  argument gives the direction. Where only the driver knows it (unified addresses, batches) the call has no span: to ask
-  the driver would cost as much as a small copy.
+- numpy: `numpy.copyto`, by which services fill batches. `numpy.copy` is left out because compilers compare it by
+  identity, and methods of arrays because they are made in C.
+- JAX: `jax.device_put`, and reads of an array's values on the host, except repeated ones and those of arrays on the
+  host. A call that moves several arrays is one span with the sum of their bytes, in the direction of most bytes.
+- onnxruntime: the methods of `OrtValue` and `IOBinding` that take or return numpy arrays. Copies inside
+  `InferenceSession.run` are not seen; with an `IOBinding` they are.
+- cupy: `get` and `set` of arrays, functions that make arrays from data of the host, and the copies of its CUDA runtime.
+- numba.cuda: the three functions of its driver that make all copies of device arrays.
+- cuda-python: the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime`. Their name or their argument
+  `kind` is the direction. If only the driver knows the direction (unified addresses, batches), the call has no span: to
+  ask the driver would cost as much as a small copy.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from instrument.instrumentors.copies.transfers import (
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 
 Reader = Callable[[Any, Any], Any]
-"""A reader of one argument of a call, from its positional and its named arguments."""
+"""A function that reads one argument of a call from `args` and `kwargs`."""
 
 
 def _attach_numpy(numpy: Any, transfers: Transfers) -> PatchedFunctions:
-    """Replace `numpy.copyto`."""
+    """Record the copies of `numpy.copyto`."""
 
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
@@ -58,11 +57,11 @@ def _attach_numpy(numpy: Any, transfers: Transfers) -> PatchedFunctions:
 
 
 HOST_PLATFORMS = frozenset({"cpu"})
-"""Platforms whose devices compute in the host's memory."""
+"""The platforms of JAX whose devices use the memory of the host."""
 
 
 def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
-    """Replace `jax.device_put` and the reading of arrays' values."""
+    """Record the copies of `jax.device_put`, and reads of arrays' values on the host."""
     patched = PatchedFunctions(transfers, "jax")
     array_type, leaves, tracer = jax.Array, jax.tree_util.tree_leaves, jax.core.Tracer
     array_classes = [cls for cls in _implementations() if isinstance(vars(cls).get("_value"), property)]
@@ -95,7 +94,7 @@ def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
 
 
 def _implementations() -> list[Any]:
-    """Return a list with JAX's class of concrete arrays, which is no real subclass of `jax.Array`."""
+    """Return JAX's class of arrays with values in a list. Subclasses of `jax.Array` do not include it."""
     array_class = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)
     return [] if array_class is None else [array_class]
 
@@ -120,7 +119,7 @@ def _address(array: Any) -> int | None:
 
 
 def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
-    """Replace the methods of `OrtValue` and `IOBinding` that copy, and `copy_tensors`."""
+    """Record the copies of `OrtValue`, `IOBinding` and `copy_tensors`."""
     value_type = module.OrtValue
 
     def made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -173,7 +172,7 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
 
 
 def _where(value: Any) -> tuple[str, int] | None:
-    """Return the name and number of the device with a value's memory, None for the host."""
+    """Return the name and number of the device that holds an `OrtValue`, None for the host."""
     name = value.device_name()
     if name == "cpu":
         return None
@@ -184,7 +183,7 @@ def _where(value: Any) -> tuple[str, int] | None:
 
 
 def _input_is_on_host(binding: Any, name: str) -> bool:
-    """Return True if the session reads an input from the host's memory."""
+    """Return True if a session reads an input from the memory of the host."""
     session = binding._session
     if session.get_providers() == ["CPUExecutionProvider"]:
         return True
@@ -201,7 +200,7 @@ _KINDS = {0: "h2h", 1: "h2d", 2: "d2h", 3: "d2d"}
 
 
 def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
-    """Replace the functions that copy between host and device. `cupy.asnumpy` calls `get`."""
+    """Record the copies of cupy between host and device. `cupy.asnumpy` calls `get`."""
     array_type = cupy.ndarray
 
     def got(out: Any, args: Any, kwargs: Any) -> Transfer:
@@ -253,14 +252,14 @@ def _on_device(source: Any, target: Any) -> Transfer:
 
 
 def _is_of_the_host(source: Any, array_type: Any) -> bool:
-    """Return True for data from the host: no list of device arrays, and no array of another framework."""
+    """Return True for data in the memory of the host: neither an array on a device nor a list of such arrays."""
     while isinstance(source, (list, tuple)) and source:
         source = source[0]
     return not isinstance(source, array_type) and not hasattr(source, "__cuda_array_interface__")
 
 
 def _attach_numba(module: Any, transfers: Transfers) -> PatchedFunctions:
-    """Replace the functions of the driver that copy."""
+    """Record the copies of numba's CUDA driver."""
     patched = PatchedFunctions(transfers, "numba", stream=lambda args, kwargs: _arguments(args, kwargs)[3])
 
     def to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
@@ -287,7 +286,7 @@ def _arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
 
 
 def _device(array: Any) -> tuple[Any]:
-    """Return an array's device number in a tuple, None if the array does not show it."""
+    """Return the device number of an array in a tuple. The number is None if the array does not show it."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
 
@@ -299,7 +298,7 @@ _MEMORY_TYPES = {1: "h", 2: "d", 3: "d"}  # CUmemorytype: host, device, array; u
 
 
 def _attach_bindings(module: Any, transfers: Transfers) -> PatchedFunctions:
-    """Replace the copy functions of the driver's or the runtime's module."""
+    """Record the copies of cuda-python's module for the driver or for the runtime."""
     patched = PatchedFunctions(transfers, "cuda")
     for name in sorted(vars(module)):
         function = getattr(module, name)
@@ -360,14 +359,14 @@ def _facts_of_descriptor(sync: bool) -> Facts:
 
 
 def _reader_of(function: Any, *names: str) -> Reader:
-    """Return a reader of the function's argument that has one of the names, the first that exists."""
+    """Return a reader of a function's argument. The first of the names that the function has is read."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
     return _argument(parameters.index(name), name)
 
 
 def _stream_reader(function: Any) -> Stream:
-    """Return a reader of a call's stream: an argument of asynchronous calls, else the default stream."""
+    """Return a reader of a call's stream: its argument for the stream, or the default stream without one."""
     parameters = list(inspect.signature(function).parameters)
     name = next((name for name in ("hStream", "stream") if name in parameters), None)
     if name is None:
@@ -382,7 +381,7 @@ def _stream_reader(function: Any) -> Stream:
 
 
 def _if_succeeded(facts: Facts) -> Facts:
-    """Return `facts`, changed to return None for calls with an error code."""
+    """Wrap a reader of transfers so that a call that returns an error code has none."""
     return lambda out, args, kwargs: facts(out, args, kwargs) if int(out[0]) == 0 else None
 
 

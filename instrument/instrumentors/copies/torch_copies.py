@@ -1,10 +1,9 @@
-"""torch: the methods of its tensors and storages that copy.
+"""Record the copies of torch: the methods of tensors and storages that copy.
 
-Models (`Module.to`), loaded checkpoints and the batches that a `DataLoader` pins move tensor by tensor, so each is the
-sum of such copies. Functions such as `torch.tensor` are not replaced. torch.compile knows them by identity, keeps the
-first one that it reads, and would break the graph at another one.
+Models (`Module.to`), checkpoints and batches that a `DataLoader` pins are copied tensor by tensor. Functions such as
+`torch.tensor` are not replaced, because torch.compile compares them by identity and would break the graph.
 
-If torch was built without a device nothing is replaced, unless a rule asks for copies from host to host.
+If torch was built without a device, nothing is replaced, unless a rule selects copies from host to host.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ READING = ("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__flo
 
 
 def why_absent(torch: Any) -> str:
-    """Return the reason why this torch cannot copy to or from a device, "" if it can. Makes no call to the driver."""
+    """Return the reason why this build of torch cannot use a device, "" if it can. Does not call the driver."""
     return "" if _device_tests(torch) else "this torch is built without a device: no copy to or from one can happen"
 
 
 def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] | None = None) -> PatchedFunctions:
     """Replace the methods that copy.
 
-    `initialised` returns True once torch uses its device. A replaced method calls it until then. The default,
-    `torch.cuda.is_initialized` (also for HIP), takes about 40 ns.
+    A replaced method only records once `initialised` returns True, because torch then uses its device. It defaults to
+    `torch.cuda.is_initialized` (also for HIP), which takes about 40 ns.
     """
     used = _is_used(torch, transfers) if initialised is None else initialised
     compiling = compiling_test(torch)
@@ -70,9 +69,9 @@ def _no_device(args: Any, kwargs: Any) -> Any:
 
 
 def _copier(args: Any, kwargs: Any) -> Any:
-    """Return the device that copies: the source's, or the target's for a source on the host.
+    """Return the device on which a copy is timed: the source's, or the target's if the source is on the host.
 
-    `args` and `kwargs` may be those of `tensor.to`. None means the current device.
+    `args` and `kwargs` are those of a method such as `tensor.to`. None means the current device.
     """
     source = args[0]
     if source.is_cuda:
@@ -90,7 +89,7 @@ def _copier(args: Any, kwargs: Any) -> Any:
 
 
 def device_direction(source: Any, target: Any) -> str | None:
-    """Return the direction between two torch devices; None if one of them has no data."""
+    """Return the direction of a copy between two torch devices, None if one is `meta`, which has no data."""
     if "meta" in (source.type, target.type):
         return None
     return direction_between(*(None if device.type == "cpu" else device for device in (source, target)))
@@ -100,7 +99,7 @@ def device_direction(source: Any, target: Any) -> str | None:
 
 
 def _conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the transfer of a method that returns a tensor, None if it returned its own tensor."""
+    """Return the transfer of a method that returns a new tensor, None if it has copied nothing."""
     if not hasattr(out, "device"):  # `type()` names the class
         return None
     return _transfer(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
@@ -132,7 +131,7 @@ def _pinning(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    """Return the transfer of a method that copies values into Python objects and waits for the device."""
+    """Return the transfer of a method that reads a tensor's values into Python objects, and so waits for the device."""
     source = args[0]
     if source.device.type in ("cpu", "meta"):
         return None
@@ -158,12 +157,12 @@ def _storage_pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _if_real(facts: Facts, fake: Any) -> Facts:
-    """Return `facts`, changed to return None for fake tensors. torch traces with them, and they have no data."""
+    """Wrap a reader of transfers so that fake tensors, with which torch traces, have none."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
 
 
 def _if_new(facts: Facts, fake: Any) -> Facts:
-    """Return `facts`, changed to return None for a call that returns its own tensor or a fake one."""
+    """Wrap a reader of transfers so that a call that returns its own tensor or a fake one has none."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
@@ -179,7 +178,7 @@ def _shares(source: Any, out: Any) -> bool:
 
 
 def _is_asynchronous(args: Any, kwargs: Any) -> bool:
-    """Return True if the call asks for `non_blocking`, by name or as its first boolean, which precedes `copy`."""
+    """Return True if `non_blocking` is true in a call: by name, or as the first boolean among its arguments."""
     return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
 
 
@@ -187,9 +186,9 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _device_tests(torch: Any) -> list[Callable[[], bool]]:
-    """Return a test for each kind of device of this torch build. It is true once the process uses that kind.
+    """Return a test per kind of device that this build of torch supports. It is true once the process uses that kind.
 
-    The tests call no driver, which would break forked children. For MPS the test is true if the device exists.
+    The tests call no driver, because that would break forked children. For MPS the test is true if a device exists.
     """
     version = getattr(torch, "version", None)
     tests: list[Any] = []
@@ -207,7 +206,7 @@ def _device_tests(torch: Any) -> list[Callable[[], bool]]:
 
 
 def _private_backend(torch: Any) -> str:
-    """Return the name of a device that another package has added to torch (`npu` and others), "" for none."""
+    """Return the kind of device that another package has added to torch, such as `npu`, "" for none."""
     read_name = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
     name = read_name() if read_name is not None else ""
     return name if name and hasattr(torch, name) else ""

@@ -1,9 +1,8 @@
-"""Memory copies of a call: their bytes and direction, and a span for the call if a rule selects such copies.
+"""Record a framework's calls that copy memory, if a rule selects them by direction and bytes.
 
-An adapter knows the functions of one framework that copy, and returns the transfer of each call. All adapters share one
-guard, so that nested calls that copy (a subclass of a tensor, one framework that calls another) give one span. The time
-on the device is measured where the adapter knows the stream before the call: a pair of events around each call, which
-is cancelled if the call copied nothing.
+The adapter of a framework names its functions that copy, and reads direction and bytes of each call (the transfer). Of
+nested calls only the outermost is recorded, also if one framework calls another. Device time is measured if the stream
+is known before the call: by two events around the call, which are cancelled if it copied nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from instrument.runtime.faults import FAULTS
 class Transfer(NamedTuple):
     """The data that one call has copied.
 
-    `direction` is one of `instrument.profile.model.DIRECTIONS`. `sync` is True for a call that waits for the copy, by
-    its arguments. `pinned` is True for page-locked memory of the host, None if only the driver knows.
+    `direction` is `h2d`, `d2h`, `d2d`, `p2p` or `h2h`. `sync` is True if the call waits for the copy, judged by its
+    arguments. `pinned` is True if the memory of the host is page-locked, None if only the driver knows that.
     """
 
     direction: str
@@ -38,18 +37,18 @@ class Transfer(NamedTuple):
 
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
-"""A function that returns a call's transfer from its result, `args` and `kwargs`. None means no copy."""
+"""A function that reads the transfer of a call from its result, `args` and `kwargs`. None means no copy."""
 
 
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""A reader of a call's stream from `args` and `kwargs`: a stream, its address, None for the framework's current stream,
-`Work` for another device's current stream. `NOWHERE` means that it is unknown before the call."""
+"""A function that reads the stream of a call from `args` and `kwargs`. It returns a stream, its address, None for the
+framework's current stream, `Work` for that of another device, or `NOWHERE` if it is unknown before the call."""
 
 
 class _Inside(threading.local):
-    """The state of a thread: `busy` is True within a call that copies."""
+    """The state of each thread. `busy` is True inside a call that may copy."""
 
     busy = False
 
@@ -58,7 +57,7 @@ _INSIDE = _Inside()
 
 
 class Transfers:
-    """The copy rules of one session. `hits` counts copies by rule, `patched` has the replaced functions."""
+    """A session's rules for copies. `hits` counts copies per rule, and `patched` has the replaced functions."""
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
         self.rules, self.hits = tuple(rules), [0] * len(rules)
@@ -67,16 +66,15 @@ class Transfers:
         self._sites: dict[tuple[str, str, Transfer], Site] = {}
 
     def asks_for(self, framework: str, directions: Iterable[str]) -> bool:
-        """Return True if a rule asks for copies of a framework in one of the directions."""
+        """Return True if a rule selects copies of a framework in one of the directions."""
         return any(framework in rule.frameworks and {*directions} & {*rule.directions} for rule in self.rules)
 
     def watch(
         self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool], stream: Stream
     ) -> Any:
-        """Wrap a function so that each call that copies data records a copy span.
+        """Wrap a function so that each call that copies data is recorded.
 
-        `ready` is called before each call. It returns False while the framework cannot copy yet, or traces the call
-        instead of running it.
+        `ready` is False while the framework cannot copy yet, or while it only traces calls.
         """
         recorder, inside, now, site_of, timed = (
             self._recorder,
@@ -121,7 +119,7 @@ class Transfers:
             return wrapper
 
     def _start_timer(self, framework: str, stream: Stream, args: Any, kwargs: Any) -> Any:
-        """Start the device timer of a call that may copy. Return None if it has no timer."""
+        """Start the device timer of a call that may copy. Return None if its device time cannot be measured."""
         begin = self._recorder.begin_device
         try:
             stream_object = stream(args, kwargs)
@@ -135,7 +133,7 @@ class Transfers:
             return None
 
     def _wanted_site(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
-        """Return the site of a call that has copied, None if no rule wants it. Count the copy for the rule."""
+        """Return the site of a call that has copied, and count it for the first rule that selects it, else None."""
         direction, moved_bytes = transfer.direction, transfer.moved_bytes
         for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):
             if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
@@ -162,7 +160,7 @@ class Transfers:
 
 @dataclass(eq=False)
 class PatchedFunctions:
-    """The functions of one framework that are replaced. `undo` restores them."""
+    """The replaced functions of one framework."""
 
     transfers: Transfers
     _framework: str
@@ -175,30 +173,30 @@ class PatchedFunctions:
         self._bound: list[tuple[Any, Any]] = []
 
     def wrap_methods(self, owner: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace methods of a class, if they exist. `stream` defaults to the adapter's."""
+        """Replace methods of a class, if they exist. `stream` defaults to that of the framework."""
         for name in names:
             method = getattr(owner, name, None)
             if method is not None:
                 self.undos.append(replace(owner, name, self._watch(method, f"{owner.__name__}.{name}", facts, stream)))
 
     def wrap_factory(self, owner: Any, name: str, facts: Facts) -> None:
-        """Replace a classmethod of a class. `facts` gets the arguments with the class as the first."""
+        """Replace a classmethod. The first argument that `facts` gets is the class."""
         raw = vars(owner).get(name)
         if isinstance(raw, classmethod):
             watched = self._watch(raw.__func__, f"{owner.__name__}.{name}", facts)
             self.undos.append(replace(owner, name, classmethod(watched)))
 
     def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
-        """Replace a property of a class. A read of `object` can be a copy only if `is_fresh(object)` is true."""
+        """Replace a property. A read of it copies only if `is_fresh(object)` is true before."""
         read = vars(owner)[name].fget
         watched = self._watch(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self.undos.append(replace(owner, name, replacement))
 
     def wrap_functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace functions of a module, if they exist. `bind` replaces them under their other names.
+        """Replace functions of a module, if they exist. `bind` replaces them under their names in other modules.
 
-        The functions must not be known to numba or torch.compile by identity.
+        numba and torch.compile must not compare the functions by identity.
         """
         for name in names:
             function = getattr(module, name, None)
@@ -208,11 +206,11 @@ class PatchedFunctions:
                 self._bound.append((function, watched))
 
     def bind(self) -> None:
-        """Replace the functions under their names in all modules, in one pass over all names of the process."""
+        """Replace the functions under their names in all modules, in one search of all names."""
         rebind(self._bound)
 
     def undo(self) -> None:
-        """Restore the framework's own functions under all their names."""
+        """Restore the functions under all their names."""
         undo_all(self.undos)
         rebind((watched, function) for function, watched in self._bound)
         self._bound.clear()
@@ -222,9 +220,10 @@ class PatchedFunctions:
 
 
 class FrameworkAdapter(NamedTuple):
-    """An adapter for one framework: its name in rules, the modules that attach it on import, its copies' directions.
+    """An adapter for one framework, whose name is `framework` in rules. `directions` are those of its copies.
 
-    `unseen` names the copies that cannot be seen. `attach` replaces the copying functions of a module.
+    `attach` replaces the functions that copy, at the import of one of `modules`. `unseen` describes the copies that
+    cannot be recorded.
     """
 
     framework: str
@@ -235,23 +234,23 @@ class FrameworkAdapter(NamedTuple):
 
 
 def direction_between(source: object, target: object) -> str:
-    """Return the direction of a copy between two memories: None is the host, any other object a device."""
+    """Return the direction of a copy between two memories. None is the host, and any other object is a device."""
     if source is None or target is None:
         return f"{'h' if source is None else 'd'}2{'h' if target is None else 'd'}"
     return "d2d" if source == target else "p2p"
 
 
 def argument(args: Any, kwargs: Any, index: int, name: str, default: Any = None) -> Any:
-    """Return one argument of a call, by position or by name."""
+    """Return an argument of a call by its position or its name."""
     return args[index] if len(args) > index else kwargs.get(name, default)
 
 
 _PINNED_OWNERS = frozenset({"PinnedMemoryPointer", "PinnedMemory", "MappedMemory", "PinnedBuffer"})
-"""Classes of cupy, numba and cuda.core that own page-locked memory below a numpy array."""
+"""The classes of cupy, numba and cuda.core that own the page-locked memory of a numpy array."""
 
 
 def is_pinned(array: Any) -> bool | None:
-    """Return True for a numpy array in page-locked memory, None if its owner does not show it."""
+    """Return True for a numpy array in page-locked memory, None if that cannot be known."""
     owner = getattr(array, "base", None)
     if owner is None:
         return False if hasattr(array, "base") else None

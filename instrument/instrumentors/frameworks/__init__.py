@@ -1,8 +1,8 @@
-"""Frameworks whose entry points are recorded. Nothing here imports one: it attaches when the service imports it.
+"""Record the calls by which a service uses machine learning frameworks (entry points), such as `predict` of Keras.
 
-Three have a table of entry points here. A span of ONNX Runtime's `run_async` covers the call, which only hands the
-work over. A pipeline of transformers that is called with a data set returns at once and works while its result is read:
-its span covers the call alone, while `generate` and layers record as they run.
+A framework is instrumented when the service imports it. The span of ONNX Runtime's `run_async` covers only the call,
+which returns before the work. So does that of a pipeline of transformers that gets a dataset, because the pipeline
+works while its result is read. Its calls of `generate` and of layers are recorded.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _ENCODERS = (
     ("sparse_encoder", "sparse_encoder.SparseEncoder", "SparseEncoder", "encode"),
     ("cross_encoder", "cross_encoder.CrossEncoder", "CrossEncoder", "predict"),
 )
-"""The classes of sentence-transformers: package, module in older versions, class and recorded method."""
+"""The classes of sentence-transformers: subpackage, module in older versions, class and recorded method."""
 
 
 def _session_facts(session: Any) -> Facts:
-    """Return the name of a session's model file, and the session's providers."""
+    """Return the file name of a session's model, and the session's providers as an attribute."""
     path = getattr(session, "_model_path", None)
     return PurePath(path).name if path else "(bytes)", (("providers", tuple(session.get_providers())),)
 
 
 def _model_facts(subject: Any) -> Facts:
-    """Return the task of a pipeline, or the class of a model."""
+    """Return the task of a pipeline, or the class name of a model."""
     task = getattr(subject, "task", None)
     return task if isinstance(task, str) and task else type(subject).__name__, ()
 
@@ -81,7 +81,7 @@ OBSERVERS: Mapping[str, Callable[[FrameworkRule, Recorder], Observer]] = {
 
 
 class Frameworks:
-    """The instrumentor of one session's framework rules. `layers` returns the one of its layer rules, for Keras."""
+    """The instrumentor of a session's rules for frameworks. `layers` returns that of its layer rules, for Keras."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Frameworks:
     ) -> None:
         self.rules = tuple(rules)
         self.observers: list[Observer] = []
-        """The observers of all rules, in the order of the profile."""
+        """The instrumentors of the single frameworks, in the order of the profile."""
         for rule in rules:
             if rule.name == "keras":
                 self.observers += keras.probes(rule, layers(), recorder)
@@ -99,11 +99,11 @@ class Frameworks:
                 self.observers.append(OBSERVERS[rule.name](rule, recorder))
 
     def wants(self, module_name: str) -> bool:
-        """Return True if a framework has an entry point in that module."""
+        """Return True if a framework has an entry point in a module."""
         return any(observer.wants(module_name) for observer in self.observers)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to the entry points of an imported module."""
+        """Record the entry points of an imported module. Return True if functions were replaced."""
         copied = False
         for observer in self.observers:
             if observer.wants(module.__name__):
@@ -111,14 +111,14 @@ class Frameworks:
         return copied
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the rules by their text."""
+        """Return the rules, by their text."""
         return {rule.text: rule for rule in self.rules}
 
     def undo(self) -> None:
-        """Remove every probe, last first."""
+        """Restore the entry points of all frameworks, the last first."""
         for observer in reversed(self.observers):
             observer.undo()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule, in the order of the profile."""
+        """Return the verdicts on all rules, in the order of the profile."""
         return [verdict for observer in self.observers for verdict in observer.verdicts()]

@@ -1,8 +1,7 @@
-"""Entry points: the methods by which a service calls a framework. Each call is a span.
+"""Record each call of a framework's entry points: the methods by which a service uses the framework.
 
-The method is replaced in the class that defines it, after the import of its module. The span's name and constant facts
-are decided once for each subject: an object, or its class. A verdict names the entry points that a version of the
-framework lacks.
+A method is replaced in the class that defines it, after the import of its module. The name and the attributes of its
+spans are read once per object, or once per class. Verdicts name the entry points that a version of the framework lacks.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from instrument.recording.spans import AttributeValue, Site
 from instrument.runtime.faults import FAULTS
 
 Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
-"""The `instance` of a site, and the site's attributes."""
+"""A description of an object: the `instance` and the attributes of its site."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A framework's method by class and name, and the modules that define the class in all supported versions.
+    """An entry point: a method of the class `owner`, which is in one of the modules, depending on the version.
 
-    The method is replaced in the class that defines it, perhaps a base class. `name` is the name of its spans.
+    The class or a base class defines the method. `name` is the name of its spans.
     """
 
     modules: tuple[str, ...]
@@ -50,7 +49,7 @@ class Entry:
 class Entries:
     """The instrumentor of one framework's entry points.
 
-    `facts_of` describes an object, once per object, or once per class if `by_class` is True.
+    `facts_of` describes an object. It is called once per object, or once per class if `by_class` is True.
     """
 
     def __init__(
@@ -73,23 +72,23 @@ class Entries:
         self._undos: list[Undo] = []
 
     def wants(self, module_name: str) -> bool:
-        """Return True if an entry point is defined in that module."""
+        """Return True if a module may define an entry point."""
         return module_name in self._modules
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to the entry points that the module defines."""
+        """Record the entry points that an imported module defines."""
         for entry in self._entries:
             if module.__name__ in entry.modules:
                 self._verdicts[entry.label] = self._attach(entry, namespace(module).get(entry.owner))
         return False
 
     def undo(self) -> None:
-        """Restore every class's own methods."""
+        """Restore the methods of all classes."""
         undo_all(self._undos)
         self._shared.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on each entry point, and one on all missing modules, unless the rule is `auto`."""
+        """Return the verdicts on all entry points, with one on missing modules unless the rule is `auto`."""
         verdicts = list(self._verdicts.values())
         waiting = {entry.modules for entry in self._entries if entry.label not in self._verdicts}
         if waiting and not self.rule.auto:
@@ -129,7 +128,7 @@ class Entries:
         return wrapper
 
     def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]) -> Any:
-        """Return the recording method of a subject, at its first call. Subjects with equal facts share a method."""
+        """Make the recording method for an object or class at its first call. Equal descriptions share a method."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:
@@ -151,12 +150,12 @@ def missing_verdict(rule: FrameworkRule, label: str) -> Verdict:
 
 
 def not_a_function(rule: FrameworkRule, label: str, value: Any) -> Verdict:
-    """Return the verdict on an entry point that is no Python function."""
+    """Return the verdict on an entry point that is not a Python function."""
     return Verdict(rule.text, "unreachable", label, f"it is a {type(value).__name__}, not a function")
 
 
 def replace_method(rule: FrameworkRule, label: str, owner: Any, name: str, new: Any, undos: list[Undo]) -> Verdict:
-    """Replace a method of a class. Return the verdict on it."""
+    """Replace a method of a class, and return the verdict on it."""
     try:
         undos.append(replace(owner, name, new))
     except Exception as error:  # a metaclass that refuses changes
@@ -166,7 +165,7 @@ def replace_method(rule: FrameworkRule, label: str, owner: Any, name: str, new: 
 
 
 def record_once(recorder: Recorder, method: Any, site: Site, recordings: dict[Any, Any], key: Any) -> Any:
-    """Return the function that records a method as a site. All threads get the same function."""
+    """Return the function that records calls of a method at a site. It is made once for all threads."""
     new_recording = wrapping.make_function(recorder, method, site)
     recording = recordings.setdefault(key, new_recording)
     if recording is new_recording:
@@ -175,7 +174,7 @@ def record_once(recorder: Recorder, method: Any, site: Site, recordings: dict[An
 
 
 def recorded_verdict(rule: FrameworkRule, label: str, function: Any) -> Verdict | None:
-    """Return the verdict on an entry point that a function rule or a decorator records already, None for others."""
+    """Return the verdict on an entry point that a function rule or a decorator records already, else None."""
     site = getattr(function, "__instrument__", None)
     if not isinstance(site, Site):
         return None

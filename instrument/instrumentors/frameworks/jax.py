@@ -1,12 +1,11 @@
-"""JAX: calls of jitted functions, of `jax.device_put` and of `block_until_ready`, as the host sees them.
+"""Record the calls of jitted functions, of `jax.device_put` and of `block_until_ready` on the host.
 
-JAX hands work to the device and returns. So the span of a jitted call covers its dispatch, and at the first call its
-compilation. The wait for the result is in `block_until_ready`, or wherever the host reads an array.
+A jitted call returns before the device has finished. So its span covers the dispatch, and at the first call the
+compilation. The wait for the result is in `block_until_ready`, or where the host reads an array.
 
-The type of a jitted function is made in C and shared with hundreds of JAX's own functions, so it is left alone.
-`jax.jit` is replaced, and then returns a proxy with the jitted function's attributes. A function that was jitted before
-is replaced under the names that modules of the service have for it, and is not seen elsewhere. Calls record nothing
-while JAX traces, since traced code runs only once.
+`jax.jit` is replaced by a function that returns a proxy of the jitted function. A function that was jitted before is
+replaced under its names in modules of the service, and its calls elsewhere are not recorded. The type of jitted
+functions stays as it is, because it is made in C and JAX uses it itself. While JAX traces, no call is recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from instrument.runtime.faults import FAULTS
 
 FUNCTIONS = ("device_put", "block_until_ready")
 OWN = frozenset({"jax", "jaxlib"})
-"""Packages whose own jitted functions are not replaced. JAX jits every function of `jax.numpy`."""
+"""The packages whose jitted functions are not replaced: JAX itself jits every function of `jax.numpy`."""
 
 
 class Jitted:
@@ -54,11 +53,11 @@ class Jitted:
         self._is_clean: Callable[[], bool] = lambda: True
 
     def wants(self, module_name: str) -> bool:
-        """Return True for JAX's top-level module."""
+        """Return True for the module `jax`."""
         return module_name == "jax"
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to JAX. Return True if its functions were replaced."""
+        """Replace the functions of JAX. Return True if that was done."""
         if self._jax is not None:
             return False
         self._jax, self._at_work = module, True
@@ -84,7 +83,7 @@ class Jitted:
         return True
 
     def undo(self) -> None:
-        """Restore JAX's own functions, and the jitted functions in the service's modules."""
+        """Restore the functions of JAX, and the jitted functions in the service's modules."""
         self._at_work = False
         undo_all(self._undos)
         pairs = [(wrapped, wrapped._instrument_source) for wrapped in list(self._made)]
@@ -93,7 +92,7 @@ class Jitted:
         self._made.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on each function of JAX."""
+        """Return the verdicts on the functions of JAX."""
         if self._jax is None and not self.rule.auto:
             return [Verdict(self.rule.text, "waiting", why="jax not imported")]
         return list(self._verdicts)
@@ -147,7 +146,7 @@ class Jitted:
         return wrapped
 
     def _site(self, jitted: Any) -> Site:
-        """Return the site of a jitted function. Functions of the same code share a site."""
+        """Return the site of a jitted function. Functions with the same code share a site."""
         inner = getattr(jitted, "__wrapped__", jitted)
         key = (
             getattr(inner, "__code__", None)
@@ -168,7 +167,7 @@ class Jitted:
         return call
 
     def _wrap_call(self, function: Any, name: str) -> Any:
-        """Wrap a function of JAX. Its calls of other wrapped functions are part of its span."""
+        """Wrap a function of JAX. Calls of other wrapped functions inside it have no span."""
         recording = self._recording(function, site_of(function, name=name))
         inside = self._waiting
         # A method made in C may have no qualified name.
@@ -187,7 +186,7 @@ class Jitted:
         return wrapper
 
     def _wrap_existing(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each jitted function that a module of the service names, with its proxy. Note a verdict on the rest."""
+        """Yield each jitted function in modules of the service, with a proxy. Note a verdict on all others."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return

@@ -1,8 +1,8 @@
-"""Keras 3: `predict` by the name of the model, and the layers that the profile's layer rules select.
+"""Record Keras 3: `predict` with the name of the model, and the layers that the profile's layer rules select.
 
-A layer's path consists of the names of its parent layers, without the model's own. With torch as backend a layer is a
-torch module, too, and is recorded once, here. While a model is built or compiled its layers are called without data,
-and record nothing. A compiled model runs in one piece. Selected layers that this hides are counted.
+A layer's path has the names of its parents, without the model's name. With the backend torch a layer is also a torch
+module, and is recorded here alone. Calls without data, while a model is built or compiled, are not recorded. A compiled
+model runs as a whole, so its layers cannot be recorded. Verdicts have the number of such calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from instrument.runtime.faults import FAULTS
 
 LAYER = "keras.src.layers.layer"
 BACKENDS = ("jax", "torch", "numpy")
-"""The backends that are recorded. With them a running call differs visibly from a traced one."""
+"""The backends with which layers are recorded, because a call that runs can be distinguished from a traced one."""
 
 ENTRIES = [
     Entry(("keras.src.models.model",), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")
@@ -39,12 +39,12 @@ _NOT_SELECTED = Site("(not selected)")
 
 
 def facts_of(model: Any) -> Facts:
-    """Return the model's name."""
+    """Return the description of a model: its name."""
     return str(model.name), ()
 
 
 class KerasLayers:
-    """The instrumentor of one session's layer rules in Keras. `hidden` counts selected calls that JAX only traced."""
+    """The instrumentor of a session's layer rules in Keras. `hidden` counts selected calls that JAX only traced."""
 
     def __init__(self, rule: FrameworkRule, layers: Layers, recorder: Recorder = RECORDER) -> None:
         self.rule = rule
@@ -58,11 +58,11 @@ class KerasLayers:
         layers.left_out = _is_layer
 
     def wants(self, module_name: str) -> bool:
-        """Return True for the module in which Keras defines its layers."""
+        """Return True for the module with the base class of Keras's layers."""
         return module_name == LAYER
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to the class of all layers."""
+        """Record the calls of layers, by the base class of all layers."""
         layer = namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
         if (verdict := recorded_verdict(self.rule, "Layer.__call__", call)) is not None:
@@ -83,12 +83,12 @@ class KerasLayers:
         return False
 
     def undo(self) -> None:
-        """Restore the `__call__` of the class of all layers."""
+        """Restore `__call__` of the base class of all layers."""
         undo_all(self._undos)
         self._sites.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on layers that cannot be observed. `Layers` returns all other verdicts."""
+        """Return the verdicts on layers that cannot be recorded. `Layers` returns the others."""
         if not self.hidden:
             return list(self._verdicts)
         why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
@@ -121,7 +121,7 @@ class KerasLayers:
         return wrapper
 
     def _decide(self, layer: Any) -> Site:
-        """Return the site of a layer, or `_NOT_SELECTED`. Decides once per instance, when its path is known."""
+        """Return the site of a layer, or `_NOT_SELECTED`. The decision is stored once the path is known."""
         try:
             path = self._paths.path_of(layer)
             site = self._layers.select(type(layer), path or "", "call") or _NOT_SELECTED
@@ -136,7 +136,7 @@ class KerasLayers:
 
 
 def _children(layer: Any) -> Iterable[tuple[str, Any]]:
-    """Return the child layers of a layer, by name."""
+    """Return the names and the layers directly inside a layer."""
     return [(child.name, child) for child in vars(layer).get("_layers") or ()]
 
 
@@ -145,13 +145,13 @@ def _is_layer(cls: type[Any]) -> bool:
 
 
 def _module_value(module_name: str, name: str, default: Any) -> Any:
-    """Return a name's value in a module, or the default if the module is not imported."""
+    """Return the value of a name in a module, or the default if the module is not imported or lacks the name."""
     module = sys.modules.get(module_name)
     return default if module is None else namespace(module).get(name, default)
 
 
 def _has_symbolic(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
-    """Return True if an argument, or an item of one, is a symbolic tensor of a model that is being built."""
+    """Return True if an argument, or an item of one, is a symbolic tensor: the model is only being built."""
     for argument in (*args, *kwargs.values()) if kwargs else args:
         parts: Callable[[], Iterator[Any]] | None = None
         if isinstance(argument, symbolic_type):
@@ -168,7 +168,7 @@ def _has_symbolic(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
 def probes(
     rule: FrameworkRule, layers: Layers | None, recorder: Recorder = RECORDER
 ) -> Iterator[Entries | KerasLayers]:
-    """Yield the observers of the rule and of the profile's layer rules."""
+    """Yield the instrumentors for Keras: of `predict`, and of layers if the profile has layer rules."""
     yield Entries(rule, ENTRIES, facts_of, recorder=recorder)
     if layers is not None:
         yield KerasLayers(rule, layers, recorder)

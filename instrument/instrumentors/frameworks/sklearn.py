@@ -1,8 +1,7 @@
-"""scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of every estimator class.
+"""Record scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimator classes.
 
-A method is replaced in the class that defines it, as soon as the class is defined. The class may be the service's, or
-of a library built on scikit-learn. An estimator's methods call each other, and only the outermost call is a span. So
-the children of a pipeline's span are its steps.
+A method is replaced as soon as its class is defined, also in a class of the service or of another library. If methods
+of one estimator call each other, only the outermost call is a span. So the children of a pipeline's span are its steps.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ METHODS = ("predict", "predict_proba", "decision_function", "transform")
 
 BASE = ("sklearn.base", "BaseEstimator")
 WRAPPING = "_SetOutputMixin"
-"""The class of scikit-learn that wraps `transform` in each subclass, after all other `__init_subclass__` methods."""
+"""The class of scikit-learn that wraps `transform` in each new subclass. Its `__init_subclass__` runs last."""
 
 
 class Estimators:
-    """The instrumentor of estimators for one session. `hits` counts the methods of classes that have been called."""
+    """The instrumentor of estimators for one session. `hits` counts the methods of classes that have run."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
         self.rule = rule
         self.hits = 0
         self._recorder = recorder
         self._inside = threading.local()
-        """The identities of the estimators whose methods are running on a thread."""
+        """The ids of the estimators whose methods are running, per thread."""
         self._base: type[Any] | None = None
         self._wrapping: type[Any] | None = None
         self._verdict: Verdict | None = None
@@ -47,11 +46,11 @@ class Estimators:
         self._undos: list[Undo] = []
 
     def wants(self, module_name: str) -> bool:
-        """Return True for the module of the base class of all estimators."""
+        """Return True for the module with the base class of all estimators."""
         return module_name == BASE[0]
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to every estimator class, now or once it is defined."""
+        """Record the methods of all estimator classes, now and when a class is defined later."""
         base = namespace(module).get(BASE[1])
         if not isinstance(base, type):
             self._verdict = missing_verdict(self.rule, ".".join(BASE))
@@ -67,11 +66,11 @@ class Estimators:
         return False
 
     def undo(self) -> None:
-        """Restore every class's own methods and stop watching."""
+        """Restore the methods of all classes, and stop watching for new ones."""
         undo_all(self._undos)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on the rule, and on the methods that cannot be observed."""
+        """Return the verdict on the rule, and on methods that cannot be recorded."""
         if self._verdict is not None:
             return [self._verdict]
         if self._base is None:
@@ -83,7 +82,7 @@ class Estimators:
         return [*([] if self.rule.auto and not self.hits else [first]), *self._unreachable.values()]
 
     def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
-        """Attach to a new class. `watched` is the base class that reports it. Only the last report counts."""
+        """Record the methods of a new class, at the last report. `watched` is the base class that reports it."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._attach_class(cls)
@@ -138,7 +137,7 @@ class Estimators:
         return wrapper
 
     def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
-        """Return the recording method for a class, when the method is called on that class for the first time."""
+        """Make the recording method for a class, at the first call on an object of the class."""
         site = site_of(method, name=f"{cls.__name__}.{name}")
         if id(cls) not in recordings:
             self.hits += 1

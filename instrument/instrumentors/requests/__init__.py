@@ -1,7 +1,7 @@
-"""Requests that servers pass to their apps, recorded by endpoint without a function rule.
+"""Record the requests of servers by endpoint, without a function rule.
 
-A server is instrumented where it calls the app. A web framework is instrumented where its router finds the route, which
-the context's current exchange receives. This package imports no server or framework; it attaches when the service does.
+A server is instrumented where it calls the app, and a web framework where its router finds the route. The route names
+the request that is open in the context. This package imports no server or framework: it attaches when the service does.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ else:
 
 
 class Router(NamedTuple):
-    """A router's class and method that find the route of a request.
+    """A framework's method that finds the route of a request, by class and name.
 
-    `route` reads the route from the router's module and the arguments of a call, or with `after` from the module and
-    its result. `note` receives the route, unless it is None. With `older` an older version's class may lack the method.
+    `route` reads the route from the module and the call's arguments, or if `after` is True from the module and the
+    call's result. `note` stores a route that is not None. `older` is True if older versions lack the method.
     """
 
     owner: str
@@ -60,7 +60,7 @@ class Router(NamedTuple):
     older: bool = False
 
     def attach(self, module: Any) -> Undo:
-        """Read the route at each call. Raises `AttributeError` or `TypeError` in a version without the method."""
+        """Read the route at each call of the method. Raises `AttributeError` or `TypeError` without the method."""
         owner = getattr(module, self.owner)
         original = getattr(owner, self.method)
         if not isinstance(original, FunctionType) and not hasattr(original, "cache_clear"):  # such as a slot
@@ -88,7 +88,7 @@ class Router(NamedTuple):
 
 
 def attach_routers(module: Any) -> list[Undo]:
-    """Read the routes of a module's routers."""
+    """Read the routes that the routers of a module find, from now on."""
     routers = ROUTERS[module.__name__]
     return [
         router.attach(module)
@@ -103,14 +103,14 @@ def _path(_: Any, route: Any, *__: Any) -> str:
 
 
 def _fastapi(_: Any, route: Any, scope: Any, *__: Any) -> str:
-    """Return the path of a route, with the prefixes of its routers from the scope."""
+    """Return the path of a FastAPI route, with the prefixes of its routers, which the scope has."""
     included = scope.get("fastapi", {}).get("effective_route_context")
     path: str = (included if included is not None and included.original_route is route else route).path
     return path
 
 
 def _flask(name: str) -> Callable[..., str | None]:
-    """Return a reader of the URL rule of a request of Flask or Quart, from its pushed context."""
+    """Return a function that reads the URL rule of a request of Flask or Quart from its context."""
 
     def route(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
         rule = getattr(module if context is None else context, name).url_rule
@@ -130,12 +130,12 @@ def _aiohttp(_: Any, match: Any, *__: Any) -> str | None:
 
 
 def _fail(exchange: Exchange, error: BaseException) -> None:
-    """End a websocket with an exception. Its framework answers by a close, so the server sees no failure."""
+    """End a websocket with an exception, because its framework only closes it, and the server sees no failure."""
     exchange.finish(error, is_gone=True, in_parts=False)
 
 
 def _blacksheep(_: Any, match: Any) -> str | None:
-    """Return the pattern of a match, None for the fallback route."""
+    """Return the pattern of a BlackSheep route, None for the fallback route."""
     return None if match is None or match.pattern == b"*" else match.pattern.decode()
 
 
@@ -176,7 +176,7 @@ ROUTERS: Mapping[str, tuple[Router, ...]] = {
     "sanic.router": (Router("Router", "get", lambda _, match: match[0].uri, after=True),),
     "aiohttp.web_urldispatcher": (Router("UrlMappingMatchInfo", "freeze", _aiohttp),),
 }
-"""The routers of each module of a framework."""
+"""The routers to instrument, by the framework's module."""
 
 
 PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -206,29 +206,29 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         *("sklearn", "sentence_transformers", "torch", "transformers"),
     ),
 }
-"""The packages of each role, by the names under which they are imported. A `server` serves other packages' apps, an
-`engine` is a complete model server. Requests of `web` are recorded, those of `unrouted` without their routes. Requests
-of `unmet` and jobs of `queue` are not recorded."""
+"""The known packages by role, as their import names. A `web` framework's requests are recorded, those of `unrouted`
+without routes, those of `unmet` and jobs of `queue` not at all. A `server` runs apps of other packages. An `engine` is
+a complete model server."""
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
-"""The preset of each package that has a preset."""
+"""The packages that have a preset, with its name."""
 
 REMEDY = "give the function that handles one a rule of `kind: request`"
 
 
 def imported_packages() -> list[str]:
-    """Return the names of the known packages that this process has imported."""
+    """Return the names in `PACKAGES` that this process has imported."""
     return of_role(sys.modules, *PACKAGES)
 
 
 def of_role(names: Iterable[str], *roles: str) -> list[str]:
-    """Return the names that are packages of one of the roles, in the order of `PACKAGES`."""
+    """Return those of the names that have one of the roles in `PACKAGES`, in its order."""
     name_set = set(names)
     return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
 
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (package, preset) of the names that have a preset. Model servers exclude all others."""
+    """Return (package, preset) for the names that have a preset. If one is a model server, only model servers count."""
     served_packages = set(of_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]
 
@@ -257,25 +257,25 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "bentoml": ("bentoml", lambda: model_servers.BENTOML),
     **{name: _queue(name) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
-"""The kind of server by package or module, and a function that loads our adapter and returns its `Attach` by module."""
+"""By package or module: the kind of server, and a function that returns the kind's `Attach` functions by module."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.MODULE: blocked.attach,
     blocked.UVLOOP: blocked.attach_uvloop,
     blocked.COLLECTOR: blocked.attach_collector,
 }
-"""The functions that record stalls longer than `limits.blocked`, by the module to which they attach."""
+"""The functions that record blocks of event loops and garbage collections longer than `limits.blocked`, by module."""
 
 
 class Requests:
-    """The instrumentor of one session's request rule; there is at most one."""
+    """The instrumentor of a session's rule for requests. A profile has at most one such rule."""
 
     def __init__(self, rules: Sequence[RequestsRule], recorder: Recorder = RECORDER) -> None:
         self._recorder = recorder
         self._undos: list[Undo] = []
         self._met: dict[str, str] = {}
         self.ports: frozenset[int] = frozenset()
-        """The ports of this process on which the agent or the session has seen connections."""
+        """The ports of this process on which connections have been seen, by the agent or the session."""
         self._begin(rules)
 
     def _begin(self, rules: Sequence[RequestsRule]) -> None:
@@ -294,11 +294,11 @@ class Requests:
             self._known.update(STALLS)
 
     def wants(self, module_name: str) -> bool:
-        """Return True if the module has a seam."""
+        """Return True if a server or router of the module can be instrumented under the rule."""
         return module_name in self._known or self._seam(module_name) is not None
 
     def _seam(self, module_name: str) -> tuple[str, servers.Attach] | None:
-        """Return the kind of server with a seam in a module, and the function that attaches to it."""
+        """Return the kind of a module's server, and the function that instruments it. Return None for other modules."""
         if module_name[:1].isdigit() and "triton" in self._kinds and triton.MODULE.fullmatch(module_name):
             return "triton", triton.attach
         kind, seams = KINDS.get(module_name) or KINDS.get(module_name.partition(".")[0], ("", dict))
@@ -306,7 +306,7 @@ class Requests:
         return (kind, attach) if attach is not None else self._seams.get(module_name)
 
     def imported(self, module: ModuleType) -> bool:
-        """Attach to an imported module with a seam. The verdicts name a version that lacks the seam."""
+        """Instrument the server or router of an imported module. If its version cannot be, verdicts report it."""
         name = module.__name__
         if name in self._met:
             return False
@@ -336,7 +336,7 @@ class Requests:
         return exchange is not None and exchange.is_open
 
     def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
-        """Apply another rule. Open requests end under the rule under which they began."""
+        """Apply another rule. Requests that are open end under the earlier rule."""
         self.undo()
         self._met.clear()
         before = self._exchanges
@@ -390,9 +390,9 @@ class Requests:
         return [verdict, *self._unmet(rule, sites, calls_of), *self._unrouted(rule, sites, calls_of)]
 
     def _unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
-        """Yield verdicts on connections and jobs of this process without recorded requests.
+        """Yield verdicts on connections and queues of this process for which no request was recorded.
 
-        If another port has recorded requests, a port is named only if a server without instrumentation is imported.
+        If requests came to another port, a port is named only if a server that cannot be instrumented is imported.
         """
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
         strangers = of_role(sys.modules, "unmet")
@@ -408,7 +408,7 @@ class Requests:
             yield Verdict(rule.text, "unmet", "jobs", f"{names} takes jobs from a queue; none was recorded; {REMEDY}")
 
     def _unrouted(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
-        """Yield a verdict on the routes of requests, if no known router has found one."""
+        """Yield a verdict on missing routes, if no request has one and no known router is imported."""
         strangers = of_role(sys.modules, "unrouted")
         rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
         routed = sum(calls for facts, calls in rows if "http.route" in facts)

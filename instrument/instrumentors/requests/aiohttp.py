@@ -1,7 +1,7 @@
-"""aiohttp.web: each request that its server hands to an application, as one span up to the end of the answer.
+"""Record the requests of aiohttp's server: each is one span, from the call of the application to the end of the answer.
 
-A connection's handler runs the application, middlewares and sub-applications included, and sends the answer. The items
-of a websocket are the messages that the service sends, by any task. gunicorn's worker of aiohttp runs these handlers.
+The span includes middlewares and sub-applications. The items of a websocket are the messages that any task of the
+service sends. gunicorn's worker for aiohttp is recorded, too, because it uses the same handlers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from instrument.instrumentors.requests.exchange import CLOSE_CODE, SERVER_TIMING
 
 
 def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Replace the handler of a connection, and the writer that it creates for each answer."""
+    """Record the requests that the handler of a connection passes to the application."""
     owner, base = module.RequestHandler, module.StreamWriter
     handle, handle_error = owner._handle_request, owner.handle_error
     http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))
 
     class StreamWriter(base):  # type: ignore[misc, valid-type]
-        """The server's own writer, which also counts the bytes and items of an exchange."""
+        """The server's writer of an answer, which also counts the bytes and items of the exchange."""
 
         exchange: Exchange | None = None
         method = ""
@@ -91,12 +91,12 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def is_closed(transport: Any) -> bool:
-    """Return True for a connection that is gone."""
+    """Return True if the transport of a connection is closed or missing."""
     return transport is None or bool(transport.is_closing())
 
 
 def _websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Count each message that a service sends as an item of its websocket's exchange."""
+    """Count each message that the service sends over a websocket as an item of the exchange."""
     owner = module.WebSocketResponse
 
     def counted(name: str) -> Undo:

@@ -1,8 +1,8 @@
-"""ASGI: each HTTP request and each websocket that a server hands to its app, as one span.
+"""Record the requests and websockets of ASGI apps: each is one span, from the server's call of the app on.
 
-The span begins at the server's own call of the app, outside of all middleware. It ends when the last part of the answer
-has been sent. Later work of the app, such as background tasks, is no part of the request. A request with the answer 500
-or above ends with the app, since middleware sends the answer first and then raises the exception.
+The call includes all middleware. The span ends when the last part of the answer has been sent. Later work of the app,
+such as background tasks, is not part of it. If the status is 500 or above, the span ends when the app ends, because
+middleware sends such an answer first and then raises the exception.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 KINDS = ("http", "websocket")
-"""The types of scope that are requests."""
+"""The types of an ASGI scope that are recorded. The other one is `lifespan`."""
 
 PLAIN = (b"traceparent", b"tracestate", b"content-length")
-"""Headers that are read for every request."""
+"""The headers that are read of every request."""
 
 NOWHERE = (None, None)
 CONTENT_TYPE, CONTENT_LENGTH = (b"content-type",), (b"content-length",)
@@ -43,11 +43,11 @@ TIMINGS, TRAILERS = b"server-timing", "http.response.trailers"
 
 WHOLE_FILE = "http.response.pathsend"
 FILES = (WHOLE_FILE, "http.response.zerocopysend")
-"""The messages of ASGI extensions that ask the server to send a file. The first of them always ends the answer."""
+"""The messages of ASGI extensions by which an app sends a file. The first one always ends the answer."""
 
 
 class AsgiApp(ServedApp):
-    """An ASGI application whose HTTP requests and websockets are recorded, unless recording is off."""
+    """A proxy of an ASGI app that records its requests and websockets."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
@@ -82,9 +82,10 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
 
 
 class AsgiChannel:
-    """The channel of messages between the server and the app for one exchange.
+    """The messages between a server and its app in one exchange.
 
-    An exchange has no reference to its channel, since contexts keep exchanges for long. An `__init__` takes 0.05 us.
+    The exchange does not refer to its channel, because contexts keep exchanges for long. The class has no `__init__`,
+    because one takes 0.05 us.
     """
 
     __slots__ = ("exchange", "server_receive", "server_send")
@@ -94,27 +95,27 @@ class AsgiChannel:
     server_send: Send
 
     def receive(self) -> Awaitable[Message]:
-        """Return the result of the server's own `receive`."""
+        """Receive a message from the server."""
         return self.server_receive()
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Return the result of the server's own `send`."""
+        """Send a message to the server."""
         return self.server_send(message)
 
     def end(self) -> None:
-        """End the request with its last message."""
+        """End the exchange with its last message."""
         self.exchange.end()
 
 
 class Http(AsgiChannel):
-    """The channel of one HTTP request. The app calls the server's own `receive`."""
+    """The messages of one HTTP request. Only those from the app are read."""
 
     __slots__ = ("_headers", "_is_events", "is_complete")
 
     is_complete: bool
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Return the awaitable of the server's own `send`. The last part of the answer ends the span."""
+        """Read a message of the app, and send it to the server. The last part of the answer ends the span."""
         exchange, is_last = self.exchange, False
         try:
             kind = message["type"]
@@ -135,13 +136,13 @@ class Http(AsgiChannel):
         return self._send_last(message) if is_last else self.server_send(message)
 
     def _items_in(self, body: bytes) -> int:
-        """Return the number of server-sent events in a part of the answer, 1 for other answers."""
+        """Count the server-sent events in a part of the answer. A part of another answer is one item."""
         if self.exchange.stream is None:
             self._is_events = self._has_events()
         return (body.count(b"\n\n") or 1) if self._is_events else 1
 
     def _has_events(self) -> bool:
-        """Return True if the headers of the answer announce server-sent events."""
+        """Return True if the content type of the answer is that of server-sent events."""
         try:
             kind = self._header(CONTENT_TYPE)
             return kind is not None and kind.startswith(b"text/event-stream")
@@ -150,13 +151,13 @@ class Http(AsgiChannel):
             return False
 
     def _header(self, names: tuple[bytes]) -> bytes | None:
-        """Return a header of the answer, None if it is missing. Headers in an iterator are left to the server."""
+        """Return a header of the answer, None if it is missing, or if the headers are an iterator."""
         headers = self._headers
         (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
         return value
 
     def _length_of(self, message: Message) -> int:
-        """Return the length in bytes of a file that the server sends, by the header, else by the file's size."""
+        """Return the bytes of a file that the app sends, from `Content-Length` or else from the file's size."""
         length = self._header(CONTENT_LENGTH)
         if length is not None and length.isdigit():
             return int(length)
@@ -178,10 +179,10 @@ class Http(AsgiChannel):
 
 
 class TimedHttp(Http):
-    """The channel of a request whose answer has its timings (`AnswerTimings`), with a trailer for those of a stream.
+    """The messages of a request whose answer has timings (`AnswerTimings`), for a stream also in a trailer.
 
-    A trailer is sent if the server takes one (`http.response.trailers`), the client does (`TE`), and the answer has no
-    length.
+    A trailer is sent if the server and the client accept it (`http.response.trailers`, `TE`) and the answer has no
+    `Content-Length`.
     """
 
     __slots__ = ("_has_own_trailer", "_method", "_takes_trailer", "_timings_at_end")
@@ -233,7 +234,7 @@ class TimedHttp(Http):
 
 
 class Websocket(AsgiChannel):
-    """The channel of one websocket. Its items are the messages that the app sends."""
+    """The messages of one websocket. The exchange's items are those that the app sends."""
 
     __slots__ = ()
 
@@ -265,7 +266,7 @@ class Websocket(AsgiChannel):
 
 
 def arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
-    """Return the `Arrivals` of each type of scope that is a request."""
+    """Return the `Arrivals` of both types of requests, by type."""
     return {kind: exchanges.arrivals(kind, _path, _plain, _all) for kind in KINDS}
 
 
@@ -291,7 +292,7 @@ def _all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes
 
 
 def _readable_headers(headers: Any, scope: Message) -> Any:
-    """Return a request's headers. An iterator is replaced in the scope, so that the app can read it."""
+    """Return the headers of a request. If they are an iterator, put a new one into the scope for the app."""
     if iter(headers) is not headers:
         return headers
     pairs = tuple(headers)
@@ -300,7 +301,7 @@ def _readable_headers(headers: Any, scope: Message) -> Any:
 
 
 def _attribute_value(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
-    """Return the value that a request has for an attribute, None without one."""
+    """Return the value of an attribute of the request by OpenTelemetry's name, None if it has none."""
     if name == "url.path":
         return str(scope["path"])
     if name == "url.query":

@@ -1,15 +1,15 @@
-"""Blocked event loops: callbacks of asyncio's loops that took longer than `limits.blocked` while a request was open.
+"""Record blocks of event loops: callbacks that ran longer than `limits.blocked` while a request was open.
 
 asyncio's loops run each callback and each step of a task by `Handle._run`. The replaced method reads the clock before
-and after, 0.2 us a callback. The blocking function is sought after slow callbacks alone. `LoopPlaces` samples the
-places where they block.
+and after, which costs 0.2 us per callback. Only after a slow callback the blocking function is searched for.
+`LoopPlaces` samples the lines where callbacks block.
 
-uvloop's loops run their callbacks in C. There the methods that schedule callbacks are replaced, which steps of tasks
-use, too. They schedule a function that reads the clock: 0.7 us a step, 1.2 us a function. Calls that such a loop makes
-itself are not seen: methods of protocols, such as `data_received`, readers and writers.
+uvloop runs callbacks in C. So its methods that schedule callbacks are replaced, to schedule a function that reads the
+clock. It costs 0.7 us per step of a task, and 1.2 us per function. Calls that uvloop makes directly are not seen:
+methods of protocols such as `data_received`, readers and writers.
 
-Longer garbage collections of Python are recorded, too, since all threads of the process stop meanwhile. The interpreter
-reports the begin and the end of each on the interrupted thread: 0.8 us for both.
+Garbage collections of Python longer than the limit are recorded, too, because they stop all threads of the process. The
+interpreter reports their begin and end, which costs 0.8 us per collection.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import get_ident, sleep
 
 MODULE = "asyncio.events"
-"""The module of the handles of asyncio's loops."""
+"""The module of asyncio's `Handle`, which runs the callbacks of a loop."""
 
 UVLOOP = "uvloop"
-"""The module of uvloop's loops."""
+"""The module of the class `Loop` of uvloop."""
 
 NEWEST = 256
-"""The number of a thread's newest rows that are searched for the blocking span, which ends near the callback's end."""
+"""The number of a thread's newest rows to search for the blocking span, which ends just before the callback."""
 
 OPEN_LIMIT = 1_000
-"""The most open requests with which all open spans are searched. With more, only the innermost open span is used."""
+"""The maximum number of open requests at which all open spans are searched. With more, only the innermost one is."""
 
 BLOCKERS_KNOWN = 100
-"""The maximum number of sites of blocking spans that are counted."""
+"""The maximum number of sites in `BLOCKERS`. Blocks by further sites are recorded but not counted."""
 
 NEVER_NS = 1 << 62
 
@@ -132,7 +132,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
 
 
 class _Named(functools.partial[None]):
-    """A timed callback of a loop. The loop's logs show it as the callback itself."""
+    """A timed callback of a loop, which the loop's logs show as the original callback."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.args[1], name)
@@ -142,22 +142,22 @@ class _Named(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callback that get a named wrapper, for the loop's log of a failure. Steps of tasks need none."""
+"""The types of callbacks that get a named wrapper, for the loop's log of exceptions. Steps of tasks need none."""
 
 
 def _run_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in the current context."""
+    """Call a function in the current context, as `Context.run` does in another one."""
     return function(*args)
 
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
-"""The number of blocks of an event loop, and the longest in ns, by the site of the blocking span."""
+"""The number of times that each site has blocked an event loop, and the longest block in ns."""
 
 
 def _note_slow_callback(
     recorder: Recorder, callback: Any, run_in_context: Callable[..., Any], begun_ns: int, places: LoopPlaces
 ) -> None:
-    """Record a slow callback if a request was open on its loop."""
+    """Record a slow callback, if a request was open on its thread."""
     ended_ns = recorder.now_ns()
     try:
         if not recorder.on:
@@ -179,7 +179,7 @@ def _note_slow_callback(
 
 
 def _newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
-    """Return the newest rows of this thread that ended since `begun_ns`, in the order of their ends."""
+    """Return the newest spans of this thread that have ended since `begun_ns`, in the order of their ends."""
     thread_id = get_native_id()
     for ring in recorder.rings():
         if ring.thread_id == thread_id and not ring.ended:
@@ -191,7 +191,7 @@ def _newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
 def _blocking_site(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """Return the site of the innermost span open for most of the time, or None. Prefers ended spans."""
+    """Return the site of the innermost span that took most of the callback's time, first among ended spans."""
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
@@ -216,7 +216,7 @@ def _blocking_site(
 
 
 def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
-    """Return the name of a callback's function or a task's coroutine, and its code's place as attributes."""
+    """Return the name of a callback's function or of a task's coroutine, and its file and line as attributes."""
     while isinstance(callback, functools.partial):
         callback = callback.func
     tasks = sys.modules.get("asyncio.tasks")
@@ -236,11 +236,11 @@ def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
 
 
 COLLECTOR = "gc"
-"""The module with the callbacks that the interpreter calls before and after a garbage collection."""
+"""The module with the list of functions that Python calls before and after a garbage collection."""
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record garbage collections that take longer than `limit_ns`, from the first recorded call on."""
+    """Record garbage collections that take longer than `limit_ns`, once a span has been recorded."""
     callbacks: Any = module.callbacks
     now = recorder.now_ns
     begun_ns = 0
@@ -271,24 +271,24 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
 # The places of slow callbacks.
 
 STACK = "code.stacktrace"
-"""OpenTelemetry's attribute of a stack (semantic conventions, code)."""
+"""The attribute for a stack, as OpenTelemetry names it (semantic conventions, code)."""
 
 LONGEST_LOOK_S = 0.05
-"""The maximum number of seconds between two samples."""
+"""The maximum interval between two samples of a loop's stack, in seconds."""
 
 REST_NS = 60_000_000_000
-"""Time without a slow callback after which the sampling stops."""
+"""The time in ns without a slow callback after which the sampling stops."""
 
 FRAMES = 32
-"""The maximum number of frames of a stack that are searched for the service's own code, innermost first."""
+"""The maximum number of frames to search for the service's own code, from the innermost one on."""
 
 
 class LoopPlaces:
-    """The places at which callbacks that take longer than `limit_ns` block the loops of one recorder.
+    """The lines of code at which callbacks slower than `limit_ns` block event loops, found by samples of stacks.
 
-    A thread samples a loop's frames during long callbacks. It starts after the first slow callback, and stops after a
-    while without one, since a blocking callback usually recurs. While `is_on` is True the loop's thread calls `begin`
-    and `end` around each callback. Otherwise a callback costs one read of a variable.
+    The sampling thread starts after the first slow callback, because such a callback usually recurs, and stops after a
+    while without one. While `is_on` is True, the loop calls `begin` and `end` around each callback. Otherwise a
+    callback costs one read of a variable.
     """
 
     def __init__(self, recorder: Recorder, limit_ns: int) -> None:
@@ -309,7 +309,7 @@ class LoopPlaces:
         self._begun[get_ident()] = 0
 
     def take_places(self, begun_ns: int) -> tuple[str, ...]:
-        """Return the places of the slow callback that began at `begun_ns`, innermost first. Starts the sampling."""
+        """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self._begun.clear()
@@ -335,7 +335,7 @@ class LoopPlaces:
                 self._seen.clear()
 
     def _sample_places(self, slow: list[tuple[int, int]]) -> None:
-        """Sample the places of slow callbacks. Drop the samples of ended callbacks."""
+        """Sample the stacks of slow callbacks, and drop the samples of ended ones."""
         frames = sys._current_frames()
         for key in [key for key in self._seen if key not in slow]:
             del self._seen[key]
@@ -348,9 +348,9 @@ class LoopPlaces:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Return the places of a stack from the innermost frame of the service's own code outwards, or all places.
+    """Return a stack as texts with file, line and function. It begins at the innermost frame of the service's own code.
 
-    The stack ends before our own frame, which runs the callback.
+    If there is no such frame, it begins at the innermost one. It ends before the frame of this module.
     """
     places: list[tuple[CodeType, int]] = []
     while frame is not None and len(places) < FRAMES:
@@ -367,7 +367,7 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=10_000)
 def _is_own(code: CodeType) -> bool:
-    """Return True for the service's own code."""
+    """Return True for code that is neither installed nor of the standard library."""
     return not code.co_filename.startswith(("<", *_installed()))
 
 
@@ -381,7 +381,7 @@ def _installed() -> tuple[str, ...]:
 
 
 def attributes_of(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
-    """Return the attributes of a block: its innermost place, and its stack up to `limit` characters."""
+    """Return the attributes of a block: the innermost line of the stack, and the stack up to `limit` characters."""
     if not stack:
         return {}
     text = stack[0][:limit]

@@ -1,12 +1,12 @@
-"""An exchange: one request that a server handles and its answer, as one span from the call of the app to the last byte.
+"""Record a request and its answer (an exchange) as one span, from the server's call of the app to the last byte.
 
-The servers' adapters begin and end it and report its messages; the frameworks' routers report the route. Of headers,
-query and body only the parts that the rule names are recorded, and the length of the bodies.
+The adapter of a server begins and ends the exchange and reports its messages. The router of a framework reports the
+route. Headers and the query are recorded only if the rule names them. Of a body only the length is recorded.
 
-A request span is named by its method and the template of its route, such as `GET /items/{id}`, never by its path.
-Without a route it is named by its method alone. A method that HTTP does not know is `_OTHER`, and `HTTP` in the name
-(OpenTelemetry, semantic conventions for HTTP spans). A span of gRPC is named by its method, `package.Service/Method`.
-Methods that no server has are `_OTHER`, and `grpc` in the name. The number of endpoints is bounded.
+A span is named by method and route, such as `GET /items/{id}`, never by the path, and without a route by the method
+alone. An unknown method of HTTP is `_OTHER`, and `HTTP` in the name (semantic conventions of OpenTelemetry). A call of
+gRPC is named `package.Service/Method`. All unknown methods of gRPC are one endpoint, named `grpc`. The number of
+endpoints is limited.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ else:
     server_timing = LazyModule("instrument.instrumentors.requests.server_timing")
 
 HEADER = "http.request.header."
-"""The prefix of attributes for headers of a request."""
+"""The prefix of the attributes that hold headers of a request."""
 
 SERVER_TIMING = "Server-Timing"
-"""The header of an answer with its timings."""
+"""The header of an answer that holds the parts of the request's time."""
 
 SCHEME, SERVER, PORT = "url.scheme", "server.address", "server.port"
 CLIENT_GONE = "client gone"
@@ -62,11 +62,11 @@ OUTCOMES: Mapping[str, str] = {
     "ClientDisconnected": CLIENT_GONE,
     "WebSocketDisconnect": CLIENT_GONE,
 }
-"""The outcomes of requests without a complete answer, by exceptions that the recorder does not know."""
+"""The outcome of a request that ends with an exception, by the exception's class. The recorder knows further ones."""
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """Return the outcome that an exception means, None if it means none. All members of a group must mean the same."""
+    """Return the outcome that an exception means, else None. The members of an exception group must mean the same."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -75,38 +75,38 @@ def outcome_by(error: BaseException | str | None) -> str | None:
 
 
 BEGIN = "begin of a request"
-"""The name for the count of our faults at the begin of a request."""
+"""The name under which faults at the begin of a request are counted."""
 
 GAPS_KEPT = 10_000
-"""The maximum number of gaps between items of an answer that are stored, for their median."""
+"""The maximum number of gaps between items of a stream to store for the median. Later gaps do not count."""
 
 ADDRESSES_KNOWN = 8
-"""The most addresses that have their own endpoints. Callers may invent addresses, as some servers read a header."""
+"""The maximum number of addresses with their own endpoints. It limits memory, because callers can invent addresses."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
-"""The exchange that a context works for."""
+"""The exchange for which the code in a context works."""
 
 
 Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
-"""The method of a request, and the scheme, address and port at which it arrived. A call by name has no scheme."""
+"""A request's method, and the scheme, address and port at which it arrived (None for a call by name, as in gRPC)."""
 
 UNREAD = "messages of apps that could not be read"
 
 CLOSE_CODE, ABNORMAL = "websocket.close_code", 1006
-"""The attribute for a websocket's close code, and the code without a closing handshake (RFC 6455)."""
+"""The attribute for a websocket's close code, and the code of a lost connection (RFC 6455)."""
 
 EXCHANGE = "_instrument_exchange"
-"""The attribute of a connection for the exchange that it serves."""
+"""The attribute in which a connection or handler object holds its exchange."""
 
 
 class Exchanges:
-    """The settings and endpoints of one rule. `is_on` is False after the rule's removal."""
+    """The settings and endpoints of a rule for requests. `is_on` is False once the rule has been removed."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
         self._rule = rule
         self.recorder = recorder
         self.endpoints = Endpoints(rule, recorder)
-        """The endpoints for requests without an address, or beyond `ADDRESSES_KNOWN` addresses."""
+        """The endpoints of requests without an address, or at an address beyond `ADDRESSES_KNOWN`."""
         self.is_on = True
         self.ignores = bool(rule.ignore)
         self._exact = frozenset(path for path in rule.ignore if not path.endswith("*"))
@@ -115,48 +115,48 @@ class Exchanges:
             name.removeprefix(HEADER).encode(): name for name in rule.attributes if name.startswith(HEADER)
         }
         self.named = tuple(name for name in rule.attributes if not name.startswith(HEADER))
-        """The attributes to record besides headers, by OpenTelemetry's names."""
+        """The attributes to record, by OpenTelemetry's names, without headers."""
         self._extract: Extract | None = None if rule.traceparent == "off" else extractor()
         self._follows = rule.traceparent == "follow"
         self._links = rule.traceparent == "link"
         self._timed_by = rule.server_timing.removeprefix("header ").lower().encode() if rule.server_timing else None
         self.times_all = rule.server_timing == "true"
-        """True if every answer has timings, False if only those do whose requests ask by a header."""
+        """True if every answer has timings, False if only answers to requests with a certain header have them."""
         if self._timed_by is not None:
             import_module(server_timing.__name__)  # numpy takes long, and no request may wait for it
         asks = self._timed_by is not None and not self.times_all
         self.is_plain = not rule.attributes and self._follows and self._extract is w3c and not asks
-        """True if only a request's address and its caller are read."""
+        """True if the rule reads nothing of a request but its address and its caller's trace."""
         self._at: dict[Any, Endpoints] = {}
         self._arrivals: dict[Any, Arrivals] = {}
         self.jobs: dict[tuple[str, str, str], Site] = {}
-        """The sites of jobs by system, task and queue."""
+        """The sites of jobs, by queue system, task and queue."""
         self.next: Exchanges | None = None
-        """The exchanges of the rule that replaced this one, for apps that a server keeps."""
+        """The settings of the rule that has replaced this one. Apps that a server still holds use them."""
 
     def arrivals(self, protocol: str, *reads: Any) -> Arrivals:
-        """Return the `Arrivals` of a protocol, shared by all apps. `reads` are its functions."""
+        """Return the `Arrivals` of a protocol, which all apps share. `reads` are the functions that read a request."""
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
 
     def sites(self) -> list[Site]:
-        """Return the sites of all requests so far, open ones included."""
+        """Return the sites of all requests so far, including open ones."""
         endpoints = self.endpoints, *list(self._at.values())
         return [*(site for part in endpoints for site in part.sites()), *list(self.jobs.values())]
 
     def wanted(self, path: str) -> bool:
-        """Return True if a request to a path must be recorded."""
+        """Return True if a request to a path is to be recorded now."""
         current = CURRENT.get()
         if not self.is_on or not self.recorder.on or (current is not None and current.frame is not None):
-            return False  # an app within an app: its request is one already
+            return False  # an app inside an app: the request has a span already
         return not self.ignored(path)
 
     def ignored(self, path: str) -> bool:
-        """Return True if requests to a path are never recorded."""
+        """Return True if the rule ignores requests to a path."""
         return self.ignores and (path in self._exact or path.startswith(self._begins))
 
     def caller_in(self, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Caller | None:
-        """Return the caller from headers, if the rule follows it. Adds the wanted headers to `facts`."""
+        """Return the caller's span from headers, if the rule continues its trace. Add headers to record to `facts`."""
         for header, name in self._headers.items():
             if (value := headers.get(header)) is not None:
                 facts[name] = [value.decode("latin-1")]
@@ -167,19 +167,19 @@ class Exchanges:
         return None
 
     def _link(self, caller: Caller, facts: dict[Any, Any]) -> None:
-        """Link to the caller's span if the rule asks for it."""
+        """Add a link to the caller's span to `facts`, if the rule asks for it."""
         if self._links and (span := remote_of(caller)) is not None:
             facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
             if span.state:
                 facts[LINK_STATE] = span.state
 
     def timing(self, headers: Mapping[bytes, bytes]) -> server_timing.AnswerTimings | None:
-        """Return the timings of an answer if its request asks for them."""
+        """Return the timings for the answer to a request with these headers, None if it has none."""
         is_asked = self.times_all or (self._timed_by is not None and self._timed_by in headers)
         return server_timing.AnswerTimings(self.recorder) if is_asked else None
 
     def at(self, address: tuple[Any, ...], facts: Mapping[str, AttributeValue]) -> Endpoints | None:
-        """Return the endpoints at an address, None for more than `ADDRESSES_KNOWN` addresses."""
+        """Return the endpoints of an address, None if there are already `ADDRESSES_KNOWN` other addresses."""
         endpoints = self._at.get(address)
         if endpoints is None and len(self._at) < ADDRESSES_KNOWN:
             endpoints = self._at.setdefault(address, Endpoints(self._rule, self.recorder, facts))
@@ -187,7 +187,7 @@ class Exchanges:
 
 
 class Stream:
-    """The items of a streamed answer."""
+    """The times of the items of a streamed answer, in ns."""
 
     __slots__ = ("_now_ns", "first_ns", "gaps", "items", "last_ns")
 
@@ -197,7 +197,7 @@ class Stream:
         self.gaps: list[int] = []
 
     def item(self, count: int) -> None:
-        """Note items that were passed to the server together."""
+        """Note that the app has passed `count` items to the server at once."""
         now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
@@ -207,7 +207,7 @@ class Stream:
         self.items += count
 
     def facts(self, begun_ns: int) -> dict[str, Any]:
-        """Return the attributes of the stream."""
+        """Return the attributes of a stream whose request began at `begun_ns`."""
         attributes = {FIRST_ITEM: self.first_ns - begun_ns, LAST_ITEM: self.last_ns - begun_ns, ITEMS: self.items}
         if self.gaps:
             attributes[LONGEST_GAP] = max(self.gaps)
@@ -216,7 +216,7 @@ class Stream:
 
 
 class _HandedItem:
-    """An item on its way from a generator to `SteppedItems`."""
+    """An awaitable that hands an item from an asynchronous generator to `SteppedItems`."""
 
     __slots__ = ("item",)
 
@@ -233,7 +233,7 @@ async def _hand_over(items: AsyncIterator[Any]) -> None:
 
 
 class SteppedItems:
-    """The items of an asynchronous generator for an exchange, whose span waits while the generator is suspended."""
+    """A proxy of an asynchronous generator. The exchange's span is waiting while the generator is suspended."""
 
     __slots__ = ("_exchange", "_items", "_steps")
 
@@ -261,17 +261,17 @@ class SteppedItems:
         return handed.item
 
     async def aclose(self) -> None:
-        """Close the generator."""
+        """Close the generator, and its own step of the span."""
         self._steps.close()
         await self._exchange.stepped(self._items.aclose())
 
 
 class Exchange:
-    """A request and its answer. One context at a time uses it. Calls after its end have no effect.
+    """A request and its answer. Only one context at a time may use it. Calls after its end have no effect.
 
-    `frame` is its span's frame, None after the last byte. `facts` are attributes of the span, and must not change after
-    that. `stream` has the items of a streamed answer, else it is None. `timing` is None if the answer has no timings.
-    Some servers set `failure`, the exception that they answer, and `is_events`, True for server-sent events.
+    `frame` is the open span, None after the last byte. `facts` are the span's attributes, which must not change after
+    that. `stream` is None unless the answer is streamed. `timing` is None if the answer has no timings. Some servers set
+    `failure`, the exception to which they answer, and `is_events`, True for server-sent events.
     """
 
     __slots__ = (
@@ -293,45 +293,45 @@ class Exchange:
 
     @property
     def is_open(self) -> bool:
-        """True until the last byte is sent."""
+        """True until the last byte of the answer is sent."""
         return self.frame is not None
 
     def enter(self, prefix: str) -> None:
-        """Note the prefix of a mounted app. The route continues it."""
+        """Note the prefix of a mounted app, which precedes the route."""
         self.prefix += prefix.rstrip("/")
 
     def found(self, route: str) -> None:
-        """Rename the span by its route."""
+        """Rename the span by the route that a router has found."""
         route = self.prefix + route
         if self.frame is not None and route != self.route:
             self.route = route
             self.method.recorder.rename(self.frame, self.method.routed(route))
 
     def stepped(self, awaitable: Any) -> Any:
-        """Wrap an awaitable of the service's work, so that the span waits while the awaitable is suspended."""
+        """Wrap an awaitable of the app, so that the span counts as waiting while the awaitable is suspended."""
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
     def answer(self, status: Any) -> None:
-        """Note the status of the answer, if it is a number. The span has it even if the process dies."""
+        """Note the status of the answer, if it is a number. It survives a crash of the process."""
         self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
 
     def item(self, count: int = 1) -> None:
-        """Note items of a streamed answer that were passed to the server."""
+        """Note that the app has passed items of a streamed answer to the server."""
         if self.stream is None:
             self.stream = Stream(self.method.recorder.now_ns)
         self.stream.item(count)
 
     def begin_answer(self, status: Any, content_type: str | None) -> None:
-        """Note the status and type of the answer. A status below 500 means that an earlier exception was handled."""
+        """Note the status and content type of the answer. A status below 500 cancels an earlier `failure`."""
         self.answer(status)
         self.is_events = content_type is not None and content_type.startswith("text/event-stream")
         if self.status < FIRST_OF_SERVER:
             self.failure = None
 
     def part(self, body: Any, *, is_last: bool = False) -> None:
-        """Count a part of the answer and its items: its server-sent events, or 1 for other answers."""
+        """Count a part of the answer and its items: the server-sent events in it, or one item for other answers."""
         try:
             self.answer_bytes += len(body)
             if self.timing is not None:
@@ -343,12 +343,12 @@ class Exchange:
             self.unread()
 
     def finish(self, error: BaseException | None = None, *, is_gone: bool = False, in_parts: bool = True) -> None:
-        """End the exchange after the server's work, with an exception or with the noted failure.
+        """End the exchange when the server has finished, with an exception or with the noted failure, if any.
 
-        `is_gone` means that the client has closed the connection. `in_parts` is False for a websocket.
+        `is_gone` is True if the client has closed the connection. `in_parts` is False for a websocket.
         """
         failure = error or getattr(self, "failure", None)
-        self.failure = None  # the exception refers to the exchange by its traceback
+        self.failure = None  # the exception's traceback refers to the exchange
         is_broken_off = isinstance(failure, OSError) and not isinstance(failure, TimeoutError)
         if is_gone and failure is not None and (is_broken_off or not isinstance(failure, Exception)):
             if self.status >= FIRST_OF_SERVER:  # the client never got that answer
@@ -363,19 +363,19 @@ class Exchange:
             self.end_of_parts()
 
     def end_of_parts(self) -> None:
-        """End the exchange with the last part of the answer. An answer in a single part is no stream."""
+        """End the exchange with the last part of the answer. An answer in one part is no stream."""
         if self.stream is not None and self.stream.items == 1:
             self.stream = None
         self.end()
 
     def fail(self, error: BaseException) -> None:
-        """End the exchange with an exception of the app. The server answers 500 if the app has not answered."""
+        """End the exchange with an exception of the app. Note status 500, unless the app has answered before."""
         if outcome_of(error) is None and outcome_by(error) != CLIENT_GONE:
             self.answer(self.status or 500)
         self.end(error)
 
     def end(self, error: BaseException | str | None = None) -> None:
-        """End the span, perhaps with an exception or an error's name. A later exception is recorded by itself."""
+        """End the span, with an exception or an error's name if given. After its end, record an exception separately."""
         frame, self.frame = self.frame, None
         if frame is None:
             if isinstance(error, BaseException):
@@ -390,7 +390,7 @@ class Exchange:
             FAULTS.note("end of a request", fault)
 
     def _add_rare_facts(self, frame: Any, error: BaseException | str | None) -> BaseException | str | None:
-        """Add the facts that few requests have. Return the error, None if the client has disconnected."""
+        """Add the attributes of a stream, mount or outcome. Return the error, None if the client has disconnected."""
         if self.prefix and not self.route:
             self.method.recorder.rename(frame, self.method.routed(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
@@ -400,7 +400,7 @@ class Exchange:
         return None if outcome == CLIENT_GONE else error
 
     def _fail_late(self, error: BaseException) -> None:
-        """Record a failure of the app after its answer, such as one of a background task."""
+        """Record an exception of the app after its answer, such as one of a background task."""
         recorder = self.method.recorder
         if outcome_of(error) is not None or outcome_by(error) == CLIENT_GONE or not recorder.on:
             return
@@ -412,21 +412,21 @@ class Exchange:
             FAULTS.note("end of a request", fault)
 
     def broken_off(self, outcome: str = CLIENT_GONE) -> None:
-        """End the exchange without the rest of the answer."""
+        """End the exchange of an incomplete answer, with the outcome as the reason."""
         if self.frame is not None:
             self.facts[OUTCOME] = outcome
             self.end()
 
     def unread(self) -> None:
-        """Count a message of the app that cannot be read. The server itself reports it."""
+        """Count a message of the app that cannot be read. The server reports the mistake to the app."""
         self.method.recorder.count(UNREAD)
 
 
 class Arrivals:
-    """A factory of one protocol's exchanges, from functions that read a server's request.
+    """A factory for the exchanges of one protocol. Its functions read the request object of a server.
 
-    `read_path` reads the path, `read_plain` the `Arrival`, caller and length. If `read_plain` is None, or the rule
-    wants more, `read_all` reads the `Arrival`, the headers by names in lower case, and the rule's attributes.
+    `read_path` reads the path, and `read_plain` the `Arrival`, caller and length. If the rule needs more, or
+    `read_plain` is None, `read_all` reads the `Arrival`, the headers by lower-case names, and the rule's attributes.
     """
 
     __slots__ = ("_is_plain", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
@@ -448,7 +448,7 @@ class Arrivals:
         self._methods: dict[Arrival, Method] = {}
 
     def begun(self, request: Any) -> Exchange | None:
-        """Begin the span of a request. Return None if it is not recorded, or for a fault of ours. Never raises."""
+        """Begin the span of a request. Return None if it is not recorded, or if that fails. Never raises."""
         exchanges = self.exchanges
         current = CURRENT.get()  # the same test as `wanted`, whose call would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
@@ -509,7 +509,7 @@ def reads(
     query: Callable[[Any], str | None],
     client: Callable[[Any], str | None],
 ) -> tuple[Any, Any, Any]:
-    """Return the functions for `Arrivals` of requests whose headers are a case-insensitive mapping of texts."""
+    """Make the three functions of an `Arrivals` for requests whose headers are a case-insensitive mapping of texts."""
 
     def read_plain(request: Any) -> tuple[Arrival, Caller | None, str | None]:
         fields = headers(request)
@@ -527,7 +527,7 @@ def reads(
 
 
 class ServedApp:
-    """A proxy of an application that records its requests."""
+    """A proxy of an app that records the app's requests."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         self.app = app
@@ -537,28 +537,28 @@ class ServedApp:
         return getattr(self.app, name)
 
     def serves(self, exchanges: Exchanges) -> bool:
-        """Return True if the app's requests are recorded through these exchanges."""
+        """Return True if the proxy records by the settings of `exchanges`."""
         return self._exchanges is exchanges
 
 
 METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 
 ENDPOINT_LIMIT = 1_000
-"""The maximum number of endpoints with a site of their own. Requests to further endpoints are counted by method."""
+"""The maximum number of endpoints per address. Requests to further endpoints are named by their method alone."""
 
 BEYOND = "endpoints beyond the limit, counted by their method"
 
 CALLED = frozenset({"grpc", "ray_serve", "triton"})
-"""Protocols that call a method by name, without a route."""
+"""The protocols that call a method by name. Their requests have no route."""
 
 Key = tuple[str, str, str]
-"""Protocol (`http` or `websocket` of ASGI, `wsgi`, or one of `CALLED`), method and route of an endpoint."""
+"""An endpoint's protocol (`http` or `websocket` of ASGI, `wsgi`, or one of `CALLED`), method and route."""
 
 
 class Endpoints:
-    """The endpoints of one rule at one address. Thread-safe: concurrent threads get the same site.
+    """The sites of all endpoints at one address, which is among their attributes.
 
-    The sites have the address among their attributes.
+    Thread-safe: concurrent threads get the same site.
     """
 
     def __init__(
@@ -574,7 +574,7 @@ class Endpoints:
         self._sites: dict[Key, Site] = {}
 
     def site(self, protocol: str, method: str, route: str = "") -> Site:
-        """Return the site of requests to an endpoint."""
+        """Return the site of an endpoint. Beyond the limit it is that of the method."""
         key = (protocol, method, route)
         return self._sites.get(key) or self._make_site(key)
 
@@ -615,9 +615,9 @@ class Endpoints:
 
 
 class Method:
-    """The requests of one method at one address: a site for those without a route, and one per route.
+    """The sites of one method at one address: `site` without a route, and one per route.
 
-    `facts` are the attributes of the address that the site does not have.
+    `facts` are the attributes of the address if it has no endpoints of its own.
     """
 
     __slots__ = ("_endpoints", "_name", "_protocol", "close_request", "facts", "open_request", "recorder", "site")
@@ -634,5 +634,5 @@ class Method:
         self.site = endpoints.site(protocol, name)
 
     def routed(self, route: str) -> Site:
-        """Return the site of a route's endpoint."""
+        """Return the site of the endpoint with a route."""
         return self._endpoints.site(self._protocol, self._name, route)

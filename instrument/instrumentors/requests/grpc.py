@@ -1,10 +1,9 @@
-"""gRPC: each call of a method that a server handles, as one span from its handler's first line to its last message.
+"""Record the calls that gRPC servers handle: each is one span, from the call of its handler to its last message.
 
-An interceptor of ours is the first of each server that is made while the rule is in force, sync or asyncio. It returns
-a wrapper of the method's handler. The span begins when the server calls it, once the request has arrived. Names and
-attributes follow OpenTelemetry's conventions for RPC (stable since 1.45): the method with its service,
-`rpc.status_code`, and an error for statuses that the conventions count as the server's. `server.address` is the
-`:authority` of a call, which gRPC's servers for asyncio do not have.
+Each server that the service creates gets an interceptor as its first one, both sync and asyncio. The interceptor wraps
+the method's handler. Names and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45): service and
+method, `rpc.status_code`, and an error for statuses that are the server's fault. `server.address` is the `:authority`
+of a call, which servers for asyncio do not show.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""Statuses that are the server's errors. All others answer a wrong request."""
+"""The statuses that are errors of the server. With another status the caller is at fault, and the span has no error."""
 
 DEADLINE_SLACK_S = 0.05
-"""Seconds before the deadline from which a cancelled call counts as timed out, as the caller's clock may be ahead."""
+"""Seconds before its deadline from which a cancelled call counts as timed out: the caller's clock may be ahead."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
 
 _attached: list[Arrivals] = []
-"""The `Arrivals` of each attached rule. All servers' interceptors use those of the last rule."""
+"""The `Arrivals` of each attached rule. The interceptors of all servers use the last one."""
 
 
 class _Arrived(NamedTuple):
-    """A call that has arrived at a server. `name` replaces a method's name that the server does not know."""
+    """A call that has arrived at a server. `name` is None, or replaces a method that the server does not have."""
 
     details: Any
     context: Any = None
@@ -53,19 +52,19 @@ class _Arrived(NamedTuple):
 
 
 class _Service:
-    """A recorder of one server's calls."""
+    """A server whose calls are recorded."""
 
     def __init__(self, grpc: Any) -> None:
         self.grpc = grpc
         self._names = {status.value[0]: status.name for status in grpc.StatusCode}
 
     def wanted(self, details: Any) -> Arrivals | None:
-        """Return the `Arrivals` that record a call, None if it is not recorded."""
+        """Return the `Arrivals` for a call, None if it is not to be recorded."""
         arrivals = _attached[-1] if _attached else None
         return arrivals if arrivals is not None and arrivals.exchanges.wanted(_text(details.method)) else None
 
     def record_handler(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
-        """Return a recording wrapper of a call's handler. Never raises."""
+        """Wrap the handler of a call so that it is recorded. Never raises."""
         try:
             if handler is None:
                 self.record_refusal(details, arrivals, "UNIMPLEMENTED")
@@ -76,14 +75,14 @@ class _Service:
             return handler
 
     def record_refusal(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
-        """Record a call of a method without a handler. All such methods are one endpoint. Never raises."""
+        """Record a call that has no handler. All such calls are one endpoint. Never raises."""
         exchange = arrivals.begun(_Arrived(details, name=""))
         if exchange is not None:
             exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
 
     def status_of(self, context: Any) -> str:
-        """Return the status that the service has set for a call, OK by default."""
+        """Return the name of the status that the service has set for a call, OK by default."""
         code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
@@ -101,7 +100,7 @@ class _Service:
 
 
 class _Call:
-    """One call of a method."""
+    """A call of a method: wraps its handler, deserializer and serializer, and ends its span."""
 
     __slots__ = ("_arrivals", "_broken", "_details", "_is_async", "_is_begun", "_is_streamed", "_service", "exchange")
 
@@ -116,7 +115,7 @@ class _Call:
         self._broken: BaseException | None = None
 
     def wrap_behaviour(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a recording wrapper of a handler's function, of the same kind, such as a coroutine function."""
+        """Wrap the function of a handler so that it is recorded. A coroutine function remains one."""
         if self._is_async and inspect.isasyncgenfunction(behaviour):
             return self._around_async_generator(behaviour)
         if self._is_async and inspect.iscoroutinefunction(behaviour):
@@ -124,7 +123,7 @@ class _Call:
         return self._around_function(behaviour)
 
     def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-        """Return a deserializer that also records the requests that it cannot read, as they reach no handler."""
+        """Wrap a deserializer to record also requests that it cannot read, because no handler gets them."""
         if deserialize is None:
             return None
 
@@ -141,7 +140,7 @@ class _Call:
         return deserialized
 
     def serializer(self, handler: Any) -> Callable[[Any], Any]:
-        """Return a serializer that notes each answer. The answer of a unary call ends it."""
+        """Wrap a serializer to note each answer. The answer of a unary call ends the span."""
         serialize = handler.response_serializer
 
         def serialized(message: Any) -> Any:
@@ -163,13 +162,13 @@ class _Call:
         return serialized
 
     def _begin(self, context: Any) -> Exchange | None:
-        """Begin the call's span. Return None for a fault of ours."""
+        """Begin the span of the call. Return None if that fails."""
         self._is_begun = True
         self.exchange = self._arrivals.begun(_Arrived(self._details, context))
         return self.exchange
 
     def _add_timings(self, context: Any) -> None:
-        """Add the timings of a call to the metadata after its answer, if the caller asks for them."""
+        """Add the timings to the trailing metadata of the call, once, if the rule asks for them."""
         exchange = self.exchange
         try:
             if exchange is not None and exchange.timing is not None and exchange.is_open and context is not None:
@@ -180,7 +179,7 @@ class _Call:
             FAULTS.note("server timing", fault)
 
     def _note_return(self, context: Any) -> None:
-        """Note that the handler has returned. A single answer ends the call later, when it has been serialized."""
+        """Note that the handler has returned. A unary call ends later, when its answer has been serialized."""
         self._add_timings(context)
         try:
             is_last = self._is_streamed or type(context) is _Noted or self._service.status_of(context) != "OK"
@@ -192,7 +191,7 @@ class _Call:
             self.end(context)
 
     def end(self, context: Any, error: BaseException | None = None) -> None:
-        """End the call with the status that the caller gets, perhaps with an exception of its handler."""
+        """End the span with the status that the caller gets, and with the handler's exception, if any."""
         exchange = self.exchange
         if exchange is None or not exchange.is_open:
             return
@@ -280,13 +279,13 @@ class _Call:
         return served
 
     def __del__(self) -> None:
-        """Count a call that never began, for example beyond the server's limit of concurrent calls."""
+        """Count a call whose handler was never called, such as one beyond the limit of concurrent calls."""
         if not getattr(self, "_is_begun", True):
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
 
 class _Answers:
-    """The answers of a stream, which the server reads."""
+    """A proxy of the iterator of a stream's answers. Its end ends the call."""
 
     __slots__ = ("_answers", "_call", "_context")
 
@@ -313,13 +312,13 @@ class _Answers:
             CURRENT.reset(token)
 
     def __del__(self) -> None:
-        """End the call of a stream that its server has dropped, perhaps as its caller has disconnected."""
+        """End the call of a stream that the server has dropped, for example because its caller has disconnected."""
         self._answers = None
         self._call.end(self._context, GeneratorExit())
 
 
 class _Noted:
-    """A proxy of the context of a plain function on asyncio. It keeps the status, which that context hides."""
+    """A proxy of the context of a plain function on asyncio. It stores the status, which that context hides."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -341,7 +340,7 @@ class _Noted:
 
 
 def _is_gone(context: Any) -> bool:
-    """Return True if the caller has disconnected. asyncio's contexts cancel the handler instead."""
+    """Return True if the caller of a sync server has disconnected. On asyncio the handler is cancelled instead."""
     is_active = getattr(context, "is_active", None)
     return is_active is not None and not is_active()
 
@@ -376,7 +375,7 @@ def _read(call: _Arrived, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, 
 
 
 def headers_in(metadata: Any) -> dict[bytes, bytes]:
-    """Return a call's metadata by name. gRPC's names are in lower case."""
+    """Return the metadata of a call by name, which gRPC has in lower case."""
     headers = {}
     for name, value in metadata or ():
         headers[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")

@@ -1,7 +1,6 @@
-"""grpclib: each call that its servers for asyncio accept, as one span by gRPC's conventions, like those of grpcio.
+"""Record the calls of grpclib's servers: each is one span from its arrival to its trailers, as in `grpc`.
 
-The span begins on the call's arrival, and ends with its trailers. A call that its caller has cancelled, or whose
-connection is lost, is cancelled.
+A call is cancelled if its caller has cancelled it, or if the connection is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from instrument.recording.spans import OUTCOME
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the calls of all servers."""
+    """Record the calls of all servers of grpclib."""
     stream, arrivals = module.Stream, exchanges.arrivals("grpc", lambda call: call[0][":path"], None, _read)
     handle, abort = module.request_handler, module._abort
     send, send_trailers, leave = stream.send_message, stream.send_trailing_metadata, stream.__aexit__
@@ -75,7 +74,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _end(exchange: Exchange, error: BaseException | None) -> None:
-    """End a call with the status that its caller got, perhaps with an exception of its handler."""
+    """End a call with the status that its caller got, and with the handler's exception, if any."""
     status, kind = exchange.facts.get(RPC_STATUS), type(error).__name__
     exchange.failure = None
     is_broken_off = isinstance(error, asyncio.CancelledError) or kind == "StreamTerminatedError"

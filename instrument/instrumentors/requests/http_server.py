@@ -1,7 +1,7 @@
-"""http.server: each request that a `BaseHTTPRequestHandler` handles, as one span from its parsed headers to the end.
+"""Record the requests of Python's http.server: each is one span, from its parsed headers to the handler's end.
 
-Such a handler has no routes, so its requests are named by their methods. If it raises, it sends no answer and there is
-no status. Handlers of WSGI servers are recorded as WSGI: werkzeug's by `run_wsgi`, wsgiref's by their own loop.
+Requests are named by their methods, because a `BaseHTTPRequestHandler` has no routes. If the handler raises, there is
+no answer and no status. Handlers of werkzeug and wsgiref are recorded as WSGI.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from instrument.instrumentors.requests.exchange import EXCHANGE, SERVER_TIMING, 
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests of all handlers that do not override `handle_one_request`."""
+    """Record the requests of all handlers, except those whose class overrides `handle_one_request`."""
     handler = module.BaseHTTPRequestHandler
     handle, parse = handler.handle_one_request, handler.parse_request
     respond, flush = handler.send_response_only, handler.flush_headers
@@ -72,7 +72,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _count_parts(file: Any, exchange: Exchange) -> None:
-    """Have a handler's file count what is written to it, if the file has attributes."""
+    """Count each part that is written to a handler's file as a part of the answer."""
     write = file.write
 
     def counted(data: Any) -> Any:

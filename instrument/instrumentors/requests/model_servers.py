@@ -1,19 +1,17 @@
-"""Model servers that hand requests to processes of their own: LitServe, mosec and Ray Serve.
+"""Record the requests and batches of model servers with worker processes: LitServe, mosec, BentoML and Ray Serve.
 
-LitServe's requests are recorded over ASGI. A worker takes requests, and reports each to its transport before it calls
-the service's `decode_request`, `predict` and `encode_response`. Each such call is a batch of the taken and unanswered
-requests. A stream is computed while its parts are read, so the span of its last call ends with the stream. Loops of
-coroutines serve many requests at a time on one thread. They are not recorded, as the requests of a call are unknown.
+LitServe's requests are recorded over ASGI. In a worker, each call of the service's `decode_request`, `predict` and
+`encode_response` is a batch of the worker's unanswered requests. The last call of a stream ends with the stream,
+because the stream is computed while its parts are read. Loops of coroutines are not recorded, because it is unknown
+which requests one of their calls serves.
 
-mosec takes requests in a front that is not Python, which hands batches to each worker process over a socket. Each batch
-of a worker is recorded from its arrival to the answers, with the numbers that the front gives its requests as keys. A
-request is recorded from its arrival at a worker of the first stage to its answer by the last. Its path, its caller's
-trace and its wait for the first stage are unknown.
+mosec's front end, which is not Python, sends batches to workers over a socket. Each batch is a span from its arrival to
+its answers. Its keys are the numbers that the front end gives to requests. A request is a span from its arrival at a
+worker of the first stage to its answer by the last. Its path, its caller and its wait for the first stage are unknown.
 
-A request of Ray Serve is a span from the call of the deployment to its last answer. It begins when a replica hands the
-accepted request to the deployment's code: a rejected try is no request. Requests over HTTP are named by method and
-route with its prefix, calls through a handle by deployment and method. The servers of proxies, of Ray's agent and of
-its dashboard record nothing.
+A request of Ray Serve is a span from a replica's call of the deployment to the last answer. A request that the replica
+rejects is not recorded. HTTP requests are named by method and route, calls through a handle by deployment and method.
+The servers of Ray itself (proxies, agent, dashboard) record nothing.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.run_folder import shared_file
 
 STREAMED_CALL = "encode_response"
-"""The function of LitServe's API whose span, if its answer is a stream, ends with the last item."""
+"""The method of LitServe's API that returns the stream of a streamed answer. Its span ends with the last item."""
 
 
 class _Taken(threading.local):
-    """The ids of a thread's unanswered requests."""
+    """The ids of the requests that a thread has taken and not answered."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
 
 
 def _litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Add the id that workers use for a request to its span, as its key."""
+    """Add the id that LitServe gives to a request to its span, as the key."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
@@ -67,7 +65,7 @@ def _litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record a worker's calls of the service, each as a batch of its open requests."""
+    """Record each call of the service by a LitServe worker, as a batch of the worker's open requests."""
     recorder, open_requests = exchanges.recorder, _Taken()
     sites: dict[str, Site] = {}
     put, inject = module.LitLoop.put_response, module._inject_context
@@ -124,10 +122,10 @@ LITSERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
 }
 
 BATCH_SIZE = "requests"
-"""The attribute with the count of a batch's requests."""
+"""The attribute for the number of requests in a batch."""
 
 INGRESS, EGRESS, OK = 1, 2, 200
-"""The bits of mosec's state of a request at its first and its last stage, and the status of an answer in order."""
+"""The bits in mosec's state of a request that mark its first and its last stage, and the status of a good answer."""
 
 MOSEC_STATUSES: Mapping[str, int] = {
     "OK": 200,
@@ -136,18 +134,18 @@ MOSEC_STATUSES: Mapping[str, int] = {
     "INTERNAL_ERROR": 500,
     "TIMEOUT_ERROR": 408,
 }
-"""The HTTP status of mosec's answer, by the flag that its worker sends."""
+"""The HTTP status of an answer, by the flag that a mosec worker sends."""
 
 
 BEGUN_SLOTS = 1 << 14
-"""The maximum number of requests of one server whose begin is known at a time."""
+"""The maximum number of open requests per mosec server. With more, some begin at their last stage."""
 
 _BEGUN = Struct("<qq")
 _MOSEC_REQUEST = Site("mosec", "request")
 
 
 class _Begins:
-    """The begins of a server's requests, by the front's numbers, in memory that the processes of a run share."""
+    """The begins of a mosec server's requests, by number, in memory that the processes of a run share."""
 
     def __init__(self, folder: str) -> None:
         self._memory: Any = bytearray(BEGUN_SLOTS * _BEGUN.size)
@@ -163,17 +161,17 @@ class _Begins:
                     os.close(file)
 
     def note(self, number: int, at_ns: int) -> None:
-        """Note the begin of a request."""
+        """Note the begin of a request by its number."""
         _BEGUN.pack_into(self._memory, number % BEGUN_SLOTS * _BEGUN.size, number, at_ns)
 
     def begin_ns(self, number: int, otherwise_ns: int) -> int:
-        """Return the begin of a request, `otherwise_ns` for an unknown one."""
+        """Return the begin of a request by its number, `otherwise_ns` if it is unknown."""
         noted_number, at_ns = _BEGUN.unpack_from(self._memory, number % BEGUN_SLOTS * _BEGUN.size)
         return at_ns if noted_number == number and 0 < at_ns <= otherwise_ns else otherwise_ns
 
 
 class _Batches:
-    """The batches of one worker, which handles one batch at a time."""
+    """The batches of one mosec worker, which handles one batch at a time."""
 
     def __init__(self, exchanges: Exchanges, protocol: Any) -> None:
         self._recorder = exchanges.recorder
@@ -184,7 +182,7 @@ class _Batches:
         self._events = self._begin_ns = 0
 
     def begin(self, ids: Sequence[bytes], states: Sequence[int]) -> None:
-        """Begin a batch of requests, by the front's numbers for them. Ends an earlier unanswered batch."""
+        """Begin a batch of requests, given by their numbers. Ends an earlier batch that was not answered."""
         self.end(None, (), ())
         self._events = 0
         numbers = [int.from_bytes(request_id, "big") for request_id in ids]
@@ -196,13 +194,13 @@ class _Batches:
         self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
 
     def event(self, count: int) -> None:
-        """Count parts of streamed answers. Another thread sends them."""
+        """Count parts of streamed answers, which another thread sends."""
         self._events += count
 
     def end(self, flag: Any, ids: Sequence[bytes], states: Sequence[int]) -> None:
-        """End the batch after its answers have been sent to the front, and each request that this answers.
+        """End the batch after its answers have been sent, and end the requests that are then complete.
 
-        `flag` is the status of the answers. Errors of a stage answer at once.
+        `flag` is the status of the answers. A request is complete after its last stage, or with an error.
         """
         frame, self._frame = self._frame, None
         if frame is None:
@@ -252,7 +250,7 @@ def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _bentoml(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Give each request in an adaptive batch a key, and record each batch with its requests' keys."""
+    """Record each adaptive batch of BentoML, with a key for each of its requests."""
     dispatcher, recorder = module.CorkDispatcher, exchanges.recorder
     wait, compute = dispatcher.inbound_call, dispatcher.outbound_call
     key_by_input: dict[int, str] = {}
@@ -379,7 +377,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Separate the loop of `@serve.batch` from the context of the first request, which starts it."""
+    """Separate the loop of `@serve.batch` from the first request, in whose context it starts."""
     queue = module._BatchQueue
     loop = queue._process_batches
 
@@ -392,7 +390,7 @@ def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _mute_process(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
-    """Return an `Attach` that turns recording off in a process that creates an object of a class."""
+    """Return an `Attach` that stops recording in each process that creates an object of a class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         owner = getattr(module, class_name)
@@ -420,7 +418,7 @@ def _read(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], d
 
 
 class _Answer(asgi.Http):
-    """The channel of a replica's answer. The request ends with the replica's work, after the last message."""
+    """The messages of a replica's answer. The request ends with the replica's work, not with the last message."""
 
     __slots__ = ()
 
@@ -432,7 +430,7 @@ class _Answer(asgi.Http):
 
 
 async def _send_nothing(_: Any) -> None:
-    """Send nothing: the replica sends the messages itself."""
+    """Do nothing, because the replica itself sends the messages."""
 
 
 RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {

@@ -1,10 +1,10 @@
-"""Traces between services: the caller's, read from headers, and ours, passed to OpenTelemetry and to headers.
+"""Continue traces between services: read the caller's span from headers, and pass the current span on.
 
-A caller's trace is read from W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
+The caller's span is read from W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
 
-OpenTelemetry calls `trace.get_current_span()` for the trace that a client's request continues. If a request of ours is
-open and no span of OpenTelemetry's own is, it returns our span. Clients that it instruments then continue our trace,
-and spans that the service makes with it are children of ours. This costs nothing per request.
+OpenTelemetry calls `trace.get_current_span()` to continue a trace. If a request is open here, and no span of
+OpenTelemetry, that function returns the current span of `instrument`. Clients that OpenTelemetry instruments then
+continue the trace, and OpenTelemetry's spans become children of that span. This costs nothing per request.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, noted
 from instrument.runtime.faults import FAULTS
 
 MODULE = "opentelemetry.trace"
-"""The module from which OpenTelemetry's propagators and tracers import `get_current_span`."""
+"""The module of OpenTelemetry that defines `get_current_span`."""
 
 Header = bytes | str
 Caller = Header | tuple[Header, ...]
-"""A caller for `remote_of`: a `traceparent`, alone or in a pair with a `tracestate`, or a stored span."""
+"""The span of a caller, as `remote_of` takes it: a `traceparent`, a pair with a `tracestate`, or a stored span."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
-"""A function that reads the caller from headers, whose names are in lower case."""
+"""A function that reads the caller's span from headers with lower-case names."""
 
 
 def with_state(parent: Header | None, state: Header) -> Caller | None:
-    """Return a `traceparent` in a pair with its `tracestate`, alone if that is empty, None without a `traceparent`."""
+    """Pair a `traceparent` with its `tracestate`, cut to just over the limit. Return None without a `traceparent`."""
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 
 def w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
-    """Return the `traceparent` of the headers, with the `tracestate` if there is one."""
+    """Read the caller's span from headers by W3C Trace Context."""
     parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
     return parent if state is None else with_state(parent, state)
 
 
 def configured_caller(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
-    """Return the caller that OpenTelemetry's propagators of `OTEL_PROPAGATORS` read."""
+    """Read the caller's span from headers by the propagators that `OTEL_PROPAGATORS` names."""
     try:
         from opentelemetry import propagate, trace
 
@@ -62,7 +62,7 @@ def configured_caller(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
 
 
 def extractor() -> Extract:
-    """Return `configured_caller` if `OTEL_PROPAGATORS` names other installed propagators than the default, or `w3c`."""
+    """Return the reader of callers: `configured_caller` if `OTEL_PROPAGATORS` names other propagators, else `w3c`."""
     propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
     if propagators <= {"tracecontext"}:
         return w3c
@@ -75,7 +75,7 @@ def extractor() -> Extract:
 
 
 def in_environment() -> str:
-    """Return the caller in the variables of this process (`TRACEPARENT`, `TRACESTATE`) as `Origin` has it."""
+    """Return the caller's span from environment variables (`TRACEPARENT`, `TRACESTATE`), in the form of `Origin`."""
     headers = {
         name.lower().replace("_", "-").encode(): os.fsencode(value)
         for name, value in os.environ.items()
@@ -85,17 +85,17 @@ def in_environment() -> str:
 
 
 def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
-    """Return trace id, span id, flags and state of our innermost open span, as exported. Return None without one."""
+    """Return trace id, span id, flags and state of the innermost open span, as exported, None without a span."""
     trace_of = recorder.trace_of
     span = None if trace_of is None else recorder.current_trace()
     return None if span is None or trace_of is None else trace_of(*span)
 
 
 def inject(headers: MutableMapping[str, str]) -> None:
-    """Write our current span into the headers of a request that the service sends (W3C `traceparent`).
+    """Write the current span into the headers of a request that the service sends (W3C `traceparent`).
 
-    The caller's `tracestate` is passed on. It is for clients that OpenTelemetry does not instrument. Without an open
-    span no header is set.
+    The caller's `tracestate` is passed on. Without an open span no header is set. A client that OpenTelemetry
+    instruments does not need this.
     """
     trace = current()
     if trace is not None:
@@ -106,7 +106,7 @@ def inject(headers: MutableMapping[str, str]) -> None:
 
 
 def attach(module: ModuleType, has_request: Callable[[], bool], recorder: Recorder = RECORDER) -> list[Undo]:
-    """Have `opentelemetry.trace` return our spans if the context has an open request."""
+    """Make OpenTelemetry's `get_current_span` return the current span of `instrument` during a request."""
     # The last one has imported the function under its own name if the service has imported the SDK before.
     places = [module, sys.modules[f"{MODULE}.propagation"], sys.modules.get("opentelemetry.sdk.trace.sampling")]
     original: Callable[..., Any] = module.get_current_span
@@ -133,7 +133,7 @@ def _kind_of_span() -> Any:
     from opentelemetry.trace import NonRecordingSpan
 
     class CurrentSpan(NonRecordingSpan):
-        """A span of ours, as OpenTelemetry sees it."""
+        """A span of `instrument` as a span of OpenTelemetry, which records nothing itself."""
 
         is_of_instrument = True
 
@@ -150,21 +150,21 @@ def _span_of(trace_id: int, span_id: int, flags: int, state: str) -> Any:
 TRACE_ID, SPAN_ID = "trace_id", "span_id"
 
 _CLASSES = {"logging": ("Logger", "makeRecord"), "structlog._base": ("BoundLoggerBase", "_process_event")}
-"""The class and the method that make log records or events, by module."""
+"""The class and method that make log records or events, by the logging library's module."""
 
 
 class LogRecords(Switch):
-    """The instrumentor of `logs: auto`."""
+    """The instrumentor of `logs: auto`. It adds the trace id and span id to log records."""
 
     key = "logs"
     module = "logging"
 
     def wants(self, module_name: str) -> bool:
-        """Return True for the modules that make records."""
+        """Return True for a module that makes log records."""
         return module_name in _CLASSES
 
     def imported(self, module: Any) -> bool:
-        """Have the imported module make records with ids."""
+        """Make the imported module add the ids to its log records."""
         class_name, name = _CLASSES[module.__name__]
         owner = getattr(module, class_name, None)
         if hasattr(owner, name):
@@ -201,7 +201,7 @@ class LogRecords(Switch):
         return undo
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on the modules that make records."""
+        """Return the verdict on log records."""
         if not self._met:
             return [Verdict("logs", "waiting", why="logging not imported")]
         return [Verdict("logs", "attached", "logging")]

@@ -1,9 +1,8 @@
-"""Jobs of queues: a job that a worker of Celery, RQ or Dramatiq takes is a request with the name of its task.
+"""Record the jobs of queues as requests: of Celery, RQ, Dramatiq, arq, TaskIQ and FastStream, and Gradio's events.
 
-An event that Gradio passes to a function of the app by its queue is a request, too.
-
-A job is in its caller's trace, by the `traceparent` of its message: of Celery's headers, of the `meta` of an RQ job,
-and of the options of a Dramatiq message. RQ and Dramatiq say when a job came into its queue.
+A request is named by the job's task. It continues its caller's trace by the `traceparent` in the message: in Celery's
+headers, in the `meta` of an RQ job, or in the options of a Dramatiq message. Its time in the queue is recorded if the
+message has the time at which it was queued.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from instrument.recording.spans import TIME_IN_QUEUE, Site
 from instrument.runtime.faults import FAULTS
 
 NO_FAILURES = frozenset({"Retry", "RetryJob", "HandlerException", "NoResultError"})
-"""Exceptions of arq, FastStream and TaskIQ by which a job ends without an error."""
+"""The exceptions of arq, FastStream and TaskIQ that end a job without an error."""
 
 
 class _Jobs:
-    """Opens and closes the requests of jobs of one kind of queue."""
+    """The jobs of one kind of queue. It opens and closes their requests."""
 
     def __init__(self, system: str, exchanges: Exchanges) -> None:
         self._system, self._exchanges = system, exchanges
@@ -54,13 +53,13 @@ class _Jobs:
             return None
 
     def end(self, frame: Any, error: BaseException | None) -> None:
-        """Close the request of a job. The library's exceptions that only ask for a retry or a stop are no errors."""
+        """Close the request of a job, with an error unless the exception is one of `NO_FAILURES`."""
         if frame is not None:
             is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
             self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
 
     async def run(self, frame: Any, coroutine: Any) -> Any:
-        """Await a job's coroutine and return its result. Its exception is the error of the job."""
+        """Await the coroutine of a job, close the job's request, and return the result."""
         if frame is not None:
             coroutine = self._exchanges.recorder.stepped_in(frame, coroutine)
         try:
@@ -73,7 +72,7 @@ class _Jobs:
 
 
 def _celery(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each task by the signals that Celery's workers send before and after it."""
+    """Record each task of Celery, by the signals that a worker sends before and after it."""
     signals = module.signals
     jobs = _Jobs("celery", exchanges)
     open_frames: dict[str, Any] = {}
@@ -102,7 +101,7 @@ def _celery(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _rq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each job of RQ, in the process that performs it."""
+    """Record each job of RQ in the process that runs it."""
     jobs, perform = _Jobs("rq", exchanges), module.Job.perform
 
     @replaces(module.Job, "perform")
@@ -120,7 +119,7 @@ def _rq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each message of Dramatiq by the signals that its workers give their middleware."""
+    """Record each message of Dramatiq, by the signals that a worker sends to its middleware."""
     jobs, current = _Jobs("dramatiq", exchanges), threading.local()
     before, after = module.Broker.emit_before, module.Broker.emit_after
 
@@ -144,7 +143,7 @@ def _dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _arq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each job of arq: a worker calls the coroutine that it has for a task's name."""
+    """Record each job of arq, by wrapping the coroutine functions of a worker."""
     jobs, init = _Jobs("arq", exchanges), module.Worker.__init__
 
     def recorded(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +173,7 @@ def _arq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each task of TaskIQ, whose exception is in its result."""
+    """Record each task of TaskIQ. Its exception is in its result."""
     jobs, run_task = _Jobs("taskiq", exchanges), module.Receiver.run_task
 
     @replaces(module.Receiver, "run_task")
@@ -191,7 +190,7 @@ def _taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each message that a handler of FastStream takes, by any broker."""
+    """Record each message that a handler of FastStream processes, from any broker."""
     jobs, call = _Jobs("faststream", exchanges), module.HandlerItem.call
 
     @replaces(module.HandlerItem, "call")
@@ -208,9 +207,9 @@ def _faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _place_and_time(message: Any) -> tuple[object, float | None]:
-    """Return the queue of a broker's message and the time at which the message was queued, each None if unknown.
+    """Return the queue of a broker's message, and the time at which it was queued (None if unknown).
 
-    A batch has those of its first message.
+    For a batch they are those of its first message.
     """
     while isinstance(message, (list, tuple)) and message:
         message = message[0]
@@ -229,9 +228,9 @@ def _place_and_time(message: Any) -> tuple[object, float | None]:
 
 
 def _gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each event that Gradio's queue gives to a function of the app, named by its `api_name`.
+    """Record each event that Gradio's queue passes to a function of the app, named by the function's `api_name`.
 
-    The functions of a batch have the events of several callers, each of which is a request.
+    Each event of a batch is a request, because it has a caller of its own.
     """
     jobs, recorder = _Jobs("gradio", exchanges), exchanges.recorder
     process, call = module.Queue.process_events, module.route_utils.call_process_api
@@ -279,7 +278,7 @@ def _gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _headers_in(carrier: object) -> Mapping[bytes, bytes]:
-    """Return the trace headers in a message, with names in lower case."""
+    """Return the headers in a message, with lower-case names."""
     if not isinstance(carrier, Mapping):
         return {}
     pairs = [(str(name).lower().encode(), value) for name, value in carrier.items() if isinstance(value, str | bytes)]
@@ -305,4 +304,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "faststream": {"faststream._internal.endpoint.subscriber.call_item": _faststream},
     "gradio": {"gradio.queueing": _gradio},
 }
-"""The seams of each kind of queue, by its package."""
+"""By package: the functions that attach to a queue's library, by module."""

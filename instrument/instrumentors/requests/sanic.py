@@ -1,7 +1,7 @@
-"""Sanic: each request that its own server hands to an app, as one span up to the last byte of the answer.
+"""Record the requests of Sanic's own server: each is one span, from the call of the app to the last byte of the answer.
 
-Sanic compiles the methods of its classes anew from their source as it starts (`sanic.touchup`). So only functions that
-it leaves unchanged are replaced. Over ASGI the server records the request, and Sanic's router names it.
+When Sanic starts, it compiles methods of its classes again from their source (`sanic.touchup`). So only methods that it
+does not compile are replaced here. Under an ASGI server, the server records the request, and Sanic's router names it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instrument.instrumentors.requests.exchange import (
 
 
 def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests that a connection passes to its app."""
+    """Record the requests that a connection passes to the app."""
     mixin = module.HttpProtocolMixin
     setup = mixin._setup
     http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))
@@ -61,7 +61,7 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _response(module: Any, _: Exchanges) -> list[Undo]:
-    """Note the status of an answer, and count its parts."""
+    """Note the status of each answer, and count its parts."""
     owner = module.BaseHTTPResponse
     send = owner.send
 
@@ -90,7 +90,7 @@ def _note_part(exchange: Exchange, response: Any, data: Any) -> None:
 
 
 def _errors(module: Any, _: Exchanges) -> list[Undo]:
-    """Note the exceptions for which Sanic looks up an answer."""
+    """Note each exception for which Sanic looks up an error handler."""
     owner = module.ErrorHandler
     look_up = owner._lookup
 
@@ -105,7 +105,7 @@ def _errors(module: Any, _: Exchanges) -> list[Undo]:
 
 
 def _websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Note the answer to a handshake, and the connection that it opens."""
+    """Note the answer to a websocket's handshake, and store the exchange at the new connection."""
     owner = module.WebSocketProtocol
     shake_hands = owner.websocket_handshake
 
@@ -122,7 +122,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
 
 
 def _messages(module: Any, _: Exchanges) -> list[Undo]:
-    """Count each message that is sent over a websocket, by any task."""
+    """Count each message that any task sends over a websocket."""
     owner = module.WebsocketImplProtocol
     send = owner.send
 
@@ -137,7 +137,7 @@ def _messages(module: Any, _: Exchanges) -> list[Undo]:
 
 
 def _app(module: Any, _: Exchanges) -> list[Undo]:
-    """Note the exceptions of the handlers of websockets, which Sanic logs."""
+    """Note exceptions of websockets' handlers, because Sanic only logs them."""
     owner = module.Sanic
     run = owner._websocket_handler
 

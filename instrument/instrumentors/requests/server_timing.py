@@ -1,12 +1,12 @@
-"""Timings in the answer: the parts of a request's time so far, as the value of `Server-Timing` (W3C).
+"""Send the parts of a request's time to its client, in the header `Server-Timing` (W3C) of the answer.
 
-The parts are those of the ledger, computed from the rows of this process as the headers of the answer leave. They add
-up to `total`. `prefill` and `decode` are the stages in which batches of this process served the request, `first-batch`
-and `later-batches` those of a request that generates nothing. A fact such as
-`gen_ai.latency.time_in_queue` is the engine's own account. `traceparent` is the request in its trace.
+When the headers are sent, the parts so far (queue, batches, stall ...) are computed from the spans of this process.
+They add up to `total`. `prefill` and `decode` are the stages in batches of this process; a request that generates
+nothing has `first-batch` and `later-batches`. A value such as `gen_ai.latency.time_in_queue` is what the engine itself
+reports. `traceparent` names the request's span.
 
-The headers of a stream are sent before its parts. So its timings are sent again at its end, in a trailer if server and
-client support it, or in a comment of server-sent events, which clients ignore. No other body is changed.
+The timings of a stream are sent a second time at its end, because its headers come before most of its time: in a
+trailer, or in a comment of server-sent events, which clients ignore. No other body is changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from instrument.trace.of_recording import RowSnapshot, have_details
 from instrument.trace.stages import LATENCIES, stages
 
 MOST_ROWS, MOST_DETAIL_BYTES = 10_000, 128 << 10
-"""The most rows, and bytes of attributes, since a request's begin that the service's thread reads for its answer."""
+"""The maximum rows, and bytes of attributes, to read for one answer. With more, only `total` is sent, so that the
+service's thread does not wait."""
 
 WITHOUT_PARTS = "Server-Timing without parts: too many spans since the begin of the request"
 
@@ -40,7 +41,7 @@ _TIMES = frozenset(name for names in LATENCIES.values() for name in names.values
 
 
 class AnswerTimings:
-    """The timings of the answer in one exchange. It has no reference to the exchange, which would be a cycle."""
+    """The timings of one answer. There is no reference to the exchange, because it would make a cycle."""
 
     __slots__ = ("_details_from", "_is_events", "_tail")
 
@@ -50,7 +51,7 @@ class AnswerTimings:
         self._is_events, self._tail = False, b"\n\n"
 
     def text(self, exchange: Any) -> str:
-        """Return the header's value for the open span. After a fault of ours it has no parts. Never raises."""
+        """Return the value of the header for an open request: only `total` if the parts fail. Never raises."""
         frame, recorder = exchange.frame, exchange.method.recorder
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
@@ -61,19 +62,19 @@ class AnswerTimings:
             return _total(recorder, frame)
 
     def begin_parts(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
-        """Note the headers of the answer and the method of the request."""
+        """Note the headers of the answer and the method of the request, to know if a comment may end the body."""
         texts = ([text.decode("latin-1") if isinstance(text, bytes) else str(text) for text in pair] for pair in pairs)
         headers = {name.lower(): value for name, value in texts}
         is_open = method != "HEAD" and "content-length" not in headers and "content-encoding" not in headers
         self._is_events = is_open and headers.get("content-type", "").startswith(EVENTS)
 
     def sent(self, part: bytes) -> None:
-        """Note a part of the body."""
+        """Note a part of the body that was sent."""
         if self._is_events:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]
 
     def comment(self, exchange: Any) -> bytes:
-        """Return the last event of a stream, a comment. Return b"" for another body, or one that is cut off."""
+        """Return a comment with the timings for the end of server-sent events, b"" for other or incomplete bodies."""
         is_whole, self._is_events = self._is_events and self._tail.endswith(ENDS), False
         return f": server-timing {self.text(exchange)}\n\n".encode() if is_whole else b""
 
@@ -95,7 +96,7 @@ def _milliseconds(time_ns: int) -> str:
 
 
 def _is_too_much(recorder: Recorder, frame: Any, details_from: int) -> bool:
-    """Return True if more has been recorded since the begin of a request than may be read on the service's thread."""
+    """Return True if more rows or attributes than the limits have been recorded since the begin of a request."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
     heads, firsts = mapped.heads(), mapped.first_after(recorder.begun_ns(frame))
     detail_bytes = 0 if details is None else details.used() - details_from
@@ -103,7 +104,7 @@ def _is_too_much(recorder: Recorder, frame: Any, details_from: int) -> bool:
 
 
 def _durations(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
-    """Return the parts of an open request's time, its total and its stages, in ms."""
+    """Return the parts, total and stages of an open request, each as a text with its time in ms."""
     if _is_too_much(recorder, frame, details_from):
         recorder.count(WITHOUT_PARTS)
         return [_total(recorder, frame)]
@@ -126,7 +127,7 @@ def _durations(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
 
 
 def _trace_so_far(recorder: Recorder, frame: Any, details_from: int) -> Columns:
-    """Return the open request's row, and the rows since its begin in its tree and in trees with its keys."""
+    """Return the trace of an open request: the spans since its begin in its tree, and in trees with its keys."""
     mapped = recorder.mapped()
     snapshot = RowSnapshot.of(mapped, recorder.begun_ns(frame), details_from=details_from)
     texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}

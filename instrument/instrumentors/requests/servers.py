@@ -1,7 +1,7 @@
-"""Servers of ASGI and WSGI, and the function of each that calls the app.
+"""Make servers of ASGI and WSGI call a recording proxy of their app.
 
-An `Attach` in `ASGI` or `WSGI` is called right after its module's import, before other modules import names from it. A
-wrapper of an app passes everything through once its rule is gone.
+`ASGI` and `WSGI` map the modules of servers to functions (`Attach`). Each is called right after the module's import,
+before other modules import names from it. Once the rule is removed, the proxy only calls the app.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Attach = Callable[[Any, Exchanges], list[Undo]]
 
 
 def _recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
-    """Return a recording proxy of the app. Each rule has its own proxy."""
+    """Return a proxy that records an app under a rule, or the app itself if it is that proxy already."""
     inner = app
     while isinstance(inner, ServedApp):
         if inner.serves(exchanges):
@@ -32,7 +32,7 @@ def _recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
 
 
 def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
-    """Return the `Attach` of a server that passes its app to a method per request. Caches the proxy."""
+    """Return the `Attach` of a server that passes the app to a method at each request."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         owner = getattr(module, class_name)
@@ -54,7 +54,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
 
 
 def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach:
-    """Return the `Attach` of a server whose method reads the app from the attribute `place` of its object."""
+    """Return the `Attach` of a server whose method reads the app from an attribute of its object (`place`)."""
     path, _, name = place.rpartition(".")
     holder_of = operator.attrgetter(path) if path else None
 
@@ -77,12 +77,12 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
 
 
 def _attach_to_module(*ways: Attach) -> Attach:
-    """Return the `Attach` of a module that calls the app in several functions."""
+    """Join several `Attach` functions of a module into one."""
     return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
 
 
 def _app_argument(name: str, position: int, kind: Any) -> Attach:
-    """Return the `Attach` of a module's function whose argument at `position` is the app."""
+    """Return the `Attach` of a server's function that takes the app as its argument at `position`."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         run = getattr(module, name)
@@ -98,11 +98,11 @@ def _app_argument(name: str, position: int, kind: Any) -> Attach:
 
 
 EMBEDDING = frozenset({"uwsgi"})
-"""Modules of servers in C that embed the interpreter. They call the app without Python code."""
+"""The modules by which servers in C that embed Python are recognised. They call the app without Python code."""
 
 
 def _app_class(class_name: str) -> Attach:
-    """Return the `Attach` of a framework's app class, whose `__call__` a server in C calls."""
+    """Return the `Attach` of a framework's app class, for servers in C, which call its `__call__`."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         if EMBEDDING.isdisjoint(sys.modules):
@@ -121,9 +121,9 @@ def _app_class(class_name: str) -> Attach:
 
 
 def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Attach to workers that call a WSGI app themselves. uvicorn's workers pass an ASGI app to uvicorn.
+    """Record the app of gunicorn's workers that call a WSGI app themselves, unlike uvicorn's workers.
 
-    Tornado's worker tests the type of the app, which may be one of Tornado's own.
+    An app of Tornado is left alone, because Tornado's worker tests the app's type.
     """
     worker = module.Worker
     load = worker.load_wsgi

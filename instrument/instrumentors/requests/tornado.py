@@ -1,7 +1,7 @@
-"""Tornado: each request that an application's handler executes, as one span up to the last byte that it writes.
+"""Record the requests of Tornado: each is one span, from the call of its handler to the last byte of the answer.
 
-The route is the pattern of the path that led to the handler. The items of a websocket are the messages that the handler
-sends. A WSGI app in a `WSGIContainer` is recorded as WSGI.
+The route is the path pattern of the handler. The items of a websocket are the messages that the handler sends. An app
+in a `WSGIContainer` is recorded as WSGI.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from instrument.instrumentors.requests.exchange import (
 )
 
 ROUTE = "_instrument_route"
-"""The attribute that keeps the route at Tornado's request object."""
+"""The attribute of Tornado's request object for its route."""
 
 
 def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests that handlers execute, with exceptions, written bytes and routes."""
+    """Record the requests of all handlers, with their exceptions, bytes and routes."""
     handler, connection = module.RequestHandler, sys.modules["tornado.http1connection"].HTTP1Connection
     matcher = sys.modules["tornado.routing"].PathMatches
     execute, handle_exception, match = handler._execute, handler._handle_request_exception, matcher.match
@@ -107,7 +107,7 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Count each message that a handler sends, and note exceptions of the functions that receive messages."""
+    """Count each message that a websocket's handler sends, and note exceptions of its functions for messages."""
     handler, protocol = module.WebSocketHandler, module.WebSocketProtocol
     write_message, run = handler.write_message, protocol._run_callback
 
@@ -165,4 +165,4 @@ READS = reads(
 )
 
 TORNADO: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"tornado.web": _web, "tornado.websocket": _websocket}
-"""The seams by module. That of `WSGIContainer` is in `servers.WSGI`."""
+"""The functions that attach to Tornado, by module. That for `WSGIContainer` is in `servers.WSGI`."""

@@ -1,10 +1,9 @@
-"""Triton's Python backend: each request that a model's `execute` gets, as one span up to its last response.
+"""Record the requests of models in Triton's Python backend: each is one span, from the call of `execute` on.
 
-The work for a single request is in the request's span. Several requests of one call have a span each, and the work for
-all of them is in a step. A request that the model answers through a response sender (a decoupled model) ends with the
-response that is marked as final.
-
-This uses the documented interface alone, whose objects are made in C++ and refuse additional attributes.
+A request ends when `execute` returns. If the model answers by a response sender (a decoupled model), it ends with the
+response that is marked as final. If a call has several requests, each has a span, and the common work is in a span of
+kind step. Only the documented interface is used. State is stored here, because the backend's objects are made in C++
+and take no attributes.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from instrument.recording.spans import OUTCOME, Site
 from instrument.runtime.faults import FAULTS
 
 MODULE = re.compile(r"\d+\.\w+")
-"""The name under which the backend imports a model: its version and file, such as `1.model`."""
+"""The pattern of the name under which the backend imports a model: version and file, such as `1.model`."""
 
 FINAL = 1
-"""The flag of a decoupled request's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
+"""The flag of the last response of a decoupled model, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
 
 
 DROPPED = "dropped"
-"""The outcome of a request whose response sender was deleted before its final response."""
+"""The outcome of a request whose response sender was deleted before the final response."""
 
 
 NONE = (None, None)
 
 
 class _Answer:
-    """The answer to a request through a response sender, freed with the sender."""
+    """The answer that a response sender gives to a request. It is deleted together with the sender."""
 
     __slots__ = ("context", "exchange", "is_left")
 
@@ -47,16 +46,16 @@ class _Answer:
         self.exchange = exchange
         self.context = context
         self.is_left = False
-        """True after the model has returned, when only the sender can end the answer."""
+        """True after `execute` has returned. Then only the sender can end the answer."""
 
     def __del__(self) -> None:
-        """End a request that can no longer be answered."""
+        """End the request if its sender is deleted without a final response."""
         if self.is_left:
             self.exchange.broken_off(DROPPED)
 
 
 class _Batch:
-    """The open requests of one call of a model."""
+    """The open requests of one call of `execute`."""
 
     def __init__(self, requests_of: _Requests, requests: list[Any]) -> None:
         self._of = requests_of
@@ -73,7 +72,7 @@ class _Batch:
                 self._opened[id(request)] = requests_of.executing[id(request)] = exchange, context
 
     def end(self, responses: Any, error: BaseException | None = None) -> None:
-        """End the requests with their responses or an exception. Never raises."""
+        """End the requests with their responses or with an exception. Never raises."""
         opened, self._opened = self._opened, {}
         is_alone = self._frame is None
         for index, request in enumerate(self._requests):
@@ -92,12 +91,12 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def leave(self) -> None:
-        """Detach later spans of this thread from the requests."""
+        """Leave the requests on this thread: its later spans do not belong to them."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
     async def await_and_end(self, coroutine: Awaitable[Any]) -> Any:
-        """Await the coroutine and end the requests with its responses."""
+        """Await the coroutine of `execute`, and end the requests with its responses."""
         try:
             responses = await coroutine
         except BaseException as error:
@@ -107,12 +106,12 @@ class _Batch:
         return responses
 
     def __del__(self) -> None:
-        """End the requests of a coroutine that was never awaited."""
+        """End the requests if the coroutine was never awaited."""
         self.end(None)
 
 
 class _Requests:
-    """The requests of one model."""
+    """The requests of one model, and the watched response senders."""
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.recorder = exchanges.recorder
@@ -124,7 +123,7 @@ class _Requests:
         self._watched: set[type] = set()
 
     def begin(self, requests: Sequence[Any]) -> _Batch | None:
-        """Begin the requests' spans. Return None if they are not recorded, or for a fault of ours. Never raises."""
+        """Begin the spans of a call's requests. Return None if they are not recorded. Never raises."""
         try:
             if not requests or not self.arrivals.exchanges.wanted("/" + _model_name(requests[0])):
                 return None
@@ -135,25 +134,25 @@ class _Requests:
             return None
 
     def step(self, name: str) -> Site:
-        """Return the site of a step, the work for several requests of a model."""
+        """Return the site of the step that serves several requests of a model."""
         return self._steps.setdefault(name, Site(f"{name} batch", "step"))
 
     def leave(self, exchange: Exchange) -> bool:
-        """Leave the end of a request to its response sender. Return False if it has no sender."""
+        """Let the response sender end a request. Return False if the request has no sender."""
         answers = [answer for answer in list(self._answers.values()) if answer.exchange is exchange]
         for answer in answers:
             answer.is_left = True
         return bool(answers)
 
     def undo(self) -> None:
-        """Restore the methods of the backend's classes. Later responses of senders are not recorded."""
+        """Restore the methods of the backend's classes, and end the open requests."""
         undo_all(self._undos)
         for answer in list(self._answers.values()):
             answer.is_left = False
             answer.exchange.end()
 
     def _watch(self, kind: type) -> None:
-        """Watch the response senders of a class of requests."""
+        """Watch the response senders that requests of a class return."""
         if kind in self._watched or not hasattr(kind, "get_response_sender"):
             return
         self._watched.add(kind)
@@ -195,7 +194,7 @@ class _Requests:
 def _end(
     request: Any, exchange: Exchange, context: Context | None, response: Any, error: BaseException | None = None
 ) -> None:
-    """End a request with its last response or an exception. Never raises."""
+    """End a request with its last response or with an exception. Never raises."""
     failed: BaseException | str | None = error
     try:
         is_cancelled = getattr(request, "is_cancelled", None)
@@ -217,7 +216,7 @@ def _read(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, 
 
 
 def _headers(request: Any) -> dict[bytes, bytes]:
-    """Return the headers of the caller's trace, which the server passes on if it traces for OpenTelemetry."""
+    """Return the trace headers of the caller, which the server passes on if its tracing for OpenTelemetry is on."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
     try:
@@ -234,7 +233,7 @@ def _error_of(response: Any) -> str | None:
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the requests of a module's model. A module without a model is left alone."""
+    """Record the requests of the model that a module defines, if it defines one."""
     model = getattr(module, "TritonPythonModel", None)
     execute = getattr(model, "execute", None)
     if model is None or execute is None:
@@ -259,7 +258,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @functools.wraps(execute)
     async def awaited(self: Any, requests: Any) -> Any:
-        """Begin the requests in their task, since the calling thread continues with the next requests."""
+        """Begin the requests in their own task, because the calling thread continues with the next requests."""
         batch = requests_of.begin(requests)
         coroutine = execute(self, requests)
         return await (coroutine if batch is None else batch.await_and_end(coroutine))

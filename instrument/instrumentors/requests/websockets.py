@@ -1,7 +1,7 @@
-"""websockets: each connection that its servers accept, as one request, whose items are the messages that are sent.
+"""Record the connections of servers of the package websockets: each is one request, from the call of its handler on.
 
-A server of asyncio, of threads, of Trio or of the older interface calls the handler that `serve` was given. The span
-lasts as long as the handler works. A connection that is refused is a request without a handler, with its status.
+All servers are recorded: asyncio, threads, Trio and the legacy ones. The items of a request are the messages that the
+service sends. A refused connection is a request with a status and without a handler.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from instrument.instrumentors.requests.exchange import (
 from instrument.runtime.faults import FAULTS
 
 ROUTE = "__instrument_route__"
-"""The attribute of a connection with the rule of its router."""
+"""The attribute of a connection for the route that its router has found."""
 
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the connections of a module's servers, and those that they refuse."""
+    """Record the connections that the servers of a module accept, and those that they refuse."""
     arrivals = exchanges.arrivals("websocket", *READS)
     is_older = hasattr(module, "Serve")
     entry = module.Serve if is_older else module.serve  # a class in some versions
@@ -62,7 +62,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _record_handler(handler: Any, arrivals: Any) -> Any:
-    """Return a recording wrapper of a handler that returns an awaitable, such as a coroutine function."""
+    """Wrap a handler that returns an awaitable, such as a coroutine function, so that connections are recorded."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
 
@@ -84,7 +84,7 @@ def _record_handler(handler: Any, arrivals: Any) -> Any:
 
 
 def _record_thread_handler(handler: Any, arrivals: Any) -> Any:
-    """Return a recording wrapper of a handler that runs in a thread."""
+    """Wrap a handler that runs in a thread, so that connections are recorded."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
 
@@ -114,7 +114,7 @@ def _begin(arrivals: Any, connection: Any) -> Exchange | None:
 
 
 def _end(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
-    """End the request of a connection. Exceptions that report its close or loss are no failures."""
+    """End the request of a connection. Exceptions for its close or loss are no errors."""
     if exchange is None:
         return
     code = getattr(connection if hasattr(connection, "close_code") else connection.protocol, "close_code", None)
@@ -127,7 +127,7 @@ def _end(exchange: Exchange | None, connection: Any, error: BaseException | None
 
 
 def _count_messages(connection: Any) -> Undo:
-    """Count each message that the service sends, by any task or thread."""
+    """Count each message that any task or thread of the service sends."""
     send = connection.send
 
     @replaces(connection, "send")
@@ -141,7 +141,7 @@ def _count_messages(connection: Any) -> Undo:
 
 
 def _record_refusals(connection: Any, arrivals: Any) -> Undo:
-    """Record the requests whose handshakes are refused."""
+    """Record each connection whose handshake the server refuses."""
     shake_hands = connection.handshake
 
     def note(self: Any) -> None:
@@ -188,7 +188,7 @@ def _path(connection: Any) -> str:
 
 
 def _address(connection: Any, name: str) -> Any:
-    """Return an address of a connection, None if it is closed."""
+    """Return `local_address` or `remote_address` of a connection, None if it is closed."""
     try:
         return getattr(connection, name)
     except OSError:
@@ -219,7 +219,7 @@ READS = reads(
 
 
 def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Name the connections that a router accepts by its rules, which are of werkzeug."""
+    """Name connections by the routes of a router, which are rules of werkzeug."""
     route_request = module.Router.route_request
 
     @replaces(module.Router, "route_request")

@@ -1,7 +1,7 @@
-"""WSGI: each request that a server hands to its app, as one span from the call to the end of the body.
+"""Record the requests of WSGI apps: each is one span, from the server's call of the app to the end of the body.
 
-A list or tuple is complete when the app returns it, and is returned unchanged. So is a file in the server's own
-wrapper, which the server may send without Python. Any other body is wrapped, and its request ends when it is closed.
+If the body is a list or a tuple, the span ends when the app returns it. So it does for a file in `wsgi.file_wrapper`,
+which the server may send without Python. Any other body is wrapped, and the span ends when it is closed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ StartResponse = Callable[..., Any]
 ARRIVAL = itemgetter("REQUEST_METHOD", "wsgi.url_scheme", "SERVER_NAME", "SERVER_PORT")
 
 STATUSES = {str(status): status for status in range(100, 1000)}
-"""Statuses by the first three characters of a status line."""
+"""The statuses, by the first three characters of a status line."""
 
 LINES_KNOWN = 100
 
 _lines: dict[Any, int] = {}
-"""Statuses by whole status lines, up to `LINES_KNOWN`."""
+"""A cache of statuses by whole status lines. It has up to `LINES_KNOWN` entries."""
 
 
 class WsgiApp(ServedApp):
-    """A WSGI application whose requests are recorded, unless recording is off."""
+    """A proxy of a WSGI app that records its requests."""
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
@@ -85,7 +85,7 @@ class WsgiApp(ServedApp):
 def _with_timings(
     timing: AnswerTimings, exchange: Exchange, environ: dict[str, Any], start_response: StartResponse
 ) -> StartResponse:
-    """Return a `start_response` that adds the timings to the headers of the answer."""
+    """Wrap `start_response` so that it adds the timings to the headers of the answer."""
 
     def start(*arguments: Any, **kwargs: Any) -> Any:
         try:
@@ -100,7 +100,7 @@ def _with_timings(
 
 
 class InterleavedApp(WsgiApp):
-    """A WSGI application of a server with one thread, which begins requests while other answers are being sent."""
+    """A proxy of a WSGI app on a server that begins requests while it sends other answers on the same thread."""
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         context = copy_context()
@@ -109,7 +109,7 @@ class InterleavedApp(WsgiApp):
 
 
 def _status_of(arguments: Sequence[Any]) -> int:
-    """Return the status code in the status line, the first argument of `start_response`. Return 0 without one."""
+    """Return the status from the arguments of `start_response`, 0 without a valid status line."""
     line = arguments[0] if arguments else None
     if not isinstance(line, str):
         return 0
@@ -141,18 +141,18 @@ NAMED = {
     "client.address": "REMOTE_ADDR",
     "user_agent.original": "HTTP_USER_AGENT",
 }
-"""The WSGI environment variable of each attribute."""
+"""The key in the WSGI environment for each attribute of a request."""
 
 
 def _headers(environ: dict[str, Any]) -> dict[bytes, bytes]:
-    """Return the headers in a WSGI environment, by names in lower case."""
+    """Return the headers in a WSGI environment, with lower-case names."""
     texts = {name[5:]: text for name, text in environ.items() if name.startswith("HTTP_")}
     texts |= {"CONTENT_LENGTH": environ.get("CONTENT_LENGTH")}
     return {name.replace("_", "-").lower().encode(): text.encode("latin-1") for name, text in texts.items() if text}
 
 
 class _Body:
-    """A proxy of the body of an answer, which counts its parts for the exchange."""
+    """A proxy of the body of an answer, which counts its parts and ends the exchange."""
 
     __slots__ = ("_body", "_exchange", "_items")
 
@@ -192,7 +192,7 @@ class _Body:
         return part
 
     def __del__(self) -> None:
-        """End the request of a body that its server has dropped."""
+        """End the exchange if the server has dropped the body without closing it."""
         self._exchange.broken_off()
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class _Body:
 
 
 class _BodyInContext:
-    """A body whose parts are produced in its own request's context."""
+    """A body that makes its parts in the context of its own request."""
 
     __slots__ = ("_body", "_context")
 
