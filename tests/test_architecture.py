@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_711, 11),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (12_925, 49),
+    "instrumentors": (12_915, 49),
     "native": (9_222, 29),
     "otlp": (5_519, 21),
     "profile": (2_615, 8),

@@ -270,8 +270,8 @@ class Exchange:
     """A request and its answer. Only one context at a time may use it. Calls after its end have no effect.
 
     `frame` is the open span, None after the last byte. `facts` are the span's attributes, which must not change after
-    that. `stream` is None unless the answer is streamed. `timing` is None if the answer has no timings. Some servers set
-    `failure`, the exception to which they answer, and `is_events`, True for server-sent events.
+    that. `stream` is None unless the answer is streamed. `timing` is None if the answer has no timings. Some servers
+    set `failure`, the exception to which they answer, and `is_events`, True for server-sent events.
     """
 
     __slots__ = (
@@ -375,7 +375,7 @@ class Exchange:
         self.end(error)
 
     def end(self, error: BaseException | str | None = None) -> None:
-        """End the span, with an exception or an error's name if given. After its end, record an exception separately."""
+        """End the span, with an exception or an error's name if given. Record a later exception separately."""
         frame, self.frame = self.frame, None
         if frame is None:
             if isinstance(error, BaseException):
