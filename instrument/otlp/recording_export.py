@@ -305,13 +305,13 @@ class RecordingExport:
         reader, base = reading.reader, reading.base
         with self._lock:
             self._progress.settled_ns = max(self._progress.settled_ns, settled_ns)
-            fates = self._progress.fates
-            if not self.is_spoilt:
-                beyond = base["beyond"] + reader.rows.counts[BEYOND] + reader.rows.counts[TOO_LONG]
-                fates.update(seen=reader.seen, missed=reader.missed, beyond=beyond)
+            fates, left_over = self._progress.fates, reading.left_over - reader.rows.adopted
+            if not self.is_spoilt:  # a negative rest are rows for which the exporter before had no room
+                beyond = base["beyond"] + reader.rows.counts[BEYOND] + reader.rows.counts[TOO_LONG] + min(left_over, 0)
+                fates.update(seen=reader.seen, missed=reader.missed, beyond=max(beyond, 0))
                 self._progress.places = reader.places
             fates.update(kept=base["kept"], intervals=base["intervals"], unanswered=base["unanswered"])
-            fates["abandoned"] = base["abandoned"] + max(reading.left_over - reader.rows.adopted, 0)
+            fates["abandoned"] = base["abandoned"] + max(left_over, 0)
             fates["untimed"] = base["untimed"] + reading.times.untimed
             counts = sum(fates[fate] for fate in ("kept", "beyond", "unanswered", "abandoned"))
             fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.waiting, 0)
