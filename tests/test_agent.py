@@ -15,6 +15,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,66 @@ export:
 PATIENT = """
 import os, sys
 
-if "IMPATIENT" not in os.environ and "instrument.sessions.membership" in sys.modules:
-    from instrument.sessions import gauge_watch, handover, leaving, membership
+if "IMPATIENT" not in os.environ:
+    from pathlib import Path
 
-    membership.ALIVE_S = gauge_watch.LAST_READING_S = handover.LAST_READ_S = 60
+    from instrument.runtime import agent_launch, run_folder
+
+    agent_launch.ENTRY, run_folder.ANSWER_S = Path(%r), 60
+if os.environ.get("IMPATIENT") != "all" and "instrument.sessions.membership" in sys.modules:
+    from instrument.sessions import exporting, gauge_watch, handover, leaving, membership
+
+    membership.ALIVE_S = membership.SCRAPE_S = exporting.SCRAPE_WAIT_S = 60
+    gauge_watch.LAST_READING_S = handover.LAST_READ_S = 60
     leaving.EXIT_LIMIT_NS = 60 * 10**9
+elif "IMPATIENT" not in os.environ and sys.orig_argv[1:3] == ["-m", "instrument"]:
+    from instrument.agent import service
+    from instrument.cli import control_verb, run_verb
+
+    control_verb.WAIT_S = run_verb.AGENT_WAIT_S = 60
+    service.END_S = service.LIVE_S = service.SEND_S = 60
 """
-"""The first lines of all processes of a test's runs: other work on the machine makes no agent slow or gone."""
+"""The first lines of all processes of a test's runs: other work on the machine makes no process slow or gone.
+
+`IMPATIENT` in the environment is `agents` for the limits of agents and commands that users have, `all` for all limits.
+"""
+
+PATIENT_AGENT = f"""
+import sys
+
+sys.path.append({str(Path(chrome.__file__).parents[2])!r})
+from instrument.agent import entry, exporter_process, service
+
+serve_exports = exporter_process._serve
+
+def serve_patiently(connection):
+    from instrument.agent.export_loop import ExportLoop
+
+    def begin_patiently(*arguments, begin=ExportLoop._begin):
+        from instrument.otlp import recording_export
+
+        recording_export.LAST_METRICS_S = 60
+        return begin(*arguments)
+
+    ExportLoop._begin = begin_patiently
+    serve_exports(connection)
+
+exporter_process._serve = serve_patiently
+service.END_S = service.LIVE_S = service.SEND_S = 60
+entry._main()
+"""
+"""The program of an agent that waits for a collector, and after SIGTERM for processes, as long as tests wait."""
 
 ENGINE = """
-import time
+import threading, time
+
+hangs = threading.Event()
 
 def step(x):
     return x + 1
 
 def hang(x):
+    hangs.set()
     time.sleep(x)
 
 def say_and_hang():
@@ -76,7 +122,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runs))
     monkeypatch.setattr(run_folder, "run_parents", lambda: [runs / f"instrument-{os.geteuid()}"])
     monkeypatch.setenv("PYTHONPATH", ".")
-    Path("sitecustomize.py").write_text(PATIENT)
+    agent_program = tmp_path / "patient_agent.py"
+    agent_program.write_text(PATIENT_AGENT)
+    Path("sitecustomize.py").write_text(PATIENT % str(agent_program))
     Path("engine.py").write_text(ENGINE)
     Path("profile.yaml").write_text(PROFILE)
     yield tmp_path
@@ -133,6 +181,21 @@ def agents() -> list[int]:
     return found
 
 
+def kill(pid: int) -> None:
+    """Kill a process, and wait for its death: until then its sockets accept what nobody will read."""
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not clock.start_ticks(Path(f"/proc/{pid}/stat")))
+
+
+def files_of(pid: int) -> list[str]:
+    """Return the targets of the descriptors of a process. It may close some meanwhile."""
+    targets = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            targets.append(str(path.readlink()))
+    return targets
+
+
 def children_of(pid: int, name: str = "") -> list[int]:
     """The children of a process, or those of that name."""
     children = [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -153,7 +216,8 @@ def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
         packets.send(caller, message)
         while True:
             answer, _ = packets.receive(caller)
-            assert answer is not None
+            if answer is None:
+                raise ConnectionError("the agent has gone")
             answers.append(answer)
             if "end" in answer:
                 return answers
@@ -330,7 +394,7 @@ def test_a_report_names_processes_that_ended_under_a_killed_agent(goes_on: str) 
     (run,) = run_folder.list_runs()
     until(lambda: any(run.glob("before-*")) and len([*run.glob("*-left.npz")]) == 20 - ENDED // 2 + 1)
     (agent,) = until(agents)
-    os.kill(agent, signal.SIGKILL)
+    kill(agent)
     until(lambda: [one for one in agents() if one != agent])
     until(lambda: any(one["pid"] == service.pid for one in processes()))
     _, errors = service.communicate("\n", timeout=240)
@@ -633,7 +697,7 @@ def test_a_report_has_what_was_saved_of_a_process_that_vanished_under_an_agent_b
     (run,) = run_folder.list_runs()
     until(lambda: len(list(run.glob("*.process"))) == 1)
     (agent,) = agents()
-    os.kill(agent, signal.SIGKILL)
+    kill(agent)
     until(lambda: [one for one in agents() if one != agent])
     until(lambda: any(one["pid"] == service.pid for one in processes()))
     _, errors = service.communicate("\n", timeout=240)
@@ -707,6 +771,7 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
         from instrument import scope
         engine.step(1)
         threading.Thread(target=engine.hang, args=(600,), daemon=True).start()
+        engine.hangs.wait()
         with scope("POST /generate", kind="request", attributes={"request_id": "r-7"}):
             try:
                 with scope("prefill"):
@@ -734,7 +799,7 @@ def test_a_service_that_was_killed_leaves_what_it_was_about() -> None:
     spans = file.load(path).trace.spans
     assert {span.site.name for span in spans if span.clipped} == {"hang", "say_and_hang", "decode", "POST /generate"}
     if not Path("/dev/log").exists():  # nobody has the pipe any more that its errors went to
-        line = until(lambda: [*Path("traces").glob("*-died.txt")])[0].read_text()
+        (line,) = until(lambda: [text for path in Path("traces").glob("*-died.txt") if (text := path.read_text())])
         assert line.startswith(f"instrument: process {service.pid} of shop ended without a goodbye")
         assert line.endswith(f"; saved as {path.resolve()}\n")
 
@@ -809,7 +874,7 @@ def test_the_end_of_a_service_s_output_is_its_own_end_also_where_it_was_killed()
 def test_an_agent_that_is_stopped_costs_a_service_nothing_but_a_moment_at_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("IMPATIENT", "1")
+    monkeypatch.setenv("IMPATIENT", "all")
     service = begin("""
         import engine, sys
         engine.step(1)
@@ -840,7 +905,7 @@ def test_a_service_whose_agent_was_killed_begins_another_one_and_leaves_nothing(
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
     (agent,) = agents()
-    os.kill(agent, signal.SIGKILL)
+    kill(agent)
     _, errors = service.communicate("\n", timeout=240)
     assert (service.returncode, errors.count("Summary of shop")) == (0, 1)
     assert "agent" not in errors
@@ -865,7 +930,7 @@ def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_next_one()
     (home,) = run_folder.list_runs()
     until(lambda: len(list(home.glob("*.process"))) == 2)
     (agent,) = agents()
-    os.kill(agent, signal.SIGKILL)
+    kill(agent)
     _, errors = service.communicate("\n", timeout=240)
     assert f"process {worker} of shop ended without a goodbye" in errors, errors
     assert (errors.count("Summary of shop"), errors.partition("Processes: ")[2][:1]) == (1, "2")
@@ -918,8 +983,7 @@ def test_malformed_packets_are_refused_and_the_agent_goes_on() -> None:
     (own,) = processes()
     (agent,) = agents()
     assert own["pid"] == service.pid
-    held = [str(path.readlink()) for path in Path(f"/proc/{agent}/fd").iterdir()]
-    assert held.count("/dev/null") == 3
+    assert files_of(agent).count("/dev/null") == 3
     service.communicate("\n", timeout=240)
 
 
@@ -976,6 +1040,7 @@ for x in range(100):
     with scope("GET /fast", kind="request"):
         engine.step(x)
 threading.Thread(target=serve, daemon=True).start()
+engine.hangs.wait()
 print("ready", flush=True)
 for line in sys.stdin:
     with scope("GET /fast", kind="request"):
@@ -1232,8 +1297,9 @@ def test_ended_processes_are_counted_and_rates_are_over_the_time_that_each_lived
     service = begin(RECYCLED)
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
-    until(lambda: len(children_of(service.pid)) == 1 and sum(one["has_recorded"] for one in processes()) > 1)
-    time.sleep(0.5)
+    until(lambda: len(children_of(service.pid)) == 1)
+    until(lambda: sum(one["has_recorded"] and not one["ended_ns"] for one in processes()) == 2)
+    until(lambda: sum(one["calls"] or 0 for one in json.loads(command("ps", "--json"))["runs"][0]["processes"]) == 2)
     shown = json.loads(command("live", "--once", "--json"))
     assert (shown["ended"], shown["is_uneven"]) == (20, True)
     assert shown["endpoints"][0]["rate"] > 1.9 / (shown["window_ns"] / 1e9)
@@ -1269,7 +1335,7 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = ["-m", "gunicorn", "-w", "2", "-b", f"127.0.0.1:{port}", "--graceful-timeout", "5", *more, "shop:app"]
+    words = ["-m", "gunicorn", "-w", "2", "-b", f"127.0.0.1:{port}", "--graceful-timeout", "60", *more, "shop:app"]
     command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", *words]
     with Path("errors").open("w") as errors:
         server = subprocess.Popen(command, stderr=errors)
@@ -1285,14 +1351,14 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
     def workers() -> set[int]:
         return {one["pid"] for one in processes() if one["has_recorded"] and not one["ended_ns"]}
 
-    until(answers, 60)
+    until(answers)
     until(lambda: answers() and len(workers()) == 2)
     gone = workers().pop()
     os.kill(gone, signal.SIGKILL)
     until(lambda: f"process {gone} of shop ended without a goodbye" in Path("errors").read_text())
     before = workers()
     server.send_signal(signal.SIGHUP)
-    until(lambda: answers() and not workers() & before and workers(), 60)
+    until(lambda: answers() and not workers() & before and workers())
     server.terminate()
     assert server.wait(240) == 0
     told = Path("errors").read_text()

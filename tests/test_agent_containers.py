@@ -189,7 +189,9 @@ def test_ps_names_the_remedy_for_a_run_that_was_killed_with_its_agent(kept: bool
     assert service.stdout.readline() == "ready\n"
     (run,) = run_folder.list_runs()
     until(lambda: list(run.glob(f"*{run_folder.NOTE_SUFFIX}")))
-    for pid in (*agents(), service.pid):
+    pids = [*agents(), service.pid]
+    os.kill(service.pid, signal.SIGSTOP)  # it begins no other agent
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
     service.communicate()
     (run / run_folder.UNSENT).write_text("7")
@@ -231,7 +233,7 @@ def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> N
 
 
 @pytest.mark.slow
-def test_commands_report_the_pid_of_a_stopped_agent_that_does_not_answer() -> None:
+def test_commands_report_the_pid_of_a_stopped_agent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     service = begin("import engine; engine.step(1); print('ready', flush=True); input()")
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
@@ -239,6 +241,7 @@ def test_commands_report_the_pid_of_a_stopped_agent_that_does_not_answer() -> No
     (run,) = run_folder.list_runs()
     refused = subprocess.run([*INSTRUMENT, "agent", "--run", run.name], capture_output=True, text=True, check=False)
     assert f"an agent (process {agent}) already listens there; choose another --socket\n" in refused.stderr
+    monkeypatch.setenv("IMPATIENT", "agents")
     os.kill(agent, signal.SIGSTOP)
     try:
         shown = done_by("ps", run.name).stdout

@@ -18,7 +18,7 @@ import pytest
 from engine_service import beside_engine
 from otlp_collectors import Collector, Handler, be_slow, collecting, refuse_with, swallow, take
 from sent_spans import converted
-from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
+from test_agent import INSTRUMENT, agents, begin, children_of, folder, kill, run, until
 from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 
 from instrument.cli import main
@@ -175,19 +175,8 @@ with make_server("127.0.0.1", 0, shop.app, handler_class=WSGIRequestHandler) as 
     assert collector.connections == 1
 
 
-@pytest.mark.slow
-def test_a_slow_part_of_a_request_keeps_its_part_in_the_other_process(collector: Collector) -> None:
-    profile(collector, "requests: auto\ncapture: {sample: 0.0, slow: 1s}")
-    Path("shop.py").write_text("""
-import time
-
-def app(environ, start_response):
-    time.sleep(float(environ["PATH_INFO"].strip("/")))
-    start_response("200 OK", [("Content-Length", "1")])
-    return [b"x"]
-""")
-    done = run("""
-import multiprocessing
+CALLS_TWO = """
+import multiprocessing, time
 from urllib.request import Request, urlopen
 from wsgiref.simple_server import make_server
 
@@ -207,16 +196,40 @@ if __name__ == "__main__":
     one, two = queue.get(), queue.get()
     for number in range(10):
         trace = f"00-{number + 1:032x}-{number + 1:016x}-00"
-        for port, takes in ((one, 0), (two, 1.1 if number == 5 else 0)):
+        for port, takes in ((one, 0), (two, 0.4 if number == 5 else 0)):
+            since = time.monotonic()
             urlopen(Request(f"http://127.0.0.1:{port}/{takes}", headers={"traceparent": trace})).read()
+            if (took_s := time.monotonic() - since) > 0.3:
+                print(number + 1, took_s)
     for other in others:
         other.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_part_of_a_request_keeps_its_part_in_the_other_process(collector: Collector) -> None:
+    profile(collector, "requests: auto\ncapture: {sample: 0.0, slow: 300ms}")
+    Path("shop.py").write_text("""
+import time
+
+def app(environ, start_response):
+    time.sleep(float(environ["PATH_INFO"].strip("/")))
+    start_response("200 OK", [("Content-Length", "1")])
+    return [b"x"]
 """)
-    assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    for _ in range(10):
+        collector.spans.clear()
+        done = run(CALLS_TWO)
+        assert done.returncode == 0, done.stderr
+        until(lambda: not run_folder.list_runs())
+        slow = {int(trace): float(took_s) for trace, took_s in map(str.split, done.stdout.splitlines())}
+        if slow[6] < 1.5:
+            break  # else the decision on the first part did not wait for the second
     spans = [(instance, span) for instance, of in collector.spans.items() for span in of]
+    parts = Counter(int.from_bytes(span.trace_id, "big") for _, span in spans)
+    assert {6} <= parts.keys() <= slow.keys()  # others on a machine with other work
+    assert parts[6] == 2
     assert len({instance for instance, _ in spans}) == 2
-    assert {int.from_bytes(span.trace_id, "big") for _, span in spans} == {6}
 
 
 def told(span: Any) -> tuple[Any, ...]:
@@ -367,7 +380,7 @@ def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> 
         before = exported()
         until(lambda before=before: exported() >= before + EXPORTED)
         time.sleep(number % 7 / 10)
-        os.kill(agent, signal.SIGKILL)
+        kill(agent)
         (agent,) = until(lambda before=agent: [one for one in agents() if one != before])
         until(lambda: [place.is_taken() for place, mapped in recordings() if mapped.heads()] == [True, True])
     found = conserved(service, collector)
@@ -414,7 +427,7 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     go_on()
     (agent,) = until(agents)
     until(lambda: len(collector.taken) == spans_of(10))
-    os.kill(agent, signal.SIGKILL)
+    kill(agent)
     go_on()
     (other,) = until(lambda: [one for one in agents() if one != agent])
     until(lambda: len(collector.taken) == 2 * spans_of(10))
@@ -425,7 +438,7 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     (home,) = run_folder.list_runs()
     with (home / agent_launch.BEGINNINGS).open("a") as beginnings:
         beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.AGENTS)
-    os.kill(other, signal.SIGKILL)
+    kill(other)
     until(lambda: not agents())
     go_on()
     _, errors = service.communicate(timeout=240)
@@ -439,6 +452,9 @@ import os, signal, sys, threading
 import multiprocessing
 import engine
 import instrument
+from instrument.sessions import leaving
+
+leaving.EXIT_LIMIT_NS = 60 * 10**9
 
 def work():
     instrument.start("profile.yaml")
@@ -541,7 +557,10 @@ def test_every_span_that_an_agent_sends_has_one_fate_whatever_the_collector_does
 
 
 @pytest.mark.slow
-def test_a_collector_that_never_answers_holds_up_neither_the_service_nor_the_end_of_its_agent() -> None:
+def test_a_collector_that_never_answers_holds_up_neither_the_service_nor_the_end_of_its_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IMPATIENT", "agents")
     with collecting(swallow) as server:
         profile(server)
         Path("main.py").write_text(f"{SERVICE}\nfor x in range(10): serve(x)\n")
@@ -650,7 +669,7 @@ if __name__ == "__main__":
 """)
     (agent,) = until(agents)
     until(lambda: len(collector.taken) == 2 * spans_of(10))
-    os.kill(agent, signal.SIGKILL)
+    kill(agent)
     Path("alone").touch()
     assert service.stdout is not None
     assert service.stdout.readline() == "gone\n"
@@ -679,7 +698,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_its_agent() -> None:
+def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_its_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IMPATIENT", "agents")
+
     def never(handler: Handler, _: int) -> None:
         time.sleep(60)
 
@@ -694,7 +717,7 @@ def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_i
         (home,) = run_folder.list_runs()
         count = until(lambda: run_folder.unsent(home))
         assert 0 < count <= spans_of(10)
-        os.kill(agent, signal.SIGKILL)
+        kill(agent)
         until(lambda: [one for one in agents() if one != agent])
         service.communicate("\n", timeout=240)
         until(lambda: not run_folder.list_runs())
@@ -705,7 +728,7 @@ def test_flush_waits_until_the_agent_has_sent_everything(collector: Collector) -
     done = run(f"""{SERVICE}
 import instrument
 for x in range(10): serve(x)
-found = instrument.flush(30)
+found = instrument.flush(100)
 print(found.complete, found.exported, found.pending)
 """)
     assert done.stdout == f"True {spans_of(10)} 0\n", done.stderr
@@ -721,14 +744,14 @@ import instrument
 for x in range(10):
     core.step(["nobody's"])
     core.emit("nobody's")
-found = instrument.flush(30)
+found = instrument.flush(100)
 print(found.complete, found.exported, found.pending)
 """)
     assert done.stdout == "True 40 0\n", done.stderr
 
 
 FLOODS = f"""{SERVICE}
-child, end, x = os.fork(), time.monotonic() + 100, 0
+child, end, x = os.fork(), time.monotonic() + 600, 0
 if child == 0:
     while not os.path.exists("flooded") and time.monotonic() < end:
         time.sleep(0.01)
@@ -749,7 +772,10 @@ def proportional_kib(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_process_that_records_more_than_a_collector_takes_keeps_no_other_from_its_export_nor_fills_memory() -> None:
+def test_a_process_that_records_more_than_a_collector_takes_keeps_no_other_from_its_export_nor_fills_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("IMPATIENT", "agents")
     with collecting(be_slow) as server:
         profile(server, "limits: {ring: 4MiB}")
         service = begin(FLOODS)
@@ -762,7 +788,7 @@ def test_a_process_that_records_more_than_a_collector_takes_keeps_no_other_from_
             until(lambda: Counter(len(spans) for spans in server.spans.values())[spans_of(10)] == 1)
         finally:
             Path("over").touch()
-            service.communicate(timeout=60)
+            service.communicate(timeout=240)
 
 
 @pytest.mark.slow
@@ -776,7 +802,7 @@ for x in range(100):
 trace = process.session().trace()
 serve(1)
 assert process.session().exporting.unsent(trace.spans) == []
-assert instrument.flush(30).settled
+assert instrument.flush(100).settled
 assert "instrument-otlp" not in threads()
 """)
     assert done.returncode == 0, done.stderr
@@ -891,10 +917,11 @@ def step(tokens):
 def loop(asked, done):
     done.put("ready")
     add(asked.get())
-    end = time.monotonic() + 20
+    end, steps = time.monotonic() + 20, 0
     step({"long": 100})
-    while time.monotonic() < end:
+    while time.monotonic() < end or steps < 160:
         step({"long": 1, "other": 1})
+        steps += 1
         time.sleep(0.3 if 10 < end - time.monotonic() < 10.5 else 0)
     done.put("long")
     asked.get()
@@ -942,14 +969,20 @@ def test_a_request_of_twenty_seconds_has_its_stages_and_its_batches_their_links(
 def test_engine_work_of_a_slow_request_is_kept_with_it(collector: Collector, emit: str) -> None:
     spans = served_by_two(collector, 0.0, emit)
     own = {span.span_id: span for span in spans}
+    slow = [span for span in spans if span.name == "serve"]
+    assert all(span.end_time_unix_nano - span.start_time_unix_nano > 10**8 for span in slow)
+    count = len(slow)  # two, on a machine with other work perhaps more
+    assert count >= 2
     assert Counter(span.name for span in spans) == {
-        "serve": 2, "submit": 2, "add": 2, "emit": 2, "work": 4, "queue": 2, "step": 2,
+        "serve": count, "submit": count, "add": count, "emit": count, "work": 2 * count, "queue": count, "step": count,
     }  # fmt: skip
-    requests = {(span.trace_id, span.span_id) for span in spans if span.name == "serve"}
+    keys = {one.value.string_value for span in spans for one in span.attributes if one.key == "instrument.key"}
+    assert {"r7", "r23"} <= keys
+    requests = {(span.trace_id, span.span_id) for span in slow}
     steps = [span for span in spans if span.name == "step"]
     assert {(link.trace_id, link.span_id) for step in steps for link in step.links} == requests
     assert {step.parent_span_id for step in steps} == {b""}
-    assert len({span.trace_id for span in spans}) == 4
+    assert len({span.trace_id for span in spans}) == 2 * count
     assert all(span.parent_span_id in own for span in spans if span.name not in ("serve", "step"))
 
 

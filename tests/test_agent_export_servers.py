@@ -91,7 +91,7 @@ def predict(name):
     return str(engine.step(name))
 """
 
-GUNICORN = ["-m", "gunicorn", "-w", "2", "-b", "127.0.0.1:{port}", "--graceful-timeout", "10"]
+GUNICORN = ["-m", "gunicorn", "-w", "2", "-b", "127.0.0.1:{port}", "--graceful-timeout", "100"]
 UVICORN = ["-m", "uvicorn", "--port", "{port}", "--log-level", "warning", "--timeout-worker-healthcheck", "60"]
 GRPC = ["grpc_app.py", "{port}"]
 
@@ -100,7 +100,7 @@ def asked_by_http(port: int) -> int:
     """The number of the process that answered, 0 for none."""
     answer = b""
     try:
-        with socket.create_connection(("127.0.0.1", port), 10) as client:
+        with socket.create_connection(("127.0.0.1", port), 60) as client:
             client.sendall(b"GET / HTTP/1.1\r\nHost: shop\r\nConnection: close\r\n\r\n")
             while more := client.recv(4096):
                 answer += more
@@ -115,7 +115,7 @@ def asked_by_grpc(port: int) -> int:
 
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
-            return int(channel.unary_unary("/shop.Orders/Echo")(b"x", timeout=10))
+            return int(channel.unary_unary("/shop.Orders/Echo")(b"x", timeout=240))
         except grpc.RpcError:
             return 0
 
@@ -194,13 +194,13 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
         service = subprocess.Popen([*(ALONE if case.container else []), *command], stderr=errors, stdout=out)
     try:
         yield service
-        code = service.wait(60)
+        code = service.wait(240)
     finally:
         service.kill()
         service.wait()
         if agent is not None:
             os.kill(children_of(agent.pid)[0] if case.apart else agent.pid, signal.SIGTERM)
-            _, said = agent.communicate(timeout=60)
+            _, said = agent.communicate(timeout=240)
             left = [*path.parent.iterdir()]
             shutil.rmtree(path.parent)
             assert not left, left

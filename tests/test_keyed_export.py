@@ -189,7 +189,7 @@ def served(command: str | Sequence[str], profile: str, main: str = MAIN) -> str:
     Path("main.py").write_text(main)
     Path("profile.yaml").write_text(profile)
     begin = [command] if isinstance(command, str) else command
-    done = subprocess.run([*begin, "main.py"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*begin, "main.py"], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -227,7 +227,7 @@ FLUSH = """
 import os
 session = instrument.session()
 assert "numpy" in sys.modules
-assert session.flush(20).complete
+assert session.flush(100).complete
 assert session.losses() == {}
 os._exit(0)
 """
@@ -242,7 +242,7 @@ def test_a_flush_sends_all_that_has_finished(collector: Collector) -> None:
 
 
 FORK = """
-assert instrument.flush(20).complete
+assert instrument.flush(100).complete
 child = os.fork()
 shop.serve_all()
 if child:
@@ -291,7 +291,7 @@ def begin(collector: Collector, capture: str = "sample: 1") -> Session:
 
 
 def is_flushed(session: Session) -> bool:
-    found = session.flush(20)
+    found = session.flush(100)
     return found is not None and found.complete
 
 
@@ -342,7 +342,7 @@ def test_an_unreadable_recording_is_not_exported_and_the_service_goes_on(
     monkeypatch.setattr(OwnExport, "look", lambda *_, **__: 1 // 0)
     shop.serve_all()
     with suppress(ZeroDivisionError):  # raised on the session's thread, where that has looked first
-        session.flush(20)
+        session.flush(100)
     assert FAULTS.counts()
     FAULTS.clear()
     shop.serve_all()

@@ -16,6 +16,7 @@ from engine_service import beside_engine
 from otlp_collectors import Collector, collecting, take
 from test_agent import agents, begin, children_of, folder, until
 
+from instrument.agent.exporter_process import EXPORTER
 from instrument.recorder.meter import Meter
 from instrument.recording.distributions import Distribution, Metric
 from instrument.recording.rows import Row
@@ -109,7 +110,7 @@ SERVICE = beside_engine("""
     numbers = iter(range(1000))
     for line in sys.stdin:
         if line == "flush\\n":
-            assert instrument.flush(20).settled
+            assert instrument.flush(100).settled
             with open("scraped.txt", "w") as file:
                 file.write(instrument.prometheus())
             line = "0"
@@ -152,7 +153,7 @@ def test_all_requests_are_reported_with_their_time_in_the_queue_whatever_is_kept
 ) -> None:
     monkeypatch.setenv(TEMPORALITY, preference)
     service = begin(SERVICE)
-    _, errors = service.communicate("40\nflush\n", timeout=60)
+    _, errors = service.communicate("40\nflush\n", timeout=240)
     assert service.returncode == 0, errors
     scraped = Path("scraped.txt").read_text()  # in the one process what both have recorded together
     for name in ("instrument_request_queue_duration_seconds", "instrument_request_batch_size"):
@@ -200,13 +201,14 @@ def test_requests_that_an_exporter_had_counted_that_was_killed_are_reported_by_t
         service.stdin.write(f"{line}\n")
         service.stdin.flush()
         assert service.stdout.readline() == "served\n"
+        if line == "flush":
+            assert points(collector)[-1].count == 30
     time.sleep(0.5)  # what was served last has been read
     (agent,) = agents()
-    (exporter,) = children_of(agent)
+    (exporter,) = children_of(agent, EXPORTER)
     os.kill(exporter, signal.SIGKILL)
-    assert points(collector)[-1].count == 30
-    time.sleep(2)  # there is another one
-    _, errors = service.communicate("8\n", timeout=60)
+    until(lambda: set(children_of(agent, EXPORTER)) - {exporter})
+    _, errors = service.communicate("8\n", timeout=240)
     assert service.returncode == 0, errors
     until(lambda: not run_folder.list_runs())
     left_out = sum(

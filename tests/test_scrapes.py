@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ pytest.importorskip("prometheus_client")
 
 from otlp_collectors import collecting, take
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from test_agent import agents, begin, children_of, folder, run, until
+from test_agent import agents, begin, children_of, folder, kill, run, until
 
 from instrument.agent.exporter_process import EXPORTER
 from instrument.agent.scrapes import APART, EndedMetrics, Scrapes
@@ -34,7 +35,7 @@ from instrument.otlp.exposition import Metered, metrics_of_run, text_of
 from instrument.otlp.protobuf_exposition import CONTENT_TYPE, is_preferred
 from instrument.recording.distributions import COUNTER, HISTOGRAM, UPDOWN, Distribution, Exemplar, Metric, Snapshot
 from instrument.recording.spans import HOST, Origin, Sample
-from instrument.runtime import run_folder
+from instrument.runtime import agent_launch, run_folder
 
 __all__ = ["folder"]
 
@@ -87,7 +88,7 @@ with make_server("127.0.0.1", 0, engine.app, handler_class=Quiet) as server:
                 threading.Event().wait()
             continue
         elif word == "flush":
-            assert instrument.flush(20).settled
+            assert instrument.flush(100).settled
         elif word == "scrape":
             with open("scraped.txt", "w") as file:
                 file.write(instrument.prometheus(openmetrics=True))
@@ -143,7 +144,7 @@ def scraped_once(service: subprocess.Popen[str], wanted: int) -> str:
         found = scraped(service)
         return calls(found) == wanted
 
-    until(has_all, 60)
+    until(has_all)
     return found
 
 
@@ -170,12 +171,12 @@ def test_any_process_of_a_run_reports_the_metrics_of_all_and_so_does_the_agent_o
             assert exemplars
             assert exemplars <= {span.trace_id.hex() for spans in collector.spans.values() for span in spans}
             assert values(text, "instrument_processes") == {"": 2}
-            until(lambda: len(values(scraped(service), "process_memory_usage_bytes")) == 2, 60)
+            until(lambda: len(values(scraped(service), "process_memory_usage_bytes")) == 2)
             memory = values(scraped(service), "process_memory_usage_bytes")
             assert all(re.fullmatch(r'process_pid="\d+"', one) for one in memory)
 
             (agent,), (home,) = agents(), run_folder.list_runs()
-            until((home / "metrics.ended").exists, 60)
+            until((home / "metrics.ended").exists)
             (exporter,) = children_of(agent, EXPORTER)
             os.kill(exporter, signal.SIGKILL)
             do(service, "child 1000")
@@ -205,7 +206,9 @@ def test_a_run_that_exports_nothing_is_scraped_from_the_first_call_on() -> None:
         do(service, "child 20")
         scraped_once(service, 121)
         (agent,), (home,) = agents(), run_folder.list_runs()
-        os.kill(agent, signal.SIGKILL)
+        with (home / agent_launch.BEGINNINGS).open("a") as beginnings:  # no other agent may begin
+            beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.AGENTS)
+        kill(agent)
         alone = scraped(service)
         assert calls(alone) == 1
         assert "this one alone, for its agent does not answer" in alone

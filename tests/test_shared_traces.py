@@ -71,7 +71,7 @@ def serve(key, to, *, injects=False):
         thread = threading.Thread(target=step, args=([key],))
         thread.start()
         thread.join()
-        assert instrument.flush(20)
+        assert instrument.flush(100)
     return headers.get("traceparent")
 
 def compute():
@@ -102,7 +102,7 @@ with open("keys", "w") as to:
         shop.serve(key, to)
     for _ in range(2):
         shop.serve("twice", io.StringIO())
-    instrument.flush(20)
+    instrument.flush(100)
     shop.is_over.set()
     shop.late.join()
     sent = shop.serve("sent", to, injects=True)
@@ -137,7 +137,7 @@ def begin(*command: str, environ: Mapping[str, str] | None = None) -> subprocess
 
 def end(processes: Sequence[subprocess.Popen[str]]) -> None:
     for process in processes:
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=240)
         assert process.returncode == 0, told
     until(lambda: not run_folder.list_runs())
 
