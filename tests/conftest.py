@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 sys.dont_write_bytecode = False  # else each process of the tests would rewrite all asserts, those of hypothesis, too
@@ -177,6 +178,15 @@ def clean_process() -> Iterator[None]:
     left = [change for change in left_behind() if change not in before]
     end_what_was_left()
     assert left == []
+
+
+@pytest.fixture(autouse=True, scope="session")
+def folder_of_runs() -> Iterator[None]:
+    """Keep the runs of this process's tests in a folder of its own: commands ask all runs that they find."""
+    folder = TemporaryDirectory(prefix="runs-", dir="/tmp", ignore_cleanup_errors=True)  # short: a socket's path
+    with folder as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", path)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

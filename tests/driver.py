@@ -392,7 +392,7 @@ class _Child:
         """Lets the process end as it will: what goes wrong then is reported with the last test."""
         assert self.process is not None
         try:
-            good = self.process.wait(60) in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+            good = self.process.wait(240) in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         except subprocess.TimeoutExpired:
             good = False
             self.process.kill()

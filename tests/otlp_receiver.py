@@ -14,16 +14,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 START_LIMIT_S = 120.0
 PROGRAM = "ddapm-test-agent"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Receiver:
         self._get("/test/session/clear")
 
     def _get(self, path: str) -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=120) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=240) as answer:
             return bytes(answer.read())
 
 
@@ -134,6 +136,14 @@ def receiver() -> Iterator[Receiver]:
             process.stdout.close()
 
 
+def read_until(read: Callable[[], T], is_whole: Callable[[T], bool]) -> T:
+    """Return what is read once it is whole, or what is there in the end: the agent of a run may outlive its service."""
+    end = time.monotonic() + START_LIMIT_S
+    while not is_whole(found := read()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
 def free_port() -> int:
     """A port that nobody listens on right now."""
     return _free_ports(1)[0]
@@ -165,7 +175,7 @@ def _wait(process: subprocess.Popen[bytes], found: Receiver) -> None:
 
 def _answers(found: Receiver) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", found.grpc_port), timeout=60).close()
+        socket.create_connection(("127.0.0.1", found.grpc_port), timeout=240).close()
         found.spans()
     except OSError:
         return False

@@ -38,7 +38,7 @@ from instrument.trace.ledger import timeline
 PRESETS = Path(__file__).parent.parent / "instrument" / "profile" / "presets"
 VARIABLE = "TEST_SERVERS"
 START_LIMIT_S = 400.0
-REPORT_LIMIT_S = 60.0
+REPORT_LIMIT_S = 240.0
 
 
 def environment_of(server: str) -> Path:
@@ -62,7 +62,7 @@ class Answer:
 
 def ask(port: int, path: str, body: object, headers: Mapping[str, str] = MappingProxyType({})) -> Answer:
     """Ask one, and read its answer up to the end."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     with contextlib.closing(connection):
         connection.request("POST", path, json.dumps(body), {"content-type": "application/json", **headers})
         answer = connection.getresponse()
@@ -81,7 +81,7 @@ class Served:
         """The recordings of all processes, as `instrument merge` puts them together."""
         merged = self.folder / "merged.npz"
         command = [sys.executable, "-m", "instrument", "merge", str(self.folder / "traces"), "-o", str(merged)]
-        subprocess.run(command, capture_output=True, timeout=120, check=True)
+        subprocess.run(command, capture_output=True, timeout=240, check=True)
         return file.load(merged).trace.columns
 
     @cached_property
@@ -115,7 +115,7 @@ class Served:
     def report(self, *words: str) -> str:
         """Return the report that `instrument report` prints of the recordings."""
         command = [sys.executable, "-m", "instrument", "report", str(self.folder / "traces"), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
 
     def document(self, *words: str) -> dict[str, Any]:
         """The same as a document."""

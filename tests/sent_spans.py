@@ -39,7 +39,7 @@ def converted(folder: Path) -> list[SentSpan]:
     """Return the spans that `instrument convert` makes of the recordings in a folder."""
     path = folder.with_name("spans.jsonl")
     command = [sys.executable, "-m", "instrument", "convert", str(folder), "--to", "otlp", "-o", str(path)]
-    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    subprocess.run(command, capture_output=True, timeout=240, check=True)
     found = []
     for line in path.read_text().splitlines():
         for of_resource in json.loads(line)["resourceSpans"]:

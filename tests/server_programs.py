@@ -36,7 +36,7 @@ def answers(path: str) -> Callable[[int], bool]:
     """Return a function that returns True if the server at a port answers a path over HTTP with status 200."""
 
     def is_ready(port: int) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", path)
             return connection.getresponse().status == 200

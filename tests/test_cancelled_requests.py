@@ -106,7 +106,7 @@ def test_metrics_reports_and_live_agree_on_what_has_failed_and_what_was_cancelle
                 found[labels["error_type"], labels["instrument_outcome"]] += int(sample.value)
     assert found == ENDED
 
-    assert instrument.flush(30).settled
+    assert instrument.flush(100).settled
     found.clear()
     for metric in collector.metrics:
         if metric.name == "http.server.request.duration":

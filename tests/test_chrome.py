@@ -758,7 +758,7 @@ def test_a_write_that_the_system_refuses_leaves_the_old_file(
         "except TraceError as error: print(error)",
         path,
     )
-    assert child.communicate(timeout=60)[0] == f"cannot write the trace {path}: {said}; {advice}\n"
+    assert child.communicate(timeout=240)[0] == f"cannot write the trace {path}: {said}; {advice}\n"
     assert path.read_bytes() == before
     assert names_in(tmp_path) == ["trace.json"]
 
@@ -803,7 +803,7 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file(tmp_path: Path) ->
     assert child.stdout
     assert child.stdout.readline() == "writing\n"
     child.kill()
-    child.communicate(timeout=60)
+    child.communicate(timeout=240)
     assert child.returncode == -signal.SIGKILL
     assert path.read_bytes() == before
 

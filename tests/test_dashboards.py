@@ -141,7 +141,7 @@ def demonstration(folder: Path, library: Path) -> Iterator[tuple[int, Callable[[
         until(serves)
         yield (
             listen,
-            lambda: subprocess.run(load, check=True, timeout=120, env={**os.environ, **environ}, capture_output=True),
+            lambda: subprocess.run(load, check=True, timeout=240, env={**os.environ, **environ}, capture_output=True),
         )
 
 

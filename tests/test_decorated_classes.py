@@ -124,6 +124,6 @@ def test_a_layer_class_of_a_package_that_is_not_imported_is_waited_for(tmp_path:
     profile = tmp_path / "p.yaml"
     profile.write_text("layers: [{type: [BertModel]}]")
     command = [sys.executable, "-m", "instrument", "check", str(profile)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     assert "type BertModel: waiting (no class of that name is defined yet: BertModel" in done.stdout

@@ -79,10 +79,10 @@ def serve(python: Path, folder: Path) -> str:
     (folder / "profile.yaml").write_text(PROFILE)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("INSTRUMENT", "PYTHON"))}
     command = [str(python.parent / "instrument"), "run", "--profile", "profile.yaml", "--", "service.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100, env=environ)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=240, env=environ)
     assert done.returncode == 0, done.stderr
     report = [str(python.parent / "instrument"), "report", "trace.json", "--view", "operators"]
-    told = subprocess.run(report, cwd=folder, capture_output=True, text=True, check=False, timeout=100, env=environ)
+    told = subprocess.run(report, cwd=folder, capture_output=True, text=True, check=False, timeout=240, env=environ)
     assert "step" in told.stdout, told.stderr
     return done.stdout.split()[-1]
 
@@ -133,7 +133,7 @@ def test_a_python_without_the_recorder_runs_the_service_and_says_that_nothing_is
     environ = {name: value for name, value in os.environ.items() if not name.startswith("INSTRUMENT")}
     done = subprocess.run(
         [sys.executable, "-c", f"{missing}\n{textwrap.dedent(USE)}"],
-        capture_output=True, text=True, check=False, timeout=60, env=environ,
+        capture_output=True, text=True, check=False, timeout=240, env=environ,
     )  # fmt: skip
     assert (done.returncode, done.stdout.count("the recorder in C is missing")) == (0, 1), done.stderr
     assert why in done.stdout
@@ -145,7 +145,7 @@ def test_a_python_without_the_recorder_runs_the_service_and_says_that_nothing_is
     for verb, code, out in ("run", 0, "served\n"), ("check", 2, ""):
         done = subprocess.run(
             [sys.executable, "-m", "instrument", verb, "--", "service.py"],
-            capture_output=True, text=True, check=False, timeout=60, env=environ, cwd=tmp_path,
+            capture_output=True, text=True, check=False, timeout=240, env=environ, cwd=tmp_path,
         )  # fmt: skip
         assert (done.returncode, done.stdout) == (code, out), done.stderr
         first_line = done.stderr.splitlines()[0]

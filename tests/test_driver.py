@@ -45,7 +45,7 @@ def outcomes(folder: Path, program: str, *options: str, **environ: str) -> tuple
         env={**inherited, "PYTHONPATH": path, **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     found = re.findall(r"^test_it\.py::(.+) (PASSED|FAILED|SKIPPED|ERROR|XFAIL) ", done.stdout, re.MULTILINE)

@@ -316,19 +316,25 @@ def test_the_demo_runs_server_and_load_and_ends_well(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_requests_fail_and_others_are_refused_where_the_engines_process_was_killed() -> None:
-    server, url = start_server("--engine-process")
     ask = {"prompt": "Tell me about music", "max_tokens": 64, "stream": True, "seed": 3}
-    with httpx.stream("POST", f"{url}/generate", json=ask, timeout=30, trust_env=False) as response:
-        chunks = response.iter_text()
-        text = next(chunks)
-        for child in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(int(child), signal.SIGKILL)
-        text += "".join(chunks)
-    assert json.loads(text.rpartition("data: ")[2])["finish"] == "failed"
+    for _ in range(10):
+        server, url = start_server("--engine-process")
+        with httpx.stream("POST", f"{url}/generate", json=ask, timeout=240, trust_env=False) as response:
+            chunks = response.iter_text()
+            text = next(chunks)
+            for child in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    os.kill(int(child), signal.SIGKILL)
+            text += "".join(chunks)
+        finish = json.loads(text.rpartition("data: ")[2])["finish"]
+        if finish == "failed":
+            break
+        server.kill()  # its engine had done the work before it was killed
+        server.communicate()
+    assert finish == "failed"
     assert httpx.post(f"{url}/generate", json={"prompt": "x"}, trust_env=False).status_code == 503
     server.send_signal(signal.SIGTERM)
-    assert server.communicate(timeout=20) == ("", "")
+    assert server.communicate(timeout=240) == ("", "")
 
 
 def test_the_demo_fails_when_the_server_does_not_start() -> None:

@@ -211,5 +211,5 @@ with ThreadPoolExecutor(1) as pool, instrument.scope("r", kind="request"):
     pool.submit(len, "").result()
 print([span.site.name for span in session.trace().spans])
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert sorted(done.stdout.split("'")[1::2]) == [QUEUE, "r"], done.stderr

@@ -221,6 +221,7 @@ def answer(request_id: str) -> None:
     with GATE:
         while request_id == "first" and not GATE._cond._waiters:  # type: ignore[attr-defined]
             time.sleep(0.02)
+        time.sleep(0.5 * (request_id == "first"))  # longer than the other one waits for a processor
 
 
 def test_a_wait_for_a_semaphore_of_threads_names_the_request_that_had_it() -> None:

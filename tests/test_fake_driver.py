@@ -932,7 +932,7 @@ def run(program: str, **settings: Any) -> str:
         capture_output=True,
         text=True,
         env={**os.environ, **settings.pop("environ", {}), **environment(**settings)},
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()

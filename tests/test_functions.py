@@ -520,7 +520,7 @@ def test_a_program_without_a_session_says_once_how_to_see_what_is_decorated(
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     lines = [line for line in done.stderr.splitlines() if "@profiled" in line]
     assert (done.returncode, done.stdout, len(lines)) == (0, "", bool(said))

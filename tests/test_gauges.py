@@ -114,7 +114,7 @@ def run(library: Path, tmp_path: Path) -> Run:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=240,
             cwd=tmp_path,
             env={
                 **{name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "OTEL_"))},
@@ -548,11 +548,11 @@ def test_a_machine_without_a_driver_starts_no_thread_and_says_why_where_it_was_a
     monkeypatch: pytest.MonkeyPatch, text: str, notes: list[str]
 ) -> None:
     asked = no_driver(monkeypatch)
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     session = instrument.start(loads(text, environ={}))
     assert session is not None
     try:
-        assert threading.active_count() == before
+        assert {*threading.enumerate()} <= before
         assert session.notes() == notes
         assert session.trace().samples == []
         assert asked == ([] if "nvml: off" in text else ["libnvidia-ml.so.1"])

@@ -315,7 +315,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "service.py").write_text(SERVICE)
     (folder / "profile.yaml").write_text("service: shop\nexport: {recording: }\nagent: off")
     words = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"]
-    subprocess.run(words, cwd=folder, check=True, timeout=60)
+    subprocess.run(words, cwd=folder, check=True, timeout=240)
     return folder / "traces"
 
 

@@ -290,7 +290,7 @@ def test_work_of_handlers_next_to_the_loop_is_in_no_window() -> None:
     with Profiler(schedule=schedule(record=1), on_trace_ready=[InBackground(busy), found.append]) as profiler:
         for _ in range(4):
             steps(profiler, 1)
-            assert went.acquire(timeout=120)
+            assert went.acquire(timeout=240)
     assert [len(window.trace.spans) for window in found] == [3] * 4
 
 

@@ -96,7 +96,7 @@ def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Colle
     assert found is not None
     assert (found.settled, found.exported) == (False, 0)
     write(place, seen=3, kept=3, exported=3)
-    found = session.flush(30)
+    found = session.flush(100)
     assert found is not None
     assert (found.complete, found.exported, session.losses()) == (True, 3, {})
     place.close()
@@ -139,8 +139,9 @@ def test_the_end_waits_for_an_agent_whose_exporter_has_yet_to_begin(collector: C
     waiting.start()
     waiting.join(0.2)
     assert not found
-    place = taken()
-    write(place, seen=3, kept=3, exported=3)
+    place = ExportCheckpoint(RECORDER.memory_fd)
+    write(place, seen=3, kept=3, exported=3)  # first, for it waits for one that has begun no longer than that
+    assert place.take()
     waiting.join(120)
     assert [(delivery.settled, unsettled) for delivery, unsettled in found] == [(True, 0)]
     place.close()
@@ -280,7 +281,7 @@ def test_a_session_that_finds_no_agent_exports_by_itself(
     session = begin(collector)
     serve(3)
     with scope("open", kind="request"):
-        found = session.flush(30)
+        found = session.flush(100)
         progress = session.handover.progress()
     assert found is not None
     assert (found.complete, found.exported) == (True, 3)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from otlp_collectors import collecting, take
+from otlp_receiver import read_until
 
 from instrument.cli import main
 from instrument.recording.spans import BLOCKED_LOOP, COLLECTION, Site, Span, is_interruption
@@ -67,8 +68,10 @@ EVENTS = {
 def test_an_interruption_is_an_event_of_what_it_hit_and_adds_nothing(agent: str, tmp_path: Path) -> None:
     with collecting(take) as collector:
         (tmp_path / "profile.yaml").write_text(PROFILE.format(agent=agent, endpoint=collector.settings.endpoint))
-        subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, check=True, timeout=60)
-    sent = [span for its in collector.spans.values() for span in its]
+        subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, check=True, timeout=240)
+        sent = read_until(
+            lambda: [span for its in collector.spans.values() for span in its], lambda sent: len(sent) == len(EVENTS)
+        )
     assert {span.name: {event.name for event in span.events} for span in sent} == EVENTS
     (slow,) = (span for span in sent if span.name == "GET /slow")
     facts = [{one.key: one.value.string_value for one in event.attributes} for event in slow.events]

@@ -309,7 +309,7 @@ def test_tasks_of_a_worker_of_celery_are_requests_in_their_callers_trace(
             while len([*(tmp_path / "queue").glob("*.ended")]) < 6 and worker.poll() is None:
                 time.sleep(0.05)
             worker.terminate()
-            assert worker.wait(60) == 0
+            assert worker.wait(240) == 0
         finally:
             worker.kill()
     output = (tmp_path / "log").read_text()

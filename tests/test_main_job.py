@@ -26,6 +26,7 @@ from otlp_receiver import Received, receiver
 
 from instrument import chrome
 from instrument.profile.model import VIEWS
+from instrument.recorder.recorder import LIMIT_NS
 from instrument.recording.spans import Span, covered_ns, is_interruption
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
@@ -103,7 +104,7 @@ def instrumented(folder: Path, answers: Path) -> Run:
         (path,) = (folder / "traces").iterdir()
         trace, _ = chrome.load(path)
         sent = sum(not span.clipped and not is_interruption(span.site) for span in trace.spans)  # these are events
-        until = time.monotonic() + 20
+        until = time.monotonic() + 100
         while len(own(received := collector.spans())) < sent and time.monotonic() < until:
             time.sleep(0.1)  # the agent of the run outlives the service by some seconds
     return Run(path, trace, {span.span_id: span for span in received}, stderr)
@@ -132,7 +133,7 @@ def test_every_child_that_arrives_has_its_parent_and_is_inside_it(run: Run) -> N
 
 
 def test_spans_arrive_as_recorded_to_the_nanosecond(run: Run) -> None:
-    """Each length is. Begins differ by nanoseconds where the processor's counter is measured anew in between."""
+    """Each length is. Begins differ where the processor's counter is measured anew in between."""
 
     def shape(name: str, start_ns: int, end_ns: int, base_ns: int) -> tuple[str, int, int]:
         return (name, start_ns - base_ns, end_ns - start_ns)
@@ -144,7 +145,7 @@ def test_spans_arrive_as_recorded_to_the_nanosecond(run: Run) -> None:
     mine = sorted(shape(span.site.name, span.start_ns, span.end_ns, first_recorded) for span in recorded)
     theirs = sorted(shape(span.name, span.start_ns, span.end_ns, first_received) for span in received)
     assert [(name, length_ns) for name, _, length_ns in theirs] == [(name, length_ns) for name, _, length_ns in mine]
-    assert max(abs(one[1] - other[1]) for one, other in zip(theirs, mine, strict=True)) < 1_000
+    assert max(abs(one[1] - other[1]) for one, other in zip(theirs, mine, strict=True)) < LIMIT_NS
 
 
 def test_the_resource_and_the_code_of_a_span_arrive(run: Run) -> None:

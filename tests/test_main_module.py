@@ -253,7 +253,7 @@ def test_a_spawned_child_that_starts_a_session_late_records_by_the_names_of_its_
             queue = context.Queue()
             process = context.Process(target=child, args=(queue,))
             process.start()
-            print(queue.get(timeout=60))
+            print(queue.get(timeout=240))
             process.join()
         """,
     )

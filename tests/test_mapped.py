@@ -912,7 +912,7 @@ def _victim() -> tuple[subprocess.Popen[bytes], Mapped]:
             [sys.executable, "-c", textwrap.dedent(VICTIM), str(others.fileno())], pass_fds=[others.fileno()]
         )
         others.close()
-        ours.settimeout(30)
+        ours.settimeout(240)
         _, fds, _, _ = socket.recv_fds(ours, 1, 1)
     mapped = Mapped(fds[0])
     os.close(fds[0])

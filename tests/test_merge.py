@@ -229,7 +229,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "service: shop\nexport: {recording: , chrome: {path: 'chrome/{service}-{pid}.json.gz'}}"
     )
     words = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"]
-    subprocess.run(words, cwd=folder, check=True, timeout=60)
+    subprocess.run(words, cwd=folder, check=True, timeout=240)
     return folder
 
 
@@ -443,7 +443,7 @@ def test_a_run_says_never_called_of_what_none_of_its_processes_called(tmp_path: 
     (tmp_path / "service.py").write_text(RULES_OF_TWO)
     (tmp_path / "profile.yaml").write_text("functions: [{match: '__main__:*'}]\nexport: {summary: {to: stderr}}")
     words = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "service.py"]
-    done = subprocess.run(words, cwd=tmp_path, check=True, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=tmp_path, check=True, timeout=240, capture_output=True, text=True)
     assert "never called" not in done.stderr
     assert "Processes: 2" in done.stderr
 

@@ -171,7 +171,7 @@ def test_deltas_add_up_to_what_was_served_and_follow_one_another(monkeypatch: py
         app = Served()
         for times in (3, 0, 5, 7):
             app.ask("/items/200", times)
-            instrument.flush()
+            instrument.flush(60)
         instrument.stop()
         told_points = points(server.metrics)
         assert [p.count for p in told_points] == [3, 5, 7]
@@ -189,7 +189,7 @@ def test_deltas_that_did_not_get_through_come_with_the_next(monkeypatch: pytest.
         instrument.start(profile(url(server)))
         app = Served()
         app.ask("/items/200", 3)
-        instrument.flush()
+        instrument.flush(60)
         assert points(server.metrics) == []
         server.behave_with_metrics = take
         app.ask("/items/200", 4)
@@ -240,7 +240,7 @@ def test_requests_that_are_open_are_reported_as_such() -> None:
 
     async def wait(scope: Any, receive: Any, send: Any) -> None:
         is_inside.set()
-        await asyncio.to_thread(may_go.wait, 30)
+        await asyncio.to_thread(may_go.wait, 240)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -291,7 +291,7 @@ def test_parent_and_child_each_report_their_own_requests() -> None:
         instrument.start(profile(url(server)))
         app = Served()
         app.ask("/items/200", 4)
-        instrument.flush()
+        instrument.flush(60)
         app.ask("/items/200", 2)
         child = os.fork()
         if not child:
@@ -316,10 +316,10 @@ def test_a_collector_that_asks_to_wait_gets_no_metrics_meanwhile_and_spans_go_on
         app = Served()
         for _ in range(3):
             app.ask("/items/200", 2)
-            instrument.flush()
+            instrument.flush(60)
         assert [name for name in server.taken if name != "loop blocked"] == ["GET /items"] * 6
         tried = server.tries
-        instrument.flush()
+        instrument.flush(60)
         assert server.tries == tried, "nothing until it may be asked again"
         instrument.stop()
         assert session.losses()["series of metrics dropped by the OTLP export"] > 0
@@ -454,7 +454,7 @@ def test_calls_of_grpc_have_a_duration_by_method_and_status() -> None:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             for name, body in (("Echo", b""), ("Echo", b"x"), ("Refuse", b"x"), ("Refuse", b"")):
                 with contextlib.suppress(grpc.RpcError):
-                    channel.unary_unary(f"/shop.Orders/{name}")(body, timeout=60)
+                    channel.unary_unary(f"/shop.Orders/{name}")(body, timeout=240)
         served.stop(None).wait()
         instrument.stop()
         calls = {
@@ -810,7 +810,7 @@ def test_generators_that_nobody_could_look_at_in_time_are_counted() -> None:
 
 def test_waiting_work_of_executors_is_reported_by_pool() -> None:
     def told_lengths(server: Collector) -> dict[str, float]:
-        instrument.flush()
+        instrument.flush(60)
         found = newest(server.metrics, "instrument.executor.queue.length")
         return {dict(labels)["instrument.executor"]: point.as_double or point.as_int for labels, point in found.items()}
 
@@ -836,7 +836,7 @@ def test_waiting_work_of_executors_is_reported_by_pool() -> None:
                     for _ in range(count):
                         pool.submit(work)
                 for _ in range(4):
-                    assert started.acquire(timeout=120)
+                    assert started.acquire(timeout=240)
                 lengths = told_lengths(server)
                 assert lengths["test_meter_pool"] == 5
                 assert lengths["ThreadPoolExecutor"] == before + 7

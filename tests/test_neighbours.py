@@ -382,7 +382,7 @@ def test_under_ddtrace_run_each_hook_hears_a_module_once(tmp_path: Path) -> None
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert (done.returncode, "as it should be" in done.stdout) == (0, True), done.stderr

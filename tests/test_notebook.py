@@ -104,7 +104,7 @@ for frames in ("pyarrow", "pandas", "polars"):
 
 
 def test_data_frames_are_made_in_a_kernel_without_widgets(folders: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", KERNEL], capture_output=True, text=True, timeout=240, check=False)
     assert (done.stderr, done.stdout.splitlines()[0]) == ("", "pyarrow 150 17 12 25")
 
 

@@ -268,7 +268,7 @@ def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:
         found = [name for name in sys.modules if name.startswith(("opentelemetry", "http.client", "ssl", "grpc"))]
         assert not found, found
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=240)
 
 
 def test_other_instrumentations_do_not_see_our_requests(collector: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,11 +331,14 @@ UNTIL_THE_TIME_IS_UP = {"never answers": 1.0, "answers for ever": 1.0} | {
 def test_every_span_has_one_fate_whatever_the_collector_does(what: str) -> None:
     behave, fate, reason = FATES[what]
     timeout_ns = round(UNTIL_THE_TIME_IS_UP.get(what, 30) * SECOND)
-    with collecting(behave) as server, exporting(replace(server.settings, timeout_ns=timeout_ns)) as exporter:
-        offer(exporter, tree(5))
-        offer(exporter, tree(2, 100))
-        delivery = exporter.flush(60 * SECOND)
-        counts = adds_up(exporter)
+    for _ in range(10):
+        with collecting(behave) as server, exporting(replace(server.settings, timeout_ns=timeout_ns)) as exporter:
+            offer(exporter, tree(5))
+            offer(exporter, tree(2, 100))
+            delivery = exporter.flush(60 * SECOND)
+            counts = adds_up(exporter)
+        if "TimeoutError" not in delivery.reason or "TimeoutError" in reason:
+            break  # else the machine had no time for the collector
     assert delivery.settled
     assert delivery.complete == (fate == "exported")
     assert counts[fate] == 7
@@ -346,7 +349,7 @@ def test_every_span_has_one_fate_whatever_the_collector_does(what: str) -> None:
 
 @pytest.mark.slow
 def test_spans_wait_in_the_queue_as_long_as_the_collector_asks_for() -> None:
-    with collecting(first(1, refuse_with(429, Retry_After="3"))) as server, exporting(server.settings) as exporter:
+    with collecting(first(1, refuse_with(429, Retry_After="8"))) as server, exporting(server.settings) as exporter:
         for number in range(20):
             offer(exporter, tree(1_000, 1_000 * number))
         in_vain = exporter.flush(SECOND // 10)
@@ -1038,7 +1041,7 @@ FORK = """
 def test_a_fork_in_the_middle_gives_two_exporters(collector: Receiver, protocol: str, compression: str) -> None:
     settings = way_to(collector, protocol, compression)
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORK), settings.endpoint, protocol]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0, finished.stderr
     found = {span.name: span for span in collector.spans()}
     assert sorted(span.name for span in collector.spans()) == ["before", "child", "parent", "queued"]

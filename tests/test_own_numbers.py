@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from otlp_collectors import collecting, take
-from otlp_receiver import free_port
+from otlp_receiver import free_port, read_until
 
 import instrument
 from instrument.instrumentors.own_gauges import GaugeReader
@@ -174,8 +174,14 @@ def step(cache):
 
 for _ in range(5):
     step({"usage": 0.5})
-with urllib.request.urlopen("http://127.0.0.1:PORT/metrics") as answer:
-    open("scraped", "wb").write(answer.read())
+text, end = b"", time.monotonic() + 240
+while b"prompt_tokens_ratio_count 5.0" not in text and time.monotonic() < end:
+    try:
+        with urllib.request.urlopen("http://127.0.0.1:PORT/metrics") as answer:
+            text = answer.read()
+    except OSError:
+        time.sleep(0.05)  # nobody listens yet
+open("scraped", "wb").write(text)
 """
 
 PROFILE = """
@@ -196,8 +202,11 @@ def test_numbers_are_in_files_on_timelines_and_at_collectors(tmp_path: Path) -> 
     with collecting(take) as collector:
         (tmp_path / "profile.yaml").write_text(PROFILE % (collector.server_port, port))
         run = [*command, "run", "--profile", "profile.yaml", "--", "service.py"]
-        subprocess.run(run, cwd=tmp_path, check=True, timeout=200, capture_output=True)
-        sent = {metric.name: metric for metric in collector.metrics}
+        subprocess.run(run, cwd=tmp_path, check=True, timeout=240, capture_output=True)
+        sent = read_until(
+            lambda: {metric.name: metric for metric in collector.metrics},
+            lambda sent: {"cache.usage", "cache.hits", "prompt.tokens"} <= sent.keys(),
+        )
     assert [point.as_double for point in sent["cache.usage"].gauge.data_points] == [0.5]
     assert sent["cache.hits"].sum.data_points[-1].as_double == 15
     (tokens,) = sent["prompt.tokens"].exponential_histogram.data_points
@@ -207,7 +216,7 @@ def test_numbers_are_in_files_on_timelines_and_at_collectors(tmp_path: Path) -> 
     assert "prompt_tokens_ratio_count 5.0" in scraped
     assert "cache_usage_ratio" in scraped
     convert = [*command, "convert", "traces/shop.npz", "--to", "chrome", "-o", "trace.json"]
-    subprocess.run(convert, cwd=tmp_path, check=True, timeout=200, capture_output=True)
+    subprocess.run(convert, cwd=tmp_path, check=True, timeout=240, capture_output=True)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     tracks = {event["name"]: event["args"] for event in events if event["ph"] == "C"}
     assert any("cache.usage" in name for name in tracks)

@@ -189,7 +189,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "instrument", *words],
-        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environ},
+        capture_output=True, text=True, timeout=240, check=False, env={**os.environ, **environ},
     )  # fmt: skip
 
 

@@ -1066,7 +1066,7 @@ with Profiler(schedule=plan, on_trace_ready=[told, InBackground(slowly), export_
 """
     )
     command = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == -signal.SIGTERM, done.stderr
     told = {
         "between steps": ["window 0, steps 0 to 1", "window 1, steps 2 to 3, partial"],

@@ -661,7 +661,7 @@ def test_a_worker_that_is_terminated_has_sent_its_spans_and_leaves_its_trace_and
             """,
         )
         ours = serve_both(host, use)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 100
         while collector.taken.count("price") < ours.asked and time.monotonic() < until:
             time.sleep(0.05)  # the agent of the run outlives the service by some seconds
     assert ours.answers == [[(200, "15")], workers]

@@ -162,7 +162,7 @@ def test_vllm_shows_how_often_each_request_was_preempted(tmp_path: Path) -> None
         with ThreadPoolExecutor(AT_ONCE) as pool:
             asked_for = [pool.submit(complete, port, number, {"max_tokens": 120}) for number in range(1, 25)]
         assert {answer.result().status for answer in asked_for} == {200}
-        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as metrics:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=240) as metrics:
             lines = metrics.read().decode().splitlines()
     (count,) = (line.split()[-1] for line in lines if line.startswith("vllm:num_preemptions_total{"))
     with_report(tmp_path / "log")

@@ -1533,7 +1533,7 @@ def test_a_wrapped_function_is_the_target_of_a_spawned_process(tmp_path: Any) ->
             """
         )
     )
-    done = subprocess.run([sys.executable, "served.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "served.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert (done.stdout, done.stderr) == ("True 0\n", "")
 
 

@@ -30,6 +30,7 @@ from readback import spans_in
 import instrument
 from instrument import ProfileError, StateError, chrome
 from instrument.agent import client
+from instrument.errors import InstrumentError
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
@@ -462,7 +463,7 @@ def test_a_changed_schedule_ends_the_window_and_goes_on_counting_files() -> None
     for _ in range(2):
         with instrument.scope("request", kind="request"):
             pass
-    session.flush()
+    session.flush(100)
     instrument.stop()
     traces = {path.name: chrome.load(path)[0] for path in Path().glob("t-*.json")}
     assert {name: trace.origin.generation for name, trace in traces.items()} == {
@@ -552,9 +553,9 @@ def test_the_last_of_several_quick_changes_applies() -> None:
 
 
 def test_nothing_watches_or_listens_unless_it_is_asked_to() -> None:
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     begin('functions: [{match: "reloaded:first"}]')
-    assert threading.active_count() == before
+    assert {*threading.enumerate()} <= before
     instrument.stop()
     session = instrument.start(loads(WATCHED, environ={}))
     assert session is not None
@@ -703,8 +704,9 @@ reloaded.handle(1)
 
 
 def does_hear(pid: int) -> bool:
-    with client.find_runs(str(pid)) as runs:
+    with contextlib.suppress(InstrumentError), client.find_runs(str(pid)) as runs:
         return any(member.facts["hears"] for run in runs for member in run.members)
+    return False  # its agent has no time to answer
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from otlp_collectors import collecting, take
+from otlp_receiver import read_until
 from readback import spans_in
 from simulated_engine import Service
 
@@ -144,7 +145,7 @@ def engine(inbox, outbox):
 
 def serve(request_id, inbox, outbox):
     inbox.put(request_id)
-    outbox.get(timeout=120)
+    outbox.get(timeout=240)
 
 def main():
     context = multiprocessing.get_context("spawn")
@@ -188,8 +189,11 @@ def test_facts_of_another_process_are_attributes_of_the_request_in_files_reports
     with collecting(take) as collector:
         (tmp_path / "profile.yaml").write_text(PROFILE % collector.server_port)
         run = [*command, "run", "--profile", "profile.yaml", "--", "service.py"]
-        subprocess.run(run, cwd=tmp_path, check=True, timeout=200, capture_output=True)
-        sent = [span for spans in collector.spans.values() for span in spans if span.name == "serve"]
+        subprocess.run(run, cwd=tmp_path, check=True, timeout=240, capture_output=True)
+        sent = read_until(
+            lambda: [span for spans in collector.spans.values() for span in spans if span.name == "serve"],
+            lambda sent: len(sent) == 4,
+        )
     facts = {
         "gen_ai.usage.output_tokens": 5,
         "tokens.most": 5,
@@ -206,7 +210,7 @@ def test_facts_of_another_process_are_attributes_of_the_request_in_files_reports
         assert [reason.string_value for reason in reasons] == ["stop", "length"]
 
     def ask(*words: str) -> str:
-        done = subprocess.run([*command, *words], cwd=tmp_path, check=True, timeout=200, capture_output=True, text=True)
+        done = subprocess.run([*command, *words], cwd=tmp_path, check=True, timeout=240, capture_output=True, text=True)
         return done.stdout
 
     query = "select a.name, value from attributes a join spans s using (span_id) where s.name = 'serve' order by all"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 from otlp_collectors import Collector, collecting, take
-from real_servers import Served, with_report
+from real_servers import Served, await_agent, with_report
 from sent_spans import SentSpan, converted, sent_to, trees
 from server_programs import serving
 from service_log import BATCHES, LoggedRequest, parts_of, read_log
@@ -181,6 +181,7 @@ def test_each_request_is_one_tree_whose_parts_are_those_of_the_services_own_log(
         with serving([*COMMAND, *engine], tmp_path, environ, ours=True) as (port, _):
             assert ask_all(port) == expected
         served = Served(tmp_path, with_report(tmp_path / "log"))
+        await_agent(tmp_path / "traces")
         log = read_log(tmp_path / "service.log")
         assert (len(log), len(served.joined.rows), served.joined.unbound) == (REQUESTS, REQUESTS, 0)
         assert_one_tree_each(sent_to(collector), log)

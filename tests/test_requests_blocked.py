@@ -178,10 +178,12 @@ def test_a_task_outside_of_every_span_is_named_by_its_coroutine(session: None) -
         rest()
 
     async def main() -> None:
-        app = asgi.AsgiApp(app_of({"/wait": functools.partial(asyncio.sleep, 0.05)}), Exchanges(RequestsRule()))
+        is_done = asyncio.Event()
+        app = asgi.AsgiApp(app_of({"/wait": is_done.wait}), Exchanges(RequestsRule()))
         request = asyncio.create_task(ask(app, "/wait"))
         await asyncio.sleep(0)
         await asyncio.create_task(chore())
+        is_done.set()
         await request
 
     for _ in range(20):

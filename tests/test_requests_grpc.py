@@ -24,7 +24,7 @@ if importlib.util.find_spec("grpc") is None:
 import grpc
 import grpc._server
 import grpc.aio
-from otlp_receiver import receiver
+from otlp_receiver import read_until, receiver
 from server_programs import requests_in
 
 from instrument.instrumentors.requests import Requests, exchange
@@ -617,11 +617,13 @@ def test_each_of_60_calls_is_in_tally_trace_file_and_collector_in_the_trace_of_i
     with receiver() as collector:
         with serving(kind, tmp_path, f"http://127.0.0.1:{collector.http_port}") as port:
             answers, traces = ask_all(port, 60)
-        received = [span for span in collector.spans() if span.kind == "SERVER"]
+        spans = requests_in(tmp_path)
+        received = read_until(
+            lambda: [span for span in collector.spans() if span.kind == "SERVER"], lambda its: len(its) == len(spans)
+        )
     assert answers == expected
     assert {(name, status) for name, status, _ in answers} == {(name, status) for name, (_, status) in ASKED.items()}
     wanted = Counter(("grpc" if name == "Nothing" else f"shop.Orders/{name}", status) for name, status, _ in answers)
-    spans = requests_in(tmp_path)
     assert Counter((span.site.name, span.attributes[STATUS]) for span in spans) == wanted
     assert {span.remote.trace_id for span in spans if span.remote} == traces
     assert {span.site.name for span in spans if span.error} == {"shop.Orders/Fail", "grpc"}

@@ -282,7 +282,7 @@ def test_requests_of_children_that_a_server_forks_for_each_are_not_reported_as_m
         """)
     )
     command = [sys.executable, "-m", "instrument", "run", "--", "main.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True)
     assert "requests: 4;" in done.stderr
     assert "unmet" not in done.stderr
     assert "uncalled (at http.server)" not in done.stderr

@@ -423,6 +423,6 @@ def test_a_model_is_met_under_the_name_that_the_backend_imports_it_by(tmp_path: 
     (tmp_path / "profile.yaml").write_text(profile)
     command = [sys.executable, "-m", "instrument", "run", "--profile", "profile.yaml", "--", "stub.py"]
     environ = {key: value for key, value in os.environ.items() if not key.startswith("INSTRUMENT")}
-    subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=60)
+    subprocess.run(command, cwd=tmp_path, env=environ, check=True, timeout=240)
     (path,) = (tmp_path / "traces").glob("*.json")
     assert Counter(span.site.name for span in chrome.load(path)[0].spans) == {"shop": 10, "shop batch": 5}

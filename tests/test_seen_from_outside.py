@@ -353,5 +353,5 @@ if __name__ == "__main__":
     print("other process:", done.stdout.decode().strip(), done.stderr.decode()[-200:])
 """)
     command = [sys.executable, "-m", "instrument", "run", "--profile", "p.yaml", "--", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "other process: 4", done.stderr

@@ -117,7 +117,7 @@ CALLER = {"traceparent": f"00-{1:032x}-{2:016x}-01"}
 
 
 def ask(port: int, path: str, headers: dict[str, str] = CALLER) -> tuple[list[str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     body = answer.read()
@@ -201,7 +201,7 @@ def in_loop(start: Callable[[asyncio.Event], Any]) -> Iterator[int]:
     thread = threading.Thread(target=loop.run_until_complete, args=(run(),))
     thread.start()
     try:
-        yield ports.get(timeout=60)
+        yield ports.get(timeout=240)
     finally:
         loop.call_soon_threadsafe(ends.set)
         thread.join()

@@ -117,9 +117,9 @@ def test_recording_can_be_switched_off_and_on_at_run_time() -> None:
 
 
 def test_a_session_without_an_export_or_a_schedule_has_no_thread() -> None:
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     begin(CHROME)
-    assert threading.active_count() == before
+    assert {*threading.enumerate()} <= before
 
 
 def test_stop_writes_one_trace_of_the_whole_session_for_its_owner_only() -> None:
@@ -211,7 +211,7 @@ def test_the_cost_counts_the_threads_that_look_through_spans() -> None:
     begin("schedule: {record: 1, repeat: 1}")
     for _ in range(20):
         request(50)
-        instrument.flush()
+        instrument.flush(100)
     deadline = time.monotonic() + 240
     while not (cost := instrument.session().cost()).thread_ns and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -325,7 +325,7 @@ def test_old_trace_files_go_when_the_disk_limit_is_reached(tmp_path: Path) -> No
     begin("limits: {disk: 1B}\nschedule: {record: 1}\n" + CHROME)
     for _ in range(3):
         request()
-        instrument.flush()
+        instrument.flush(100)
     losses = instrument.session().losses()
     instrument.stop()
     assert len(list(Path("traces").iterdir())) == 1
@@ -350,7 +350,7 @@ def test_a_session_that_complains_for_weeks_keeps_the_newest_complaints() -> Non
     Path("blocked").write_text("a file where a folder should be")
     session = begin("schedule: {record: 1}\nexport: {chrome: {path: 'blocked/{window}.json'}}")
     request(30)
-    session.flush()
+    session.flush(100)
     notes = [note for note in session.notes() if "blocked" in note]
     assert 0 < len(notes) <= COMPLAINTS_KEPT
     assert "29.json" in notes[-1]
@@ -395,7 +395,7 @@ def test_the_wall_clock_that_spans_are_sent_by_is_renewed_when_it_has_drifted(mo
     assert exporter.own.origin is before
     exporter.own.origin = replace(before, realtime_ns=before.realtime_ns - 10**8)
     session.flush(0)
-    assert abs(exporter.own.origin.realtime_of(0) - before.realtime_of(0)) < 10**7
+    assert abs(exporter.own.origin.realtime_of(0) - before.realtime_of(0)) < 5 * 10**7
 
 
 def test_stop_inside_a_span_and_a_new_start_record_each_session_by_itself() -> None:
@@ -451,7 +451,7 @@ def test_a_schedule_writes_one_file_a_window_while_the_service_runs() -> None:
     begin("schedule: {skip_first: 1, record: 2, repeat: 1}\n" + CHROME)
     for _ in range(5):
         request()
-    instrument.flush()
+    instrument.flush(100)
     path = Path(f"traces/shop-{os.getpid()}-0.json")
     assert path.exists()
     instrument.stop()
@@ -766,7 +766,7 @@ def test_the_calls_of_a_named_function_are_the_steps_of_a_schedule(
         with scope("mark", attributes={"at": number}):
             assert trainer.step(number) == number
         if number % 2:
-            session.flush()
+            session.flush(100)
     instrument.stop()
     (verdict,) = (verdict for verdict in session.verdicts() if verdict.rule == f"schedule.step {name}")
     assert verdict.state in ("attached", "uncalled")
@@ -797,7 +797,7 @@ def test_a_step_that_is_not_there_is_named_and_one_that_comes_by_reload_counts(
     for _ in range(3):
         request()
         stepped.Trainer().step(1)
-    session.flush()
+    session.flush(100)
     assert not Path("traces").exists()
     session.reload(loads(f"schedule: {{record: 2, step: 'stepped:serve'}}\n{CHROME}", environ={}))
 
@@ -806,7 +806,7 @@ def test_a_step_that_is_not_there_is_named_and_one_that_comes_by_reload_counts(
             assert await stepped.serve(number) == number
 
     asyncio.run(loop())
-    session.flush()
+    session.flush(100)
     calls = [chrome.load(path)[0] for path in sorted(Path("traces").iterdir())]
     assert [sum(span.site.name == "serve" for span in trace.spans) for trace in calls] == [0, 2, 2]
 

@@ -438,7 +438,7 @@ def test_processes_that_python_isolates_are_counted_and_named() -> None:
         asked = subprocess.run(words, capture_output=True, text=True, check=False)
         if asked.returncode == 0 and json.loads(asked.stdout)["runs"][0]["unseen"] == told:
             break
-    _, errors = service.communicate("\n", timeout=120)
+    _, errors = service.communicate("\n", timeout=240)
     assert told in " ".join(errors.split())
 
 

@@ -31,7 +31,7 @@ def run(folder: Path, source: str, *, instrumented: bool = True) -> subprocess.C
     (folder / "main.py").write_text("from work import step\nstep(1)\n" + textwrap.dedent(source))
     ours = ["-m", "instrument", "run", "--profile", "profile.yaml"] if instrumented else []
     words = [sys.executable, *ours, "main.py"]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
 ENDS = {
