@@ -236,6 +236,41 @@ def test_an_answer_that_never_ends_was_broken_off() -> None:
     assert told(span)["instrument.outcome"] == "client gone"
 
 
+def test_a_stream_whose_server_reports_a_disconnect_within_the_last_send_was_served() -> None:
+    """Hypercorn does so under trio. Starlette then cancels the send, though the client has the whole answer."""
+
+    async def stream(request: Any) -> Any:
+        async def parts() -> Any:
+            yield "a"
+            yield "b"
+
+        return StreamingResponse(parts())
+
+    sent: list[bytes] = []
+
+    async def serve() -> None:
+        is_over = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await is_over.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message.get("body", b""))
+            if message["type"] == "http.response.body" and not message["more_body"]:
+                is_over.set()
+                await asyncio.Event().wait()
+
+        app = asgi.AsgiApp(Starlette(routes=[Route("/stream", stream)]), Exchanges(RequestsRule()))
+        scope = {"type": "http", "method": "GET", "path": "/stream", "raw_path": b"/stream", "query_string": b""}
+        await app({**scope, "root_path": "", "headers": [], "asgi": {"spec_version": "2.1"}}, receive, send)
+
+    asyncio.run(serve())
+    (span,) = requests()
+    assert sent == [b"", b"a", b"b", b""]
+    assert (span.error, told(span).get("instrument.outcome"), told(span)[STATUS]) == (None, None, 200)
+
+
 def test_named_parts_of_a_request_are_recorded_and_ignored_requests_are_not() -> None:
     rule = RequestsRule(
         ignore=("/up", "/static/*"), attributes=("url.path", "url.query", "http.request.header.x-tenant")

@@ -77,7 +77,8 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
         exchange.fail(error)
         raise
     if exchange.frame is not None:
-        channel.end() if not is_http or getattr(channel, "is_complete", False) else exchange.broken_off()
+        is_served = not is_http or hasattr(channel, "is_complete") or hasattr(channel, "is_last_cancelled")
+        channel.end() if is_served else exchange.broken_off()
     return result
 
 
@@ -110,9 +111,10 @@ class AsgiChannel:
 class Http(AsgiChannel):
     """The messages of one HTTP request. Only those from the app are read."""
 
-    __slots__ = ("_headers", "_is_events", "is_complete")
+    __slots__ = ("_headers", "_is_events", "is_complete", "is_last_cancelled")
 
     is_complete: bool
+    is_last_cancelled: bool
 
     def send(self, message: Message) -> Awaitable[None]:
         """Read a message of the app, and send it to the server. The last part of the answer ends the span."""
@@ -164,7 +166,12 @@ class Http(AsgiChannel):
         return Path(message["path"]).stat().st_size if "path" in message else os.fstat(message["file"].fileno()).st_size
 
     async def _send_last(self, message: Message) -> None:
-        await self.server_send(message)
+        try:
+            await self.server_send(message)
+        except BaseException as error:  # hypercorn reports a disconnect within the last send: Starlette then cancels it
+            if not isinstance(error, Exception):
+                self.is_last_cancelled = True
+            raise
         if self.exchange.status >= FIRST_OF_SERVER:
             self.is_complete = True
         else:
