@@ -57,8 +57,8 @@ def url(server: Collector) -> str:
 class Served:
     """An ASGI app as its server calls it: a path names its route, and the status that answers it."""
 
-    def __init__(self) -> None:
-        self._app = asgi.AsgiApp(self._answer, Exchanges(RequestsRule()))
+    def __init__(self, rule: RequestsRule | None = None) -> None:
+        self._app = asgi.AsgiApp(self._answer, Exchanges(rule or RequestsRule()))
         self.asked: Counter[tuple[str, str, int]] = Counter()
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
@@ -71,8 +71,8 @@ class Served:
         await send({"type": "http.response.start", "status": int(status), "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    def ask(self, path: str, times: int = 1, method: str = "GET") -> None:
-        scope = {"type": "http", "method": method, "path": path, "scheme": "http", "headers": []}
+    def ask(self, path: str, times: int = 1, method: str = "GET", kind: str = "http", scheme: str = "http") -> None:
+        scope = {"type": kind, "method": method, "path": path, "scheme": scheme, "headers": []}
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b"", "more_body": False}
@@ -205,6 +205,29 @@ def test_a_preference_that_there_is_not_is_named(monkeypatch: pytest.MonkeyPatch
         (note,) = [note for note in session.notes() if "TEMPORALITY" in note]
         assert "found 'detla'; allowed: cumulative, delta, lowmemory" in note
         instrument.stop()
+
+
+@pytest.mark.parametrize("rule", [RequestsRule(), RequestsRule(name="{method}")], ids=["websocket", "one name"])
+def test_endpoints_of_one_name_are_counted_once_each(rule: RequestsRule) -> None:
+    """A route may have a websocket, and requests of two schemes. A rule may give several routes one name."""
+    with collecting(take) as server:
+        instrument.start(profile(url(server)))
+        app, sums = Served(rule), Counter[tuple[Any, ...]]()
+        app.ask("/items/200", 3)
+        app.ask("/items/200", 4, kind="websocket")
+        app.ask("/items/200", 5, scheme="https")
+        app.ask("/other/200", 6)
+        instrument.stop()
+        for point in newest(server.metrics).values():
+            labels = told(point.attributes)
+            names = ("http.route", "url.scheme", "network.protocol.name")
+            sums[tuple(labels.get(name) for name in names)] += point.count
+        assert sums == {
+            ("/items", "http", None): 3,
+            ("/items", "http", "websocket"): 4,
+            ("/items", "https", None): 5,
+            ("/other", "http", None): 6,
+        }
 
 
 def test_requests_whose_rows_were_overwritten_are_counted_all_the_same() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -393,6 +394,29 @@ def test_a_websocket_that_its_client_closes_is_no_error_and_has_its_route(made: 
     assert (told(span).get("http.route"), span.error) == (route, None)
 
 
+def test_a_websocket_of_channels_has_the_route_of_its_routers() -> None:
+    routing = pytest.importorskip("channels.routing")
+    settings, urls = importlib.import_module("django.conf").settings, importlib.import_module("django.urls")
+    if not settings.configured:
+        settings.configure()
+    consumer = importlib.import_module("channels.generic.websocket").AsyncWebsocketConsumer.as_asgi()
+    inner = routing.URLRouter([urls.path("other", consumer), urls.path("<str:room>", consumer)])
+    app = routing.URLRouter([urls.path("echo/", inner), urls.re_path("^plain", consumer), urls.re_path("", consumer)])
+    compatibility = importlib.import_module("asgiref.compatibility")
+    assert compatibility.guarantee_single_callable(app) is app  # as Daphne asks
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: dict[str, Any]) -> None: ...
+
+    for path in ("/echo/1", "/plain", "/none"):
+        messages = [{"type": "websocket.connect"}, {"type": "websocket.disconnect", "code": 1001}]
+        serve = asgi.AsgiApp(app, Exchanges(RequestsRule()))
+        asyncio.run(serve({"type": "websocket", "path": path, "headers": []}, receive, send))  # type: ignore[arg-type]
+    assert [told(span).get("http.route") for span in requests()] == ["/echo/<str:room>", "^plain", None]
+
+
 def test_a_websocket_whose_app_fails_of_itself_is_an_error() -> None:
     async def failing(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "websocket.accept"})
@@ -410,7 +434,7 @@ def test_a_websocket_reports_its_messages_and_how_it_was_closed() -> None:
         await send({"type": "websocket.send", "text": "four"})
         await receive()
 
-    ask(talk, type="websocket", scheme="ws")
+    ask(talk, type="websocket", scheme="")  # ASGI's default, as with Daphne
     (span,) = requests()
     facts = told(span)
     names = ("network.protocol.name", "url.scheme", "http.response.status_code", "websocket.close_code", "items")

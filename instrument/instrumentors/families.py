@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, Family] = {
         "requests",
         "Requests",
         "uvicorn hypercorn daphne granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray"
-        " litserve mosec starlette fastapi litestar flask quart django falcon bottle tornado sanic"
+        " litserve mosec starlette fastapi litestar flask quart django channels falcon bottle tornado sanic"
         " websockets grpclib bentoml gradio"
         # The last are servers without instrumentation, which the verdict names.
         " http.server socketserver robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey"

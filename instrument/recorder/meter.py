@@ -68,8 +68,8 @@ HTTP_DURATION = "http.server.request.duration", "Duration of HTTP server request
 RPC_DURATION = "rpc.server.call.duration", "Duration of incoming remote procedure calls."
 """The metrics of requests by protocol, each with its description."""
 
-Ended = Mapping[Labels, Mapping[int, int]]
-"""The counts of ended requests by histogram bucket, by the labels of the endpoint."""
+Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
+"""An endpoint and the counts of ended requests by histogram bucket, by name: the tally joins endpoints of one name."""
 
 
 class MeteredRows(Protocol):
@@ -101,8 +101,9 @@ class Meter:
         self._start_ns = start_ns
         self._requests: dict[Labels, Distribution] = {}
         self._generated = GenerationTimes()
-        self._met: dict[Labels, Counter[int]] = {}
-        """The counts of the requests in `_requests` per bucket, by endpoint."""
+        self._met: dict[str, Counter[int]] = {}
+        """The counts of the requests in `_requests` per bucket, by name."""
+        self._endpoints: dict[Labels, None] = {}
         self._active: dict[Labels, int] = {}
         self._calls: dict[Labels, Distribution] = {}
         self._asked_for: set[str] = set()
@@ -128,7 +129,8 @@ class Meter:
             _distribution_of(self._requests, (*_labels(endpoint, attributes, row[ERROR]), *group)).add(duration_ns)
             if self._is_generation(endpoint):
                 self._count_generation((*_of_route(site), *group), attributes, duration_ns, row[ERROR])
-            self._met.setdefault(endpoint, Counter())[bucket(duration_ns)] += 1
+            self._endpoints[endpoint] = None
+            self._met.setdefault(site.name, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
         """Add a kept request, with its ids at the collector, as an exemplar to its series, if there is one."""
@@ -202,8 +204,11 @@ class Meter:
     def ended(self) -> Ended:
         """Return the tally's counts of all ended requests, perhaps some without a row in the rings yet."""
         totals = self._totals(())
-        by_endpoint = totals.lines_by(totals.tree.by_site(endpoint_of))
-        return {endpoint: Counter(totals.histogram(totals.nodes(lines))) for endpoint, lines in by_endpoint.items()}
+        ended: dict[str, tuple[Labels, Counter[int]]] = {}
+        for (name, *endpoint), lines in totals.lines_by(totals.tree.by_site(_named_endpoint_of)).items():
+            buckets = ended.setdefault(name, (tuple(endpoint), Counter()))[1]
+            buckets.update(totals.histogram(totals.nodes(lines)))
+        return ended
 
     def _totals(self, marks: Collection[str]) -> Tally:
         """Return the totals of requests, and of the functions with one of the marks, out of the tally's many paths."""
@@ -217,16 +222,17 @@ class Meter:
 
     def settle(self, ended: Ended) -> None:
         """Count ended requests that are in the tally but were not among the rows."""
-        for endpoint, buckets in ended.items():
-            counter = self._met.setdefault(endpoint, Counter())
+        for name, (endpoint, buckets) in ended.items():
+            counter = self._met.setdefault(name, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
             if missed:
+                self._endpoints[endpoint] = None
                 _distribution_of(self._requests, endpoint).add_buckets(missed)
                 counter.update(missed)
 
     def _active_requests(self) -> Metric:
         """Return the metric of open requests."""
-        now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, filterfalse(_is_rpc, self._met)), 0))
+        now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, filterfalse(_is_rpc, self._endpoints)), 0))
         for _, row in () if self.has_ended else self._recorder.open_rows():
             labels = endpoint_of(self._recorder.site_of(row))
             if labels and not _is_rpc(labels) and row[SPAN_ID] == row[ROOT_ID]:
@@ -283,7 +289,8 @@ class Meter:
         return {
             "start_ns": self._start_ns,
             "requests": series_as_json(self._requests),
-            "met": [[labels_as_json(endpoint), [*counter.items()]] for endpoint, counter in self._met.items()],
+            "met": [[name, [*counter.items()]] for name, counter in self._met.items()],
+            "endpoints": [*map(labels_as_json, self._endpoints)],
             "generated": self._generated.state(),
             "calls": series_as_json(self._calls),
             "asked_for": sorted(self._asked_for),
@@ -294,14 +301,13 @@ class Meter:
         """Begin with the counts of another meter. Raises one of `export_checkpoint.DAMAGED` for a damaged state."""
         requests, calls = series_from_json(state["requests"]), series_from_json(state["calls"])
         start_ns = int(state["start_ns"])
-        met = {
-            labels_from_json(labels): Counter({int(index): int(count) for index, count in counts})
-            for labels, counts in state["met"]
-        }
+        met = {str(name): Counter({int(index): int(count) for index, count in counts}) for name, counts in state["met"]}
+        endpoints = dict.fromkeys(map(labels_from_json, state["endpoints"]))
         generated = GenerationTimes.of(state["generated"])
         counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}
         asked_for = {str(mark) for mark in state["asked_for"]}
         self._start_ns, self._requests, self._calls, self._met = start_ns, requests, calls, met
+        self._endpoints = endpoints
         values = (value for labels in requests for name, value in labels if name == self.by)
         self.groups.update(str(value) for value in values if value != OTHER)
         self._generated, self._counters, self._asked_for = generated, counters, asked_for
@@ -452,6 +458,12 @@ def endpoint_of(site: Site) -> Labels:
     if "http.request.method" not in facts and RPC_METHOD not in facts:
         return ()
     return tuple((name, value) for name in _ENDPOINT if isinstance(value := facts.get(name), str))
+
+
+def _named_endpoint_of(site: Site) -> tuple[Any, ...]:
+    """Return the name of a site of requests, followed by the labels of its endpoint, () for other sites."""
+    endpoint = endpoint_of(site)
+    return (site.name, *endpoint) if endpoint else ()
 
 
 RPC_METHOD = "rpc.method"

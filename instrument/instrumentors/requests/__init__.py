@@ -80,6 +80,12 @@ class Router(NamedTuple):
                     FAULTS.note("route of a request", fault)
             return result if after else original(*args, **kwargs)
 
+        @functools.wraps(original)
+        async def call_app(*args: Any, **kwargs: Any) -> Any:
+            return await call(*args, **kwargs)
+
+        if self.method == "__call__":  # asgiref takes an app without a coroutine function for one of ASGI 2
+            return replace(owner, self.method, call_app)
         for name in ("cache_clear", "cache_info", "cache_parameters"):
             if hasattr(original, name):
                 setattr(call, name, getattr(original, name))
@@ -124,6 +130,24 @@ def _django(_: Any, match: Any) -> str:
     return route if route.startswith(("/", "^")) else "/" + route
 
 
+def _channels(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
+    """Return the pattern that a router of Channels matches, and True if another of its routers follows."""
+    path = scope.get("path_remaining")
+    if path is None:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+    for route in router.routes:
+        if route.pattern.match(path.lstrip("/")):
+            pattern = str(route.pattern)
+            pattern = pattern if pattern.startswith(("/", "^")) else "/" + pattern
+            return (pattern, hasattr(route.callback, "_path_routing")) if pattern != "/" else None
+    return None
+
+
+def _note_channels(exchange: Exchange, found: tuple[str, bool]) -> None:
+    pattern, is_prefix = found
+    (exchange.enter if is_prefix else exchange.found)(pattern)
+
+
 def _aiohttp(_: Any, match: Any, *__: Any) -> str | None:
     resource = match.route.resource
     return None if resource is None else resource.canonical
@@ -166,6 +190,7 @@ ROUTERS: Mapping[str, tuple[Router, ...]] = {
         Router("Quart", "handle_websocket_exception", lambda *arguments: arguments[-1], note=_fail, older=True),
     ),
     "django.core.handlers.base": (Router("BaseHandler", "resolve_request", _django, after=True),),
+    "channels.routing": (Router("URLRouter", "__call__", _channels, note=_note_channels),),
     "falcon.app": (Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True),),
     "bottle": (Router("Router", "match", lambda _, match: match[0].rule, after=True),),
     "blacksheep.server.routing": (

@@ -288,7 +288,9 @@ def _plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
         headers = _readable_headers(headers, scope)
     parent, state, length = header_values(headers, PLAIN)
     address, port = scope.get("server") or NOWHERE
-    arrival = scope.get("method", "GET"), scope.get("scheme", "http"), address, port  # a websocket begins with a GET
+    # A websocket begins with a GET. Daphne names no scheme for it.
+    scheme = scope.get("scheme") or ("http" if scope["type"] == "http" else "ws")
+    arrival = scope.get("method", "GET"), scheme, address, port
     return arrival, parent if state is None else with_state(parent, state), length
 
 
