@@ -30,11 +30,11 @@ from instrument.runtime import packets, run_folder
 class Agent:
     """Runs and their loop, which turns on command, in a folder of its own."""
 
-    def __init__(self, folder: Path, says: Callable[[str], object] | None = None) -> None:
+    def __init__(self, folder: Path, says: Callable[[str], object] | None = None, own_run: Run | None = None) -> None:
         self.path = folder / run_folder.SOCKET
         self.heard: list[packets.Message] = []
         self.loop = EventLoop(run_folder.listen(self.path), self._heard, self._dropped, None)
-        self.runs = Runs(self.loop, folder, None, folder, says, lambda: None)
+        self.runs = Runs(self.loop, folder, own_run, folder, says, lambda: None)
 
     def _heard(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
         self.heard.append(message)
@@ -75,6 +75,23 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     found = Agent(Path())  # short: a socket's path has an end
     yield found
     found.close()
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_first_process_that_ends_without_a_span_has_joined_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], has_joined: bool
+) -> None:
+    """It may take a while to end, as it waits for the report of the run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "START_S", 0.0)
+    run = Run("run", first=os.getpid())
+    if has_joined:
+        left = Process(run=run, pid=run.first, started=1, facts={}, joined_ns=1, goodbye={})
+        run.processes.append(left)
+    agent = Agent(Path(), None, run)
+    agent.turn()
+    agent.close()
+    assert ("records anything" in capfd.readouterr().err) != has_joined
 
 
 def facts(run: str) -> dict[str, Any]:

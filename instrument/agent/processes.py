@@ -226,6 +226,10 @@ class Run:
         waiting.register(self.first_fd, select.POLLIN)
         return not waiting.poll(0)
 
+    def first_has_left(self) -> bool:
+        """Return True if the run's first process has said goodbye. It may take seconds to end after that."""
+        return any(process.pid == self.first and process.goodbye is not None for process in self.processes)
+
     def is_last(self, leaving: Process) -> bool:
         """Return True if a leaving process prints the run's report, because no other living process could.
 
@@ -238,8 +242,8 @@ class Run:
         for process in other_processes:
             if (process.pid == self.first or process.check_recorded()) and not process.has_exited():
                 return False
-        has_left = any(process.pid == self.first and process.goodbye is not None for process in self.processes)
-        return leaving.pid == self.first or has_left or not self.first_has_joined or not self.first_lives()
+        has_left = leaving.pid == self.first or self.first_has_left()
+        return has_left or not self.first_has_joined or not self.first_lives()
 
     def recorded(self) -> list[Process]:
         """Return the processes that have recorded a span, the oldest first."""

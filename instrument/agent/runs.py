@@ -521,7 +521,9 @@ class Runs:
 
     def _report_none_joined(self) -> None:
         run = self._own
-        if run is not None and run.first_lives() and not run.living() and not run.recorded():
+        if run is None or run.living() or run.recorded() or run.first_has_left():
+            return
+        if run.first_lives():
             self._say(run, departure.none_joined_text(run.first, START_S))
 
     def _look_again(self) -> None:
