@@ -67,6 +67,30 @@ def test_a_task_of_celery_is_a_request(session: Session) -> None:
     assert dict(done.site.attributes)["messaging.system"] == "celery"
 
 
+def test_attempts_of_a_task_of_celery_are_a_request_each_while_they_overlap(session: Session) -> None:
+    """A retry has the id of the task. A pool of threads or greenlets may begin it before the first attempt ends."""
+    celery = pytest.importorskip("celery")
+    app = celery.Celery("shop", broker="memory://", backend="cache+memory://")
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    @app.task(name="shop.slow")  # type: ignore[untyped-decorator]
+    def slow(attempt: int) -> int:
+        if attempt == 1:
+            has_begun.set()
+            assert may_end.wait(60)
+        return 1 // (attempt - 1)
+
+    first = threading.Thread(target=slow.apply, kwargs={"args": [1], "task_id": "one"})
+    first.start()
+    assert has_begun.wait(60)
+    slow.apply(args=[2], task_id="one")
+    may_end.set()
+    first.join()
+    attempts = requests_of(session, "shop.slow")
+    assert [attempt.error for attempt in attempts] == ["ZeroDivisionError", None]
+    assert attempts[0].end_ns > attempts[1].end_ns
+
+
 def resize(size: int) -> int:
     return 1 // size
 

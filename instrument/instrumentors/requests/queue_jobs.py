@@ -75,19 +75,23 @@ def _celery(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each task of Celery, by the signals that a worker sends before and after it."""
     signals = module.signals
     jobs = _Jobs("celery", exchanges)
-    open_frames: dict[str, Any] = {}
-    errors: dict[str, BaseException] = {}
+    open_frames: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+    # Both are by the task's request: a retry has the same task id, and may begin before the first attempt ends.
 
     def begun(sender: Any = None, task_id: str = "", task: Any = None, **_: Any) -> None:
         request = task.request
         queue = (request.delivery_info or {}).get("routing_key") or ""
-        open_frames[task_id] = jobs.begin(task.name, queue, task_id, request.headers or vars(request), None)
+        carrier = request.headers or vars(request)
+        open_frames[id(request)] = jobs.begin(task.name, queue, task_id, carrier, None)
 
-    def failed(sender: Any = None, task_id: str = "", exception: Any = None, **_: Any) -> None:
-        errors[task_id] = exception
+    def failed(sender: Any = None, exception: Any = None, **_: Any) -> None:
+        if (key := id(getattr(sender, "request", None))) in open_frames:  # else a task of another process
+            errors[key] = exception
 
-    def ended(sender: Any = None, task_id: str = "", **_: Any) -> None:
-        jobs.end(open_frames.pop(task_id, None), errors.pop(task_id, None))
+    def ended(sender: Any = None, task: Any = None, **_: Any) -> None:
+        key = id(task.request)
+        jobs.end(open_frames.pop(key, None), errors.pop(key, None))
 
     handlers = ((signals.task_prerun, begun), (signals.task_failure, failed), (signals.task_postrun, ended))
     for signal, handler in handlers:
