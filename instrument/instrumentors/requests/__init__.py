@@ -143,8 +143,8 @@ def _channels(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | N
     return None
 
 
-def _note_channels(exchange: Exchange, found: tuple[str, bool]) -> None:
-    pattern, is_prefix = found
+def _note_channels(exchange: Exchange, route: tuple[str, bool]) -> None:
+    pattern, is_prefix = route
     (exchange.enter if is_prefix else exchange.found)(pattern)
 
 
