@@ -1,5 +1,5 @@
-"""Traces: spans as numpy columns, without an object for each. Reports, converters and files use them.
+"""Stores spans as numpy columns, and computes all that reports, converters and files show of them.
 
-`trace` defines the trace and span objects, `columns` its columns, and `intervals` operations on intervals of time.
-`self_times` and `call_tree` define numbers that several views show.
+`trace` defines a trace, `columns` its columns, and `intervals` the operations on intervals of time. `self_times` and
+`call_tree` define numbers that several views show.
 """

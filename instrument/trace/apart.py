@@ -1,4 +1,5 @@
-"""New numbers for merged processes, so that threads, streams and devices stay distinct. Equal sites become one."""
+"""Renumbers the threads, streams and devices of merged processes, so that they stay distinct, and splits merged files
+again."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from instrument.trace.watched import moved_watched
 
 
 class DistinctNumbers:
-    """New ids for the ids of several processes, so that no two are equal. An id stays if no other process has it."""
+    """Assigns a number that no other process has to each number of a process. A number stays if it is unique
+    already."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[Hashable, int], int] = {}
@@ -29,7 +31,7 @@ class DistinctNumbers:
         self._next = 0
 
     def number(self, own_number: int, owner: Hashable) -> int:
-        """Return the distinct number for an owner's number."""
+        """Return the distinct number for a number of `owner`, such as a process."""
         number = self._given.get((owner, own_number))
         if number is None:
             number = self._next if own_number in self._taken else own_number
@@ -48,13 +50,13 @@ class DistinctNumbers:
 
 
 def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
-    """Return the result of `become` for each number. It is called once per distinct number."""
+    """Return the result of `become` for each number. The function is called once per distinct number."""
     distinct, places = ranked(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
 
 
 class JoinedSites:
-    """The joined sites of several files: one per key, with the attributes that all sites of the key share."""
+    """Joins the sites of several files: one site per key, with the attributes that all sites of the key share."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[object, ...], int] = {}
@@ -72,10 +74,10 @@ class JoinedSites:
     @cached_property
     def joined(self) -> tuple[Site, ...]:
         """The joined sites by index. They must be read after the last call of `place`."""
-        return tuple(map(_joined, self._found))
+        return tuple(map(_join_sites, self._found))
 
 
-def _joined(same: Sequence[Site]) -> Site:
+def _join_sites(same: Sequence[Site]) -> Site:
     first = same[0]
     shared = [pair for pair in first.attributes if all(pair in site.attributes for site in same)]
     flags: dict[str, Any] = {name: any(getattr(site, name) for site in same) for name in _FLAGS}
@@ -99,7 +101,7 @@ class MergedFile:
         self.saved, self.process, self.first, self.moved_ns = saved, process, first, moved_ns
         self.trace = saved.trace.columns
         self.row = np.zeros(0, dtype=np.int64)
-        """The merged row of each row. It may be the same span's row in another file."""
+        """The row in the merged trace of each row. It may come from another file with the same span."""
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
     def sites(self) -> list[Site]:
@@ -151,7 +153,7 @@ class Numbers:
         return np.array(places, dtype=np.int64)[part.trace.site]
 
     def thread(self, number: int, part: MergedFile) -> int:
-        """Return the merged number of a thread. Number 0 counts for the process's ended threads."""
+        """Return the merged number of a thread. Number 0 means the process's ended threads."""
         return self._threads.number(number, part.process)
 
     def threads_of(self, part: MergedFile) -> Int64s:
@@ -170,7 +172,7 @@ class Numbers:
         return self._streams.column(numbers, part.process)
 
     def devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
-        """Return the numbers in the merged trace of a process's devices."""
+        """Return the merged numbers of a process's devices."""
         return _renumber(numbers, lambda number: self.device(number, part))
 
     def device(self, number: int, part: MergedFile) -> int:
@@ -211,22 +213,22 @@ def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
 
 
 def split_by_process(saved: Saved) -> list[Saved]:
-    """Return a recording for each process in a merged recording. That of one process is returned unchanged."""
+    """Return a recording for each process in a merged recording. A recording of one process is returned unchanged."""
     processes = saved.trace.processes
     if not processes:
         return [saved]
     of_thread = {thread: number for number, process in enumerate(processes) for thread in process.threads}
     threads, places = ranked(saved.trace.columns.thread_id)
     of_row = np.array([of_thread.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)[places]
-    tallies = _tallies(saved, of_thread)
+    tallies = _split_tally(saved, of_thread)
     recordings = []
     for number, process in enumerate(processes):
         # One id may be in several windows: a span that was open at their edges. Totals are of all of them together.
         starts = np.array([start_ns for start_ns, _ in process.windows], dtype=np.int64) + process.moved_ns
         window = np.searchsorted(starts, saved.trace.columns.start_ns, side="right").clip(min=1) - 1
-        facts, is_one = _facts(saved.trace, number), len(starts) == 1
+        facts, is_one = _select_facts(saved.trace, number), len(starts) == 1
         for at, (start_ns, end_ns) in enumerate(process.windows):
-            columns = _columns(saved.trace.columns, of_row, (of_row == number) & (window == at), process)
+            columns = _select_columns(saved.trace.columns, of_row, (of_row == number) & (window == at), process)
             samples = facts.samples if at == 0 else ()
             part = replace(facts, start_ns=start_ns, end_ns=end_ns, samples=samples)
             tally = tallies[number] if is_one and tallies is not None else None
@@ -234,12 +236,12 @@ def split_by_process(saved: Saved) -> list[Saved]:
     return recordings
 
 
-def _own_numbers_of(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
+def _restore_numbers(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
     """Return a process's own numbers for merged numbers. An unknown number is returned unchanged."""
     return _renumber(numbers, lambda number: own_numbers.get(number, number))
 
 
-def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
+def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
     """Return the wanted rows of one process, with its own numbers and ids. `of_row` has the process of each row."""
     rows = np.flatnonzero(is_wanted)
     columns, moved_ns = trace.with_attributes(is_wanted), process.moved_ns
@@ -252,48 +254,48 @@ def _columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedPr
     root_id = np.where(has_root | (root == NONE), trace.root_id, trace.span_id[top] if len(trace) else trace.root_id)
     device = replace(
         columns.device,
-        device=_own_numbers_of(columns.device.device, process.devices),
-        stream=_own_numbers_of(columns.device.stream, process.streams),
+        device=_restore_numbers(columns.device.device, process.devices),
+        stream=_restore_numbers(columns.device.stream, process.streams),
         start_ns=columns.device.start_ns - moved_ns,
         end_ns=columns.device.end_ns - moved_ns,
     )
     return replace(
         columns,
         span_id=columns.own_id,
-        parent_id=_own_ids(trace, np.where(is_apart, 0, trace.parent_id)[rows], process),
-        root_id=_own_ids(trace, root_id[rows], process),
-        thread_id=_own_numbers_of(columns.thread_id, process.threads),
+        parent_id=_restore_ids(trace, np.where(is_apart, 0, trace.parent_id)[rows], process),
+        root_id=_restore_ids(trace, root_id[rows], process),
+        thread_id=_restore_numbers(columns.thread_id, process.threads),
         start_ns=columns.start_ns - moved_ns,
         end_ns=columns.end_ns - moved_ns,
         device=device,
-        attributes=_own_attributes(trace, rows, process),
+        attributes=_restore_attributes(trace, rows, process),
     )
 
 
-def _own_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
+def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
     rows = rows_of(trace.span_id, ids)
-    absent = _own_numbers_of(ids, process.absent)
+    absent = _restore_numbers(ids, process.absent)
     return np.where(rows == NONE, absent, trace.own_id[rows]) if len(trace) else absent
 
 
-def _own_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
+def _restore_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
     """Return the attributes of some rows of a process, with the process's own ids in links."""
 
     def relink(_: int, link: Any) -> Any:
         ids = linked_ids(link)
-        return link if ids is None else tuple(_own_ids(trace, ids, process).tolist())
+        return link if ids is None else tuple(_restore_ids(trace, ids, process).tolist())
 
     return ComposedAttributes([trace.attributes], np.zeros(len(rows), dtype=np.int32), rows, relink)
 
 
-def _tallies(saved: Saved, of_thread: Mapping[int, int]) -> list[Tally] | None:
+def _split_tally(saved: Saved, of_thread: Mapping[int, int]) -> list[Tally] | None:
     """Return the tally of each process, None if the file has none. `of_thread` has the process of each thread."""
     if (tally := saved.tally) is None:
         return None
-    return [_tally_of(tally, process, number, of_thread) for number, process in enumerate(saved.trace.processes)]
+    return [_select_tally(tally, process, number, of_thread) for number, process in enumerate(saved.trace.processes)]
 
 
-def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapping[int, int]) -> Tally:
+def _select_tally(tally: Tally, process: MergedProcess, number: int, of_thread: Mapping[int, int]) -> Tally:
     """Return the tally of one process, with its own thread numbers."""
 
     def own(thread: int) -> int | None:
@@ -307,7 +309,7 @@ def _tally_of(tally: Tally, process: MergedProcess, number: int, of_thread: Mapp
     return tally.with_paths(thread_of=own, threads=names, moved_ns=-process.moved_ns)
 
 
-def _facts(facts: Trace, number: int) -> Trace:
+def _select_facts(facts: Trace, number: int) -> Trace:
     """Return the facts of a process, with gauges of its devices. The first process with a device gets its gauges."""
     process = facts.processes[number]
     before = {device for other_process in facts.processes[:number] for device in other_process.devices}
@@ -330,8 +332,8 @@ def _facts(facts: Trace, number: int) -> Trace:
         **(
             moved_watched(
                 facts,
-                lambda numbers: _own_numbers_of(numbers, process.devices),
-                lambda numbers: _own_numbers_of(numbers, process.threads),
+                lambda numbers: _restore_numbers(numbers, process.devices),
+                lambda numbers: _restore_numbers(numbers, process.threads),
                 -moved_ns,
             )
             if process.is_watched

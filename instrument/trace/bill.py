@@ -1,4 +1,4 @@
-"""The bill of the `neighbours` view: each wait of a request is charged to the requests that it waited for, by group.
+"""Charges each wait of a request to the requests that caused it, by group. The `neighbours` view shows this bill.
 
 A request waits in its queue, in batches beyond its own share, in stalls between batches, and while another request
 blocks its event loop. Each nanosecond of a wait is charged once:
@@ -8,8 +8,8 @@ blocks its event loop. Each nanosecond of a wait is charged once:
 - `SHARED`: the time in a batch beyond the request's own share. The other members share it by their weights.
 - `BLOCKED`: the time in which another request blocked the event loop of that thread or of the request's own thread.
 
-The remaining time is charged to nobody: no recorded batch ran. If groups with the weights w share `length` ns, the
-first k groups get `length * sum(w[:k]) // sum(w)` together. So the waits add up to the charges.
+Time in which no recorded batch ran is charged to nobody. If groups with the weights w share `length` ns, the first k
+groups get `length * sum(w[:k]) // sum(w)` together. So the charges add up to the waits.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
 
 @dataclass(frozen=True)
 class Lanes:
-    """The batches and blocked event loops of each thread that has any, as disjoint intervals (`pieces`).
+    """The batches and blocked event loops of each thread, as disjoint intervals (`pieces`).
 
-    The group of an interval is the index of its thread in `threads`. `row` is its batch or its blocked loop. `blocker`
-    is the index of the request that blocked the loop, `NONE` if unknown or in a batch.
+    The group of an interval is the index of its thread in `threads`. `row` is the row of its batch or blocked loop.
+    `blocker` is the index of the request that blocked the loop, `NONE` if unknown or in a batch.
     """
 
     threads: Int64s
@@ -73,9 +73,10 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Bill:
-    """Waits in ns. `charged_ns` is by kind of wait, by the group that waited and by the group that caused the wait.
+    """Waits in ns. The indices of `charged_ns` are the kind of wait, the group that waited and the group that caused
+    the wait.
 
-    The last causing group is nobody. `suffered_ns` is by the group that waited: the waits of the ledger and the time in
+    The last causing group is nobody. `suffered_ns` has all waits of each group: those of the ledger, and the time in
     which the event loop was blocked during own work.
     """
 
@@ -84,10 +85,8 @@ class Bill:
 
 
 class Account:
-    """The waits of a trace's requests by group. `group` has the group of each request, from 0 to below `count`.
-
-    Only the waits of requests in `is_charged` count, but all requests may cause them.
-    """
+    """Computes the bill of a trace's requests. `group` has the group of each request, from 0 to below `count`. Only
+    waits of the requests in `is_charged` are charged, but any request may have caused them."""
 
     def __init__(
         self, trace: Columns, joined: Joined, all_turns: Turns, group: Int64s, count: int, is_charged: Bools
@@ -108,30 +107,30 @@ class Account:
         """Return the bill. `parts` is the ledger of the requests."""
         count, group = self._count, self._group
         charged = np.zeros((len(WAYS), count, count + 1), dtype=np.int64)
-        threads = self._awaited_threads()
+        threads = self._find_awaited_threads()
         for way, name in ((BEHIND, QUEUE), (BETWEEN, STALL)):
             waits = self._charged_turns
             waits = waits[self._turns.part[waits] == self._turns.names.index(name)]
-            lanes, starts, lengths = self.lanes.of_threads(threads[waits]), *self._intervals(waits)
+            lanes, starts, lengths = self.lanes.of_threads(threads[waits]), *self._select_intervals(waits)
             waiting = group[self._turns.request[waits]]
             ran, blocked = (
-                self._ran(waiting, lanes, starts, starts + lengths, blocked=is_so) for is_so in (False, True)
+                self._measure_runs(waiting, lanes, starts, starts + lengths, blocked=is_so) for is_so in (False, True)
             )
             charged[way] += ran
             charged[BLOCKED] += blocked
             charged[way, :, count] += Groups(waiting, count).sums(lengths) - (ran + blocked).sum(axis=1)
-        charged[SHARED] = self._in_batches(parts.given_ns)
-        of_work = self._blocked_work()
+        charged[SHARED] = self._charge_batches(parts.given_ns)
+        of_work = self._charge_blocked_work()
         charged[BLOCKED] += of_work
         waits_of_ledger = [place for place, name in enumerate(parts.names) if name in (QUEUE, STALL, WAITING)]
         rows = np.flatnonzero(np.isin(parts.part, waits_of_ledger) & self._is_charged[parts.request])
         waited_ns = Groups(group[parts.request[rows]], count).sums(parts.time_ns[rows])
         return Bill(charged, np.asarray(waited_ns + of_work.sum(axis=1), dtype=np.int64))
 
-    def _intervals(self, rows: Int64s) -> tuple[Int64s, Int64s]:
+    def _select_intervals(self, rows: Int64s) -> tuple[Int64s, Int64s]:
         return self._turns.start_ns[rows], self._turns.length_ns[rows]
 
-    def _awaited_threads(self) -> Int64s:
+    def _find_awaited_threads(self) -> Int64s:
         """Return, for each turn, the thread of the request's next batch, else the thread with the most batches."""
         batch_rows = self._joined.served.batch
         if not len(batch_rows):
@@ -144,16 +143,18 @@ class Account:
         pair = np.append(self._turns.pair, 0)[following]
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
-    def _weights_up_to(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield each group, nobody last, with the summed weights of all members up to that group, per batch."""
+    def _sum_weights(self) -> Iterator[tuple[int, Int64s]]:
+        """Yield each group, nobody last, with the sum of the weights of all members up to that group in each batch."""
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
-        for number, members in enumerate(_split(groups, self._count + 1)):
+        for number, members in enumerate(_split_by_group(groups, self._count + 1)):
             np.add.at(weights, self._of_pair[members], self._joined.served.weight[members])
             yield number, weights
 
-    def _ran(self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool) -> NDArray[np.int64]:
-        """Return the time that batches, or blocked loops, ran in intervals of lanes, by waiting and by running group.
+    def _measure_runs(
+        self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool
+    ) -> NDArray[np.int64]:
+        """Return how long batches, or blocked loops, ran in intervals of lanes, by waiting and by running group.
         `waiting` has the group of each interval."""
         pieces, upto = self.lanes.pieces, np.zeros((self._count, self._count + 1), dtype=np.int64)
         some = np.flatnonzero(lanes != NONE)
@@ -170,7 +171,7 @@ class Account:
         groups = Groups(waiting[some], self._count)
         owner = np.append(self._group, self._count)[self.lanes.blocker]
         sums = np.where(self.lanes.is_blocked, 1, np.append(self._sums, 1)[self._of_piece])
-        for number, weights in self._weights_up_to():
+        for number, weights in self._sum_weights():
             of_blocked = self.lanes.is_blocked & (owner <= number) & blocked
             weights_up_to = of_blocked.astype(np.int64) if blocked else np.append(weights, 0)[self._of_piece]
             before = np.concatenate([[0], np.cumsum(portion(lengths, weights_up_to, sums))])
@@ -180,7 +181,7 @@ class Account:
             upto[:, number] = groups.sums(amounts + before[between] - before[firsts + 1])
         return np.diff(upto, axis=1, prepend=0)
 
-    def _in_batches(self, given_ns: Int64s) -> NDArray[np.int64]:
+    def _charge_batches(self, given_ns: Int64s) -> NDArray[np.int64]:
         """Return the time that requests waited in batches for other members, by waiting and by causing group."""
         served, rows = self._joined.served, self._charged_turns
         rows = rows[self._turns.pair[rows] != NONE]
@@ -188,13 +189,13 @@ class Account:
         own_group, weight, batch = self._group[served.request[pairs]], served.weight[pairs], self._of_pair[pairs]
         groups, other_weights = Groups(own_group, self._count), self._sums[batch] - weight
         upto = np.zeros((self._count, self._count + 1), dtype=np.int64)
-        for number, weights in self._weights_up_to():
+        for number, weights in self._sum_weights():
             weights_up_to = weights[batch] - weight * (own_group <= number)
             upto[:, number] = groups.sums(portion(waited_ns, weights_up_to, np.maximum(other_weights, 1)))
         upto[:, self._count] = groups.sums(waited_ns)  # nobody, where a request had the batch for itself
         return np.diff(upto, axis=1, prepend=0)
 
-    def _blocked_work(self) -> NDArray[np.int64]:
+    def _charge_blocked_work(self) -> NDArray[np.int64]:
         """Return the time of own work in which other requests blocked the loop, by waiting and by causing group."""
         lanes, requests = self.lanes, np.flatnonzero(self._is_charged)
         if not lanes.is_blocked.any():
@@ -207,20 +208,20 @@ class Account:
         names = (self._turns.names.index(QUEUE), self._turns.names.index(STALL))
         rows = self._charged_turns
         rows = rows[np.isin(self._turns.part[rows], names) | (self._turns.pair[rows] != NONE)]
-        starts, turn_lengths = self._intervals(rows)
+        starts, turn_lengths = self._select_intervals(rows)
         work = np.zeros((self._count, self._count + 1), dtype=np.int64)
         for sign, request, begins, ends in (
             (1, requests, self._trace.start_ns[roots[requests]], self._trace.end_ns[roots[requests]]),
             (-1, self._turns.request[rows], starts, starts + turn_lengths),
         ):
             group = self._group[request]
-            work += sign * self._ran(group, lane_of[request], begins, ends, blocked=True)
+            work += sign * self._measure_runs(group, lane_of[request], begins, ends, blocked=True)
             own_ns = Groups(group, self._count).sums(stretches.within(request, begins, ends))
             work[np.arange(self._count), np.arange(self._count)] -= sign * own_ns.astype(np.int64)
         return work
 
 
-def _split(groups: Int64s, count: int) -> list[Int64s]:
-    """Return the indices of each group's members. A group without members has an empty array."""
+def _split_by_group(groups: Int64s, count: int) -> list[Int64s]:
+    """Return the indices of each group's members, an empty array for a group without members."""
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.searchsorted(groups[order], np.arange(1, count)))

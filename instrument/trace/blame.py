@@ -1,9 +1,9 @@
-"""Blame: the part that makes a request slower than its endpoint's median, and the spans that caused it.
+"""Finds the part that makes a request slower than the median of its endpoint, and the spans that caused the delay.
 
-The blamed part is the one with the largest excess over its median in the endpoint's requests. The cause is the span
-that took most of that part's time. Candidates are spans of other requests on the threads that the request waited for.
-If its own work was slow, the spans below that work are candidates, too. A garbage collection on any thread is the cause
-if it took at least half of the excess, because it stops all threads.
+The blamed part is the one with the largest excess over that part's median in the endpoint's requests. The cause is the
+span that took most of the part's time. Candidates are spans of other requests on the threads that the request waited
+for. If the request's own work was slow, the spans below that work are candidates, too. A garbage collection on any
+thread is the cause if it took at least half of the excess, because it stops all threads.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, last_before, timeline
 
 BETWEEN = (QUEUE, STALL)
-"""The parts of a request that are waits for the threads of its batches."""
+"""The parts in which a request waits for the threads of its batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A span's name, its time within the blamed part, and the key or endpoint of its request.
-
-    `request` is "" if the span belongs to no request, or to the slow request itself.
-    """
+    """The cause of a delay: a span's name, its time within the blamed part, and the key or endpoint of its request.
+    `request` is "" if the span belongs to no request, or to the slow request itself."""
 
     name: str
     request: str
@@ -40,7 +38,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The part of a request with the largest excess over its typical time, and the cause, None if unknown."""
+    """The part of a request with the largest excess over the part's typical time, and the cause, None if unknown."""
 
     part: str
     part_ns: int
@@ -75,12 +73,12 @@ def blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typical: M
         return None
     moments = timeline(trace, joined, place)
     excess_ns = times[part] - typical.get(part, 0)
-    cause = _collection(trace, joined, place, part, moments, excess_ns)
-    cause = cause or _cause(trace, joined, ledger, place, part, moments)
+    cause = _find_collection(trace, joined, place, part, moments, excess_ns)
+    cause = cause or _find_cause(trace, joined, ledger, place, part, moments)
     return Blame(part, times[part], typical.get(part, 0), cause)
 
 
-def _collection(
+def _find_collection(
     trace: Columns, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
 ) -> Cause | None:
     """Return the garbage collections as the cause if they took at least half of the excess, else None."""
@@ -90,25 +88,27 @@ def _collection(
     parts = (SHARE, WAITING) if part in (SHARE, WAITING) else (part,)
     turns = [moment for moment in moments if moment.part in parts]
     times = union(*(np.array([moment[edge] for moment in turns], dtype=np.int64) for edge in (1, 2)))
-    cause = _taking_most(trace, joined, place, times, is_collected) if turns else None
+    cause = _find_longest(trace, joined, place, times, is_collected) if turns else None
     return cause if cause is not None and 2 * cause.ran_ns >= excess_ns else None
 
 
-def _cause(
+def _find_cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
     if part in (SHARE, WAITING):
-        return _batch_cause(trace, joined, ledger, place, part, [moment for moment in moments if moment.pair != NONE])
+        return _find_batch_cause(
+            trace, joined, ledger, place, part, [moment for moment in moments if moment.pair != NONE]
+        )
     turns = [(index, moment) for index, moment in enumerate(moments) if moment.part == part]
     times = union(*(np.array([edge[at] for _, edge in turns], dtype=np.int64) for at in (1, 2)))
     # Requests and coroutines are no candidates: they may only wait for the span below that takes the time.
     works = trace.of_sites([site.kind != "request" and not site.suspends for site in trace.sites])
-    on_threads = np.isin(trace.thread_id, list(_threads(trace, joined, place, part, turns, moments)))
-    other_cause = _taking_most(trace, joined, place, times, works & on_threads & (joined.of != place))
+    on_threads = np.isin(trace.thread_id, list(_find_threads(trace, joined, place, part, turns, moments)))
+    other_cause = _find_longest(trace, joined, place, times, works & on_threads & (joined.of != place))
     rows = np.array(sorted({moment.row for _, moment in turns if moment.row != NONE}), dtype=np.int64)
     if not len(rows):
         return other_cause
-    own_cause = _taking_most(trace, joined, place, times, _is_below(trace, joined, place, rows))
+    own_cause = _find_longest(trace, joined, place, times, _is_below(trace, joined, place, rows))
     if own_cause is None or (other_cause is not None and other_cause.ran_ns >= own_cause.ran_ns):
         return other_cause
     return own_cause
@@ -124,7 +124,7 @@ def _is_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools
     return is_below
 
 
-def _threads(
+def _find_threads(
     trace: Columns, joined: Joined, place: int, part: str, work: Iterable[tuple[int, Moment]], moments: Sequence[Moment]
 ) -> set[int]:
     """Return the threads that a request waited for in a part."""
@@ -138,8 +138,8 @@ def _threads(
     return {int(trace.thread_id[root if row == NONE else row]) for row in rows or [root]}
 
 
-def _taking_most(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
-    """Return the name and request of the topmost wanted spans that ran longest in the given times."""
+def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
+    """Return the wanted spans of one name and request that ran longest in the given times. Only topmost spans count."""
     low, high = int(times.starts[0]), int(times.ends[-1])
     rows = np.flatnonzero(is_wanted & (trace.start_ns < high) & (trace.end_ns > low))
     is_candidate = np.zeros(len(trace) + 1, dtype=np.bool_)  # the last place is that of a missing parent
@@ -149,25 +149,25 @@ def _taking_most(trace: Columns, joined: Joined, place: int, times: Union, is_wa
         return None
     rows = rows[times.within(trace.start_ns[rows], trace.end_ns[rows]) > 0]
     groups: dict[tuple[str, str], list[int]] = {}
-    for row, (name, shown) in zip(rows.tolist(), _names_and_rows(trace, rows), strict=True):
-        served = _request_of_span(joined, shown)
+    for row, (name, shown) in zip(rows.tolist(), _name_spans(trace, rows), strict=True):
+        served = _find_request(joined, shown)
         groups.setdefault((name, called(trace, joined, NONE if served == place else served)), []).append(row)
     if not groups:
         return None
-    sums = {key: _ran_ns(trace, times, np.array(named_rows)) for key, named_rows in groups.items()}
+    sums = {key: _measure_runs(trace, times, np.array(named_rows)) for key, named_rows in groups.items()}
     (name, request), ran_ns = max(sums.items(), key=lambda item: (item[1], item[0]))
     return Cause(name, request, ran_ns)
 
 
-def _ran_ns(trace: Columns, times: Union, rows: Int64s) -> int:
-    """Return how much of the given times the spans ran. Overlapping spans count once."""
+def _measure_runs(trace: Columns, times: Union, rows: Int64s) -> int:
+    """Return how long the spans ran within the given times. Overlapping spans count once."""
     ran = union(trace.start_ns[rows], trace.end_ns[rows])
     return int(times.within(ran.starts, ran.ends).sum())
 
 
-def _names_and_rows(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
-    """Return the name of each span, and the row whose request counts. A blocked loop has the name and the row of the
-    span that blocked it."""
+def _name_spans(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
+    """Return the name of each span, and the row that determines its request. A blocked loop has the name and the row of
+    the span that blocked it."""
     shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
     is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
     places = np.flatnonzero(is_blocked)
@@ -179,8 +179,8 @@ def _names_and_rows(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
 
 
 def blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
-    """Return the row of the span that blocked each event loop, else the blocked loop's own row. It is the innermost
-    span of the recorded name on that thread in the middle of the blocked time."""
+    """Return the row of the span that blocked each event loop, else the blocked loop's own row. The blocking span is
+    the innermost one of the recorded name on that thread in the middle of the blocked time."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
     of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)
@@ -201,7 +201,7 @@ def blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
     )
 
 
-def _request_of_span(joined: Joined, row: int) -> int:
+def _find_request(joined: Joined, row: int) -> int:
     """Return the index of a span's request. For a batch it is the request with the largest weight."""
     if joined.of[row] != NONE:
         return int(joined.of[row])
@@ -212,7 +212,7 @@ def _request_of_span(joined: Joined, row: int) -> int:
     return int(served.request[first + int(np.argmax(served.weight[first:last]))])
 
 
-def _batch_cause(
+def _find_batch_cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
     """Return the batches in which a request spent most time, with the other request that took most of it."""

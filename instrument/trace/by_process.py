@@ -1,6 +1,6 @@
-"""The rows of a merged trace by recording process. A tree can have rows of several processes.
+"""Groups the rows of a merged trace by the process that recorded them. A tree can have rows of several processes.
 
-Rows have their process's own numbers of threads, streams and devices. Ids, parents, roots and clock are those of the
+Each process keeps its own numbers of threads, streams and devices. Ids, parents, roots and clock are those of the
 merged trace.
 
 Interruptions become events of the spans that they interrupt, not traces of one span. A blocked event loop interrupts
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class ProcessRows(NamedTuple):
     """The facts of a process and its rows, ordered by tree and then by begin.
 
-    `numbers` has the process's own numbers, None if the trace has the same ones. `interruptions` are by the row that
-    they interrupt, and are not among `rows`.
+    `numbers` has the process's own numbers, None if the trace has the same ones. `interruptions` has the spans that
+    interrupt each row. They are not among `rows`.
     """
 
     facts: Trace
@@ -42,10 +42,8 @@ class ProcessRows(NamedTuple):
 
 
 def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
-    """Yield the rows of each process in a trace that extends the trace of a merge.
-
-    An additional row belongs to its parent's process.
-    """
+    """Yield the rows of each process in a trace that extends the trace of a merge. An additional row belongs to its
+    parent's process."""
     base = merged.saved.trace.origin
     process = np.zeros(len(trace), dtype=np.int64)
     for part in merged.parts:
@@ -53,7 +51,7 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
     further = np.arange(len(merged.saved.trace.columns), len(trace))
     process[further] = process[trace.parent[further]]
     is_interrupting = trace.of_sites(list(map(is_interruption, trace.sites)))
-    order = _by_trees(trace)
+    order = _sort_by_tree(trace)
     for number, parts in groupby(merged.parts, attrgetter("process")):
         process_parts = list(parts)
         facts = max((part.saved.trace for part in process_parts), key=attrgetter("end_ns"))
@@ -65,7 +63,7 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
         yield ProcessRows(replace(facts, origin=origin, threads=threads), process_numbers, rows, hits)
 
 
-def _by_trees(trace: Columns) -> Int64s:
+def _sort_by_tree(trace: Columns) -> Int64s:
     """Return the rows ordered by root, then by begin, the longer ones first, then by id."""
     starts, ends = trace.start_ns, trace.end_ns
     is_later = (starts[1:] > starts[:-1]) | ((starts[1:] == starts[:-1]) & (ends[1:] <= ends[:-1]))
@@ -75,10 +73,8 @@ def _by_trees(trace: Columns) -> Int64s:
 
 
 def outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
-    """Return, for the rows of nested requests with keys, the ids of the span around each and of its root.
-
-    A request that already has a link is left out.
-    """
+    """Return, for each row of a nested request with a key, the ids of the span around it and of that span's root. A
+    request that already has a link is left out."""
     origins: dict[int, tuple[int, int]] = {}
     for place in joined.keys:
         row = int(joined.rows[place])
@@ -91,7 +87,7 @@ def outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]
 
 
 def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
-    """Return, for the requests and roots among some rows, the interruptions of their process that interrupt each."""
+    """Return the interruptions of each request and each root among some rows of one process."""
     by_end = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
     hit = rows[trace.of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
     if not len(by_end):
@@ -114,17 +110,18 @@ def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Map
 
 
 NEWEST = 1_000
-"""The maximum number of interruptions of a process that are kept for spans that end later, the newest ones."""
+"""The most interruptions of a process that are kept for spans that end later. The newest remain."""
 
 
 class Interruptions:
-    """The newest interruptions of one process."""
+    """Keeps the newest interruptions of one process, to attach them to spans that end later."""
 
     def __init__(self) -> None:
         self._newest: list[Span] = []
 
     def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
-        """Return the rows that are no interruptions, and by row the interruptions of this and earlier traces."""
+        """Return the rows that are no interruptions, and the interruptions of each, from this trace and earlier
+        ones."""
         alone = trace.of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)

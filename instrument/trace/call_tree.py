@@ -1,8 +1,8 @@
-"""The call tree of a trace, and its tally: the times of the calls of each call path.
+"""Computes the call tree of a trace, and the tally: the times of the calls of each call path.
 
 A track (`line` in names) is one thread, or one task on it. A call on another track than its parent's has a node of its
-own per thread, and is no part of the parent's time. The device time of a call is the union of the device intervals at
-and below it on its track. So overlapping intervals of nested calls count once.
+own per thread, and its time is no part of the parent's time. The device time of a call is the union of the device
+intervals at and below it on its track. So overlapping intervals of nested calls count once.
 
 The tally has totals by call path and thread, as recorders count them. Recursion is folded: a call of a site that is
 already on its path counts at that site's node. It is an inner call if an outer call of the same node and thread was
@@ -32,7 +32,7 @@ from instrument.trace.self_times import waiting_times
 
 @dataclass(frozen=True, slots=True)
 class NodeTimes:
-    """The number, sum, greatest and least of the times of each node's calls."""
+    """The number of each node's calls, and the sum, maximum and minimum of their times."""
 
     calls: Int64s
     total_ns: Int64s
@@ -41,7 +41,7 @@ class NodeTimes:
 
     @classmethod
     def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
-        """Return the times of each node from one length per call. `groups` has the node of each call."""
+        """Summarise one length per call by node. `groups` has the node of each call."""
         return cls(
             groups.sizes(), groups.sums(lengths_ns), groups.most(lengths_ns, 0), groups.least(lengths_ns, FARTHEST_NS)
         )
@@ -83,10 +83,10 @@ class CallPaths:
 def call_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> CallPaths:  # fmt: skip
-    """Return the call tree of all spans, or of the spans in `among`. Calls of `kinds` and the calls right below them
-    have device time.
+    """Return the call tree of all spans, or of the spans in `among`. Only calls of `kinds` and the calls right below
+    them get device times.
 
-    With a `window`, times are clipped to it. A node without a call in it exists only for the nodes below it.
+    With a `window`, times are clipped to it. A node without a call in the window exists only for the nodes below it.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = overlap(trace.start_ns, trace.end_ns, (first, last))
@@ -96,16 +96,16 @@ def call_tree(
         counted, is_included = counted & among, is_included & among
         level = levels(np.where(np.append(is_included, False)[trace.parent], trace.parent, np.int32(NONE)))
     on_line = trace.on_line_of_parent & is_included[trace.parent]
-    node_of, parent, some_row = _nodes(trace, level, is_included, on_line)
+    node_of, parent, some_row = _number_nodes(trace, level, is_included, on_line)
     count = len(parent)
     is_elsewhere = ~on_line[some_row]
     is_of = np.array([*(site.kind in kinds for site in trace.sites), False])[trace.site[some_row]]
     around = np.where(is_elsewhere, NONE, parent)
     below = (around != NONE) & is_of[around] if count else is_of
     inside = nearest(around.astype(np.int32), below) != NONE
-    host, first_row, first_ns = _host_times(trace, counted, node_of, (first, last), count)
-    device, streams = _device_times(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
-    order, new_of = _in_order_of_appearance(parent, first_row.tolist())
+    host, first_row, first_ns = _measure_host(trace, counted, node_of, (first, last), count)
+    device, streams = _measure_device(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
+    order, new_of = _order_nodes(parent, first_row.tolist())
     old = np.array(order, dtype=np.int64)
     return CallPaths(
         parent=np.where(parent[old] == NONE, NONE, new_of[parent[old]]) if count else parent,
@@ -113,21 +113,19 @@ def call_tree(
         thread_id=trace.thread_id[some_row[old]],
         is_elsewhere=is_elsewhere[old],
         first_ns=first_ns[old],
-        host=_reordered(host, old),
-        device=_reordered(device, old),
+        host=_reorder_times(host, old),
+        device=_reorder_times(device, old),
         streams=[stream_times._replace(node=int(new_of[stream_times.node])) for stream_times in streams],
     )
 
 
-def _reordered(times: NodeTimes, order: Int64s) -> NodeTimes:
+def _reorder_times(times: NodeTimes, order: Int64s) -> NodeTimes:
     return NodeTimes(times.calls[order], times.total_ns[order], times.most_ns[order], times.least_ns[order])
 
 
-def _nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the node of each included row, and the parent and one row of each node. Parents come first.
-
-    `level` is the number of included rows above a row. `on_line` is True for rows on the track of an included parent.
-    """
+def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the node of each included row, and the parent and one row of each node. Parents come first. `level` is the
+    number of included rows above a row. `on_line` is True for rows on the track of an included parent."""
     node_of = np.full(len(trace), NONE, dtype=np.int64)
     parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     some_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
@@ -149,13 +147,13 @@ def _nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bools) ->
     return node_of, np.concatenate(parents), np.concatenate(some_rows)
 
 
-def _in_order_of_appearance(parent: Int64s, first_row: list[int]) -> tuple[list[int], Int64s]:
+def _order_nodes(parent: Int64s, first_row: list[int]) -> tuple[list[int], Int64s]:
     """Return the nodes ordered by the first row at or below each, and the index of each node in that order."""
     order = sorted(range(len(parent)), key=least_below(parent.tolist(), first_row).__getitem__)
     return order, places_of(np.array(order, dtype=np.int64), len(parent))
 
 
-def _host_times(
+def _measure_host(
     trace: Columns, counted: Bools, node_of: Int64s, window: Interval, count: int
 ) -> tuple[NodeTimes, Int64s, Int64s]:  # fmt: skip
     """Return the host times, the first row and the earliest begin of each node."""
@@ -166,11 +164,12 @@ def _host_times(
     return NodeTimes.of(groups, ends - starts), first_row, first_ns
 
 
-def _device_times(
+def _measure_device(
     trace: Columns, counted: Bools, on_line: Bools, node_of: Int64s, is_timed: Bools, inside: Bools, window: Interval,
     count: int,
 ) -> tuple[NodeTimes, list[StreamTimes]]:  # fmt: skip
-    """Return the device times of the nodes that are `is_timed`, and times by stream for them and the nodes inside."""
+    """Return the device times of the nodes in `is_timed`, and times by stream for them and for the nodes below
+    (`inside`)."""
     work, (first, last) = trace.device, window
     if not len(work) or not count:
         nothing = np.zeros(0, dtype=np.int64)
@@ -179,7 +178,7 @@ def _device_times(
     is_kept = work.timed & counted[work.row] & (is_timed | inside)[nodes] & overlap(work.start_ns, work.end_ns, window)
     rows, nodes = work.row[is_kept], nodes[is_kept]
     starts, ends = np.maximum(work.start_ns[is_kept], first), np.minimum(work.end_ns[is_kept], last)
-    streams = _stream_times(nodes, work.device[is_kept], work.stream[is_kept], ends - starts)
+    streams = _measure_streams(nodes, work.device[is_kept], work.stream[is_kept], ends - starts)
     is_call = (node_of != NONE) & is_timed[node_of]
     around = np.where(on_line, trace.parent, np.int32(NONE))
     calls, lengths_ns = lengths_below(around, is_call, rows, starts, ends)
@@ -187,7 +186,7 @@ def _device_times(
     return NodeTimes.of(Groups(node_of[calls[is_counted]], count), lengths_ns[is_counted]), streams
 
 
-def _stream_times(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: Int64s) -> list[StreamTimes]:
+def _measure_streams(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: Int64s) -> list[StreamTimes]:
     if not len(nodes):
         return []
     keys, firsts = numbered(nodes, devices, streams)
@@ -201,8 +200,8 @@ def lengths_below(
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
     """Return the calls with intervals at or below them on their track, and the length of the intervals' union.
 
-    Unions are passed up level by level. A call without intervals of its own and with one child is skipped, so that deep
-    call chains cost little.
+    Unions of intervals are passed up level by level. A call without intervals of its own and with one child is skipped,
+    so that deep call chains cost little.
     """
     nearest_call = nearest(around, is_call)
     up = np.where(around == NONE, NONE, nearest_call[around]).astype(np.int32)
@@ -253,7 +252,7 @@ _TOO_DEEP = "its calls are nested too deeply; it is damaged"
 
 
 class _Paths:
-    """Call paths with folded recursion as nodes: each has its site's number and its parent.
+    """A tree of call paths with folded recursion: each node has the number of its site, and its parent.
 
     A call in a node of `recurring` may have an outer call of the same node. Raises `ValueError` after a search of more
     than `limit_links` nodes for recursion.
@@ -272,14 +271,14 @@ class _Paths:
         """Return the node for a call of a site in a parent node. A recursive call gets the site's node on its path."""
         node = self._below.get((parent, site))
         if node is None:
-            node = self._below[parent, site] = self._folded(parent, site)
+            node = self._below[parent, site] = self._add_node(parent, site)
         return node
 
-    def _folded(self, parent: int, site: int) -> int:
+    def _add_node(self, parent: int, site: int) -> int:
         if site in self._known_sites:
             on_path = [parent]
             while (node := on_path[-1]) != NONE:
-                self._go_over_link()
+                self._count_link()
                 if self.site[node] == site:
                     self.recurring.update(on_path)
                     return node
@@ -290,7 +289,7 @@ class _Paths:
         self.depth.append(1 if parent == NONE else self.depth[parent] + 1)
         return len(self.site) - 1
 
-    def _go_over_link(self) -> None:
+    def _count_link(self) -> None:
         if self._links_left is not None:
             self._links_left -= 1
             if self._links_left < 0:
@@ -305,28 +304,26 @@ class _Paths:
 
 
 def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
-    """Return the number of each row's call path, and for each path its sites, the topmost first."""
+    """Return the number of each row's call path, and the sites of each path, the topmost first."""
     paths = _Paths(None)
-    node_of = _folded_nodes(trace, paths)
+    node_of = _fold_nodes(trace, paths)
     return node_of, paths.all(trace.sites)
 
 
 def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
-    """Return the tally of all spans. `threads` has the names of threads, some may be missing.
-
-    Raises `ValueError` if the call paths have more than `limit_links` sites in all.
-    """
+    """Return the tally of all spans. `threads` has the names of threads, some may be missing. Raises `ValueError` if
+    the call paths have more than `limit_links` sites in all."""
     if not len(trace):
         return Tally()
     paths = _Paths(limit_links)
-    node_of = _folded_nodes(trace, paths)
+    node_of = _fold_nodes(trace, paths)
     cell_of, rows = numbered(node_of, numbered(trace.thread_id)[0])
     nodes = node_of[rows]
     if limit_links is not None and int(np.array(paths.depth)[nodes].sum()) > limit_links:
         raise ValueError(_TOO_DEEP)
-    lines, buckets = _totals(trace, cell_of, len(rows), _inner(trace, node_of, paths.recurring))
+    lines, buckets = _sum_cells(trace, cell_of, len(rows), _are_inner_calls(trace, node_of, paths.recurring))
     lines["node"], lines["thread_id"] = nodes, trace.thread_id[rows]
-    order = np.array(_in_order(trace, cell_of, len(rows)), dtype=np.int64)
+    order = np.array(_order_cells(trace, cell_of, len(rows)), dtype=np.int64)
     buckets["line"] = np.argsort(order)[buckets["line"]]
     lines, names = lines[order], dict(threads or {})
     labels = {thread: names.get(thread, f"thread {thread}") for thread in dict.fromkeys(lines["thread_id"].tolist())}
@@ -335,7 +332,7 @@ def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_
     return Tally.of_paths([every[node] for node in used], lines, buckets, labels)
 
 
-def _folded_nodes(trace: Columns, paths: _Paths) -> Int64s:
+def _fold_nodes(trace: Columns, paths: _Paths) -> Int64s:
     """Return the node of each row, with folded recursion. Sites of the same key count as one."""
     by_key: dict[tuple[object, ...], int] = {}
     places = np.array([by_key.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
@@ -351,15 +348,15 @@ def _folded_nodes(trace: Columns, paths: _Paths) -> Int64s:
     return node_of[:-1]
 
 
-def _inner(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
-    """Return an array over all rows, True for inner calls: an outer call of the node and thread was still open."""
+def _are_inner_calls(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
+    """Return an array over all rows, True for inner calls: an outer call of the same node and thread was still open."""
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
         return inner
     is_recurring = np.zeros(int(node_of.max()) + 1, dtype=np.bool_)
     is_recurring[list(recurring)] = True
     rows = np.flatnonzero(is_recurring[node_of])
-    around = _around_of_node(trace, node_of, rows)
+    around = _find_outer_calls(trace, node_of, rows)
     # The latest end of all outer calls, by pointer doubling.
     latest, up = np.full(len(trace), -FARTHEST_NS, dtype=np.int64), around.copy()
     latest[rows] = np.where(around[rows] == NONE, -FARTHEST_NS, trace.end_ns[around[rows]])
@@ -374,8 +371,8 @@ def _inner(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bools:
     return inner
 
 
-def _around_of_node(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
-    """Return the nearest row of the same node and thread above each of some rows."""
+def _find_outer_calls(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
+    """Return, for each of some rows, the nearest row above it of the same node and thread."""
     around = np.full(len(trace), NONE, dtype=np.int32)
     up = trace.parent[rows]
     while True:
@@ -388,9 +385,9 @@ def _around_of_node(trace: Columns, node_of: Int64s, rows: Int64s) -> Int32s:
         rows, up = rows[~same], trace.parent[up[~same]]
 
 
-def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Records, Records]:
+def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Records, Records]:
     """Return the totals and the histogram of each cell. A cell is a node on a thread."""
-    device_ns, elapsed_ns = _device_and_elapsed(trace)
+    device_ns, elapsed_ns = _measure_rows(trace)
     elapsed_ns[inner] = trace.total_ns[inner]
     moved = np.zeros(len(trace), dtype=np.int64)
     copied = np.intersect1d(trace.attributes.having("bytes"), np.flatnonzero(trace.of_kind("copy")))
@@ -422,7 +419,7 @@ def _totals(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple[Re
     return lines, buckets_of(*np.divmod(keys, LAST_BUCKET + 1), sizes)
 
 
-def _device_and_elapsed(trace: Columns) -> tuple[Int64s, Int64s]:
+def _measure_rows(trace: Columns) -> tuple[Int64s, Int64s]:
     """Return the device time of each row, and the length of the union of its device and host intervals."""
     device_ns, elapsed_ns = np.zeros(len(trace), dtype=np.int64), trace.total_ns.copy()
     if len(trace.device):
@@ -435,7 +432,7 @@ def _device_and_elapsed(trace: Columns) -> tuple[Int64s, Int64s]:
     return device_ns, elapsed_ns
 
 
-def _in_order(trace: Columns, cells: Int64s, count: int) -> list[int]:
+def _order_cells(trace: Columns, cells: Int64s, count: int) -> list[int]:
     """Return the cells in depth-first order. Siblings are ordered by begin, then the longest first, then by id."""
     rank = places_of(in_order(trace), len(trace))
     by_depth, parent = by_level(trace.level), trace.parent

@@ -1,7 +1,7 @@
-"""A trace as numpy columns. The constructor of `Columns` checks them, so a trace is always consistent.
+"""Defines a trace as numpy columns. The constructor of `Columns` checks them, so a trace is always consistent.
 
-Each row is a span, in the order of the input. Times are ns on the monotonic clock, below 2^62, so that sums and
-differences of two times do not overflow.
+Each row is a span. Rows are in the order of the input. Times are ns on the monotonic clock, below 2^62, so that sums
+and differences of two times do not overflow.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Bools = NDArray[np.bool_]
 Description = TypeVar("Description", bound=Hashable)
 
 FARTHEST_NS = 1 << 62
-"""The bound of times in ns. No clock reads more."""
+"""The time in ns from which on a time is invalid, because no clock reads it."""
 
 
 class Attributes(Protocol):
-    """The attributes of spans by row. They are decoded when they are read."""
+    """The attributes of spans by row, decoded on access."""
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         """Return the attributes of a row."""
@@ -41,7 +41,7 @@ class Attributes(Protocol):
         """Return the rows with attributes, in order."""
 
     def having(self, name: str) -> Int64s:
-        """Return the rows with an attribute of a name, in order."""
+        """Return the rows with an attribute of this name, in order."""
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         """Return the value of an attribute in each of some rows, None for a row without it."""
@@ -74,10 +74,8 @@ class AttributesOfRows(Attributes):
 
 
 class ComposedAttributes(Attributes):
-    """The attributes of rows that come from several `parts`. `part` has each row's part, `row_in_part` its row there.
-
-    `relink(part, link)` returns a link with the ids of the composed trace.
-    """
+    """The attributes of rows that come from several `parts`. `part` has the index of each row's part, `row_in_part` its
+    row in that part. `relink(part, link)` returns a link of a part with the ids of the composed trace."""
 
     def __init__(
         self,
@@ -90,20 +88,20 @@ class ComposedAttributes(Attributes):
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         number = int(self._part[row])
-        return self._relinked(number, self._parts[number][int(self._own[row])])
+        return self._relink_attributes(number, self._parts[number][int(self._own[row])])
 
-    def _relinked(self, number: int, attributes: Mapping[str, AttributeValue]) -> Mapping[str, AttributeValue]:
+    def _relink_attributes(self, number: int, attributes: Mapping[str, AttributeValue]) -> Mapping[str, AttributeValue]:
         if LINK not in attributes:
             return attributes
         return {**attributes, LINK: self._relink(number, attributes[LINK])}
 
     def rows(self) -> Int64s:
-        return self._composed([part.rows() for part in self._parts])
+        return self._compose_rows([part.rows() for part in self._parts])
 
     def having(self, name: str) -> Int64s:
-        return self._composed([part.having(name) for part in self._parts])
+        return self._compose_rows([part.having(name) for part in self._parts])
 
-    def _composed(self, rows: Sequence[Int64s]) -> Int64s:
+    def _compose_rows(self, rows: Sequence[Int64s]) -> Int64s:
         """Return the composed rows for some rows of each part, in order."""
         composed = [np.zeros(0, dtype=np.int64)]
         for number, rows_of_part in enumerate(rows):
@@ -131,12 +129,12 @@ class ComposedAttributes(Attributes):
             places = np.flatnonzero(of_rows == number)
             numbers_of_part, sets_of_part = part.distinct(self._own[rows[places]])
             numbers[places] = np.where(numbers_of_part == NONE, NONE, numbers_of_part + len(sets))
-            sets += [self._relinked(number, attributes) for attributes in sets_of_part]
+            sets += [self._relink_attributes(number, attributes) for attributes in sets_of_part]
         return numbers, sets
 
 
 def override_rows(attributes: Attributes, count: int, more: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
-    """Return the attributes of `count` rows. Those in `more` replace the attributes of their rows."""
+    """Return the attributes of `count` rows. The attributes in `more` replace those of the same row."""
     part = np.zeros(count, dtype=np.int32)
     part[list(more)] = 1
     return ComposedAttributes([attributes, AttributesOfRows(more)], part, np.arange(count))
@@ -176,7 +174,7 @@ class DeviceIntervals:
         return self.end_ns - self.start_ns
 
     def only(self, is_wanted: Bools) -> DeviceIntervals:
-        """Return the wanted intervals."""
+        """Return the intervals for which `is_wanted` is True."""
         if is_wanted.all():
             return self
         columns = {item.name: getattr(self, item.name)[is_wanted] for item in fields(self) if item.name != "labels"}
@@ -260,7 +258,8 @@ class Columns:
         return mask
 
     def numbered_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
-        """Return the distinct results of `describe`, and the index of each site's result, followed by a last `NONE`."""
+        """Return the distinct results of `describe` for the sites, and the index of each site's result. A last `NONE`
+        follows."""
         numbers: dict[Description, int] = {}
         of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
@@ -274,13 +273,13 @@ class Columns:
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def untimed(self) -> int:
-        """Return the number of rows without device intervals whose site asks for device time."""
+        """Return the number of rows without device intervals although their site has device times."""
         is_missing = self.of_sites([site.device for site in self.sites])
         is_missing[self.device.row] = False
         return int(np.count_nonzero(is_missing))
 
     def only(self, is_wanted: Bools) -> Columns:
-        """Return the wanted rows without attributes."""
+        """Return the rows for which `is_wanted` is True, without attributes."""
         rows = np.flatnonzero(is_wanted)
         device = self.device.only(is_wanted[self.device.row])
         number_of = np.cumsum(is_wanted, dtype=np.int32) - 1
@@ -295,17 +294,15 @@ class Columns:
         )
 
     def with_attributes(self, is_wanted: Bools) -> Columns:
-        """Return the wanted rows with their attributes."""
+        """Return the rows for which `is_wanted` is True, with attributes."""
         rows = np.flatnonzero(is_wanted)
         remote = {place: self.remote[row] for place, row in enumerate(rows.tolist()) if row in self.remote}
         attributes = ComposedAttributes([self.attributes], np.zeros(len(rows), dtype=np.int32), rows)
         return replace(self.only(is_wanted), attributes=attributes, remote=remote)
 
     def owners(self, is_wanted: Bools) -> Int32s:
-        """Return the topmost wanted row at or above each row, `NONE` without one.
-
-        A wanted root comes first, because parents in between may not have been kept.
-        """
+        """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root has precedence, because
+        parents in between may not have been kept."""
         rows = np.arange(len(self), dtype=np.int32)
         owner = np.where(is_wanted, rows, np.int32(NONE)).astype(np.int32)
         above, open_rows = self.parent.copy(), np.flatnonzero(self.parent != NONE)
@@ -320,7 +317,7 @@ class Columns:
         return np.where(by_root, roots, owner).astype(np.int32)
 
     def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
-        """Return the device time of some rows in ns, and True for the rows with a timed interval."""
+        """Return the device time of each of some rows in ns, and True for each row with a measured interval."""
         device = self.device
         numbers = places_of(rows, len(self))[device.row]
         is_given = numbers != NONE

@@ -1,4 +1,4 @@
-"""Traces as tables of the dataset that `dataset.json` defines.
+"""Converts traces to the tables of the dataset that `dataset.json` defines.
 
 Every table of one name has the same Arrow schema, even if it is empty. Missing values are NULL. Ids are bytes, the most
 significant first. Times are int64 nanoseconds.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[parquet]"
 
 ROWS_AT_ONCE = 100_000
-"""The maximum number of rows of a table. It bounds the memory of a conversion, and is the row group size of a file."""
+"""The most rows of a table that are converted at once, to bound the memory. They become one row group of a file."""
 
 UInt64s = NDArray[np.uint64]
 Values = Mapping[str, Any]
@@ -72,7 +72,7 @@ def schema(table: str) -> Any:
 
 
 def arrow_type(kind: str) -> Any:
-    """Return the Arrow type for a type of the definition."""
+    """Return the Arrow type for a type that the definition names."""
     arrow = pyarrow()
     if kind.startswith("map<"):
         return arrow.map_(*map(arrow_type, kind[4:-1].split(",")))
@@ -91,7 +91,7 @@ def nullable(values: Any, is_null: Any) -> Any:
 
 
 def texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
-    """Return the name for each number as an Arrow array, NULL for `NONE`."""
+    """Return an Arrow array of the name with each number as index, NULL for `NONE`."""
     arrow = pyarrow()
     indices = arrow.array(numbers.astype(np.int64), mask=numbers == NONE)
     cleaned = arrow.array([name if name is None else clean(name) for name in names], arrow.string())
@@ -166,10 +166,8 @@ class SpanKeys(NamedTuple):
 
 
 class DatasetProcess(NamedTuple):
-    """A process of a dataset: its facts, the offset of its clock, and in a merged trace its own numbers.
-
-    `ids` makes the ids of its spans, None for ids as in files.
-    """
+    """A process of a dataset: the facts, the offset of the clock, and in a merged trace the process's own numbers.
+    `ids` makes the ids of the process's spans, None for the same ids as in files."""
 
     facts: Trace
     offset_ns: int
@@ -198,7 +196,7 @@ class DatasetProcess(NamedTuple):
 
 
 def process_name(origin: Origin) -> str:
-    """Return the name of a process, unique over hosts and runs: boot or host, pid, and start."""
+    """Return the name of a process, which no other process of any host or run has: boot or host, pid, and start."""
     return clean(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
 
 
@@ -250,7 +248,7 @@ _TOKENS = {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS}
 def request_columns(
     trace: Columns, joined: Joined, places: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
-    """Return the columns of some requests, given by index, except their ids."""
+    """Return the columns of the requests with the indices `places`, except their ids."""
     rows, keys, names, count = joined.rows[places], joined.keys, parts.names, len(joined.rows)
     columns: dict[str, Any] = {}
     for part, column in _PARTS.items():
@@ -262,7 +260,9 @@ def request_columns(
     ):
         if (name := names[part_number]) not in _PARTS:
             phases.setdefault(place, {})[clean(name)] = time_ns
-    lengths = {item.place: (_length(item.prefill), _length(item.decode)) for item in stages(trace, joined)}
+    lengths = {
+        item.place: (_measure_length(item.prefill), _measure_length(item.decode)) for item in stages(trace, joined)
+    }
     of_places = [lengths.get(place, (None, None)) for place in places.tolist()]
     arrow = pyarrow()
     for name, attribute in _TOKENS.items():
@@ -284,7 +284,7 @@ def request_columns(
     }  # fmt: skip
 
 
-def _length(interval: tuple[int, int] | None) -> int | None:
+def _measure_length(interval: tuple[int, int] | None) -> int | None:
     return None if interval is None else interval[1] - interval[0]
 
 
@@ -341,10 +341,8 @@ def interval_columns(trace: Columns, places: Int64s, base_ns: Int64s) -> Values:
 
 
 class TraceRows(ABC):
-    """The rows of a joined trace, which can be made into tables.
-
-    `process` has the index of each row's process among `members`. Times plus `base_ns` of the process count from 1970.
-    """
+    """Makes tables of the rows of a joined trace. `process` has the index of each row's process among `members`. Times
+    plus `base_ns` of the process count from 1970."""
 
     def __init__(
         self,
@@ -368,14 +366,12 @@ class TraceRows(ABC):
         """Return the numbers of devices, as their processes gave them, and their UUIDs."""
 
     def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the two halves of the trace id and the span id of a linked span, 0 if it is unknown.
-
-        `link` has the numbers of that span and of its root.
-        """
+        """Return the two halves of the trace id and the span id of a linked span, 0 if it is unknown. `link` has the
+        numbers of that span and of its root."""
         (cause,) = rows_of(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
         return (0, 0, 0) if cause == NONE else tuple(int(ids[cause]) for ids in self.keys[:3])  # type: ignore[return-value]
 
-    def _links(self, rows: Int64s) -> Values:
+    def _make_links(self, rows: Int64s) -> Values:
         links = np.zeros((len(rows), 3), dtype=np.uint64)
         for place in np.flatnonzero(np.isin(rows, self.trace.attributes.having(LINK))).tolist():
             link = self.trace.attributes[int(rows[place])][LINK]
@@ -383,28 +379,28 @@ class TraceRows(ABC):
                 links[place] = self._link_of(int(rows[place]), tuple(link))
         return {"link_trace_id": ids_of(links[:, 0], links[:, 1]), "link_span_id": ids_of(links[:, 2])}
 
-    def _table(self, name: str, rows: Int64s, columns: Values) -> Any:
+    def _make_table(self, name: str, rows: Int64s, columns: Values) -> Any:
         return table(name, {**self.keys.of(rows), **columns}, self.process[rows], self.members)
 
-    def _base_of(self, rows: Int64s) -> Int64s:
+    def _make_bases(self, rows: Int64s) -> Int64s:
         """Return the ns to add to the times of rows, so that they count from 1970."""
         return self._base_ns[self.process[rows]]
 
     def spans(self, rows: Int64s) -> Any:
         """Return the table of some spans, given by row."""
-        columns = span_columns(self.trace, rows, self.keys, self._base_of(rows))
-        return self._table("spans", rows, {**columns, **self._links(rows), **self._threads(rows)})
+        columns = span_columns(self.trace, rows, self.keys, self._make_bases(rows))
+        return self._make_table("spans", rows, {**columns, **self._make_links(rows), **self._threads(rows)})
 
     def requests(self, places: Int64s, is_complete: Bools) -> Any:
         """Return the table of some requests, given by index. `is_complete` is by row of the trace."""
         rows = self._joined.rows[places]
-        columns = request_columns(self.trace, self._joined, places, *self._ledgers, self._base_of(rows))
-        return self._table("requests", rows, {**columns, "is_complete": is_complete[rows]})
+        columns = request_columns(self.trace, self._joined, places, *self._ledgers, self._make_bases(rows))
+        return self._make_table("requests", rows, {**columns, "is_complete": is_complete[rows]})
 
     def batches(self, rows: Int64s) -> Any:
         """Return the table of some batches, given by row."""
-        columns = batch_columns(self.trace, self._joined, rows, *self._ledgers, self._base_of(rows))
-        return self._table("batches", rows, columns)
+        columns = batch_columns(self.trace, self._joined, rows, *self._ledgers, self._make_bases(rows))
+        return self._make_table("batches", rows, columns)
 
     def batch_members(self, pairs: Int64s) -> Any:
         """Return the table of some pairs of a batch and a request."""
@@ -412,28 +408,26 @@ class TraceRows(ABC):
         rows, places = served.batch[pairs], served.request[pairs]
         requests = np.append(self._joined.rows, 0)[places]
         high, low, span = (np.where(places == NONE, np.uint64(0), ids[requests]) for ids in self.keys[:3])
-        columns = member_columns(self.trace, self._joined, pairs, *self._ledgers, self._base_of(rows))
+        columns = member_columns(self.trace, self._joined, pairs, *self._ledgers, self._make_bases(rows))
         of_requests = {"request_trace_id": ids_of(high, low), "request_span_id": ids_of(span)}
-        return self._table("members", rows, {**columns, **of_requests})
+        return self._make_table("members", rows, {**columns, **of_requests})
 
     def intervals(self, places: Int64s) -> Any:
         """Return the table of some device intervals, given by index."""
         device = self.trace.device
         rows = device.row[places].astype(np.int64)
         devices, uuids = self._devices(device.device[places], self.process[rows])
-        columns = interval_columns(self.trace, places, self._base_of(rows))
-        return self._table("intervals", rows, {**columns, "device": devices, "device_uuid": uuids})
+        columns = interval_columns(self.trace, places, self._make_bases(rows))
+        return self._make_table("intervals", rows, {**columns, "device": devices, "device_uuid": uuids})
 
-    def _in_parts(self, name: str, numbers: Int64s, part: Callable[[Int64s], Any]) -> Iterator[tuple[str, Any]]:
+    def _make_parts(self, name: str, numbers: Int64s, part: Callable[[Int64s], Any]) -> Iterator[tuple[str, Any]]:
         for first in range(0, max(len(numbers), 1), ROWS_AT_ONCE):
             yield name, part(numbers[first : first + ROWS_AT_ONCE])
 
 
 class DatasetRows(TraceRows):
-    """The rows of merged files, with the requests of all of them joined.
-
-    `ids` has the span ids of each process by number from 1, if the rows were read from a dataset.
-    """
+    """Makes tables of merged files. The requests of all files are joined. `ids` has the span ids of each process by
+    number from 1, if the rows were read from a dataset."""
 
     def __init__(self, merged: Merged, ids: Sequence[SpanKeys] | None = None) -> None:
         self.merged = merged
@@ -450,7 +444,7 @@ class DatasetRows(TraceRows):
             newest = max((part.saved.trace for part in parts), key=attrgetter("end_ns"))
             numbers = facts.processes[number] if facts.processes else None
             members.append(DatasetProcess(newest, base_ns + parts[0].moved_ns, numbers))
-        keys = keys_of(trace, process, members) if ids is None else _kept(trace, process, ids)
+        keys = keys_of(trace, process, members) if ids is None else _keep_ids(trace, process, ids)
         super().__init__(trace, joined, process, members, keys, np.full(len(members), base_ns, dtype=np.int64))
 
     def tables(self) -> Iterator[tuple[str, Any]]:
@@ -459,13 +453,13 @@ class DatasetRows(TraceRows):
         first, last = self._facts.coverage
         is_complete = (trace.start_ns >= first) & (trace.end_ns <= last) & ~trace.clipped
         order = np.lexsort((np.arange(len(trace)), trace.start_ns, trace.root_id))
-        yield from self._in_parts("spans", order, self.spans)
-        yield from self._in_parts(
+        yield from self._make_parts("spans", order, self.spans)
+        yield from self._make_parts(
             "requests", np.arange(len(joined.rows)), partial(self.requests, is_complete=is_complete)
         )
-        yield from self._in_parts("batches", np.unique(joined.served.batch), self.batches)
-        yield from self._in_parts("members", np.arange(len(joined.served.batch)), self.batch_members)
-        yield from self._in_parts("intervals", np.arange(len(trace.device)), self.intervals)
+        yield from self._make_parts("batches", np.unique(joined.served.batch), self.batches)
+        yield from self._make_parts("members", np.arange(len(joined.served.batch)), self.batch_members)
+        yield from self._make_parts("intervals", np.arange(len(trace.device)), self.intervals)
         windows = [
             ProcessWindow(number, part.saved.trace, self.members[number].offset_ns, self._facts.apart_ns)
             for number, parts in enumerate(self._parts)
@@ -493,7 +487,8 @@ class DatasetRows(TraceRows):
 
 
 class ProcessWindow(NamedTuple):
-    """The facts of a process in one recording window, without its spans. `offset_ns` is the offset of its clock."""
+    """The facts of a process in one recording window, without spans. `offset_ns` is the offset of the process's
+    clock."""
 
     process: int
     facts: Trace
@@ -533,7 +528,7 @@ WINDOW_COLUMNS = (
 
 
 def window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) -> tuple[Any, ...]:
-    """Return the values of a row of `processes`, in the order of `WINDOW_COLUMNS`."""
+    """Return one row of the table `processes`, in the order of `WINDOW_COLUMNS`."""
     origin = facts.origin
     held_ns = facts.held_from_ns + offset_ns if facts.held_from_ns else None
     return (
@@ -558,14 +553,15 @@ def table_of_rows(
 
 
 class NumberedIds(Protocol):
-    """A function from the numbers of a process's spans to their ids."""
+    """Converts the numbers of a process's spans to ids."""
 
     def many(self, numbers: UInt64s, part: int, /) -> UInt64s:
-        """Return span ids for part 0. Parts 1 and 2 are the halves of the ids of traces with these roots."""
+        """Return the span ids for `part` 0, the upper halves of the trace ids of these roots for 1, the lower ones for
+        2."""
 
 
 class ConsecutiveIds:
-    """Ids made of a constant of the process plus the span's number. Each conversion makes equal ids."""
+    """Makes ids of a constant of the process plus the span's number, so that each conversion makes the same ids."""
 
     def __init__(self, origin: Origin) -> None:
         text = f"{process_name(origin)}\0{origin.run}\0{origin.service}".encode(errors="surrogatepass")
@@ -573,7 +569,7 @@ class ConsecutiveIds:
         self._seeds = [np.uint64(int.from_bytes(digest[at : at + 8], "big") | 1 << 40) for at in (0, 8, 16)]
 
     def many(self, numbers: UInt64s, part: int) -> UInt64s:
-        """Return ids as described for `NumberedIds`."""
+        """Return ids as `NumberedIds` describes."""
         ids: UInt64s = numbers * np.uint64(part != 1) + self._seeds[part]
         return ids
 
@@ -585,9 +581,7 @@ def keys_of(
     absent_roots: Mapping[int, RemoteParent] | None = None,
 ) -> SpanKeys:
     """Return the ids of all rows. A parent or root without a row gets the id that its process would give.
-
-    `absent_roots` has the callers of trees whose roots have no row.
-    """
+    `absent_roots` has the callers of trees without a row for the root."""
     absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
 
     def ids_by(processes: Int64s, numbers: Int64s, part: int) -> UInt64s:
@@ -624,8 +618,8 @@ def keys_of(
     return SpanKeys(high, low, ids_by(process, trace.own_id, 0), parent, outer_ids(trace.root_id, 0))
 
 
-def _kept(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
-    """Return the ids that rows have in a dataset. Moved rows get the ids of their new parents and roots."""
+def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
+    """Return the ids that rows were read with from a dataset. Moved rows get the ids of their new parents and roots."""
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))

@@ -1,7 +1,7 @@
-"""The files of a dataset: Parquet, by table, service, day and hour, in a folder or an object store.
+"""Writes the Parquet files of a dataset, by table, service, day and hour, into a folder or an object store.
 
-A file has a name without `.parquet` until it is complete, and is then renamed. The values of folders begin with a
-letter, since engines turn some texts into numbers: `service=s-chat/date=d2026-11-29/hour=h07`.
+A file has a name without `.parquet` until it is complete, and is then renamed. The values in names of folders begin
+with a letter, because query engines turn some texts into numbers: `service=s-chat/date=d2026-11-29/hour=h07`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instrument.trace.dataset import definition, pyarrow, schema
 from instrument.trace.text import clean
 
 FILE_BYTES = 128 << 20
-"""The size from which on a file is closed and another one begun, in bytes."""
+"""The size in bytes at which a file is closed and another one begun."""
 
 HOUR_NS = 3600 * 10**9
 
@@ -28,17 +28,18 @@ PLAIN = frozenset({
     "span_id", "parent_span_id", "start_unix_ns", "duration_ns", "children_ns", "waiting_ns", "link_span_id", "own_ns",
     "share_ns", "request_span_id", "queue_ns", "stall_ns", "transport_ns", "unknown_ns", "value",
 })  # fmt: skip
-"""Columns without a dictionary, since most of their values are distinct."""
+"""The columns that Parquet stores without a dictionary, because most of their values are distinct."""
 
 
 def folder_of(service: str, hour: int) -> str:
-    """Return the folders for a service's rows that began in an hour, counted from 1970."""
+    """Return the path of the folder for a service's rows that began in `hour`, counted from 1970."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", clean(service)) or "_"
     return time.strftime(f"service=s-{name}/date=d%Y-%m-%d/hour=h%H", time.gmtime(hour * 3600))
 
 
 class Folder:
-    """A folder, given by its path or its URL, such as `s3://bucket/traces`. Raises `TraceError`."""
+    """A local folder or one in an object store, given by its path or its URL, such as `s3://bucket/traces`. Raises
+    `TraceError`."""
 
     def __init__(self, path: str) -> None:
         pyarrow()
@@ -130,7 +131,8 @@ class DatasetWriter:
     """Writes tables to the files of a dataset. Files that begin with `name` replace older ones.
 
     A file gets its final name in `close`. After an error, `discard` removes all incomplete files. The caller handles
-    `OSError`. With `fills`, a table without rows has a file, too, since engines refuse a folder that does not exist.
+    `OSError`. With `fills`, a table without rows has a file, too, because query engines refuse a folder that does not
+    exist.
     """
 
     def __init__(self, folder: Folder, name: str, file_bytes: int = FILE_BYTES, *, fills: bool = True) -> None:
@@ -143,7 +145,7 @@ class DatasetWriter:
 
     def write(self, table: str, rows: Any) -> None:
         """Write the rows of a table to the files of their services and hours."""
-        for folder, some in _by_folder(rows):
+        for folder, some in _split_by_folder(rows):
             self._last_folder = folder
             self._write(table, folder, some)
 
@@ -186,7 +188,7 @@ class DatasetWriter:
         self._open, self._closed = {}, []
 
 
-def _by_folder(rows: Any) -> Iterator[tuple[str, Any]]:
+def _split_by_folder(rows: Any) -> Iterator[tuple[str, Any]]:
     """Yield the folder and the rows of each service and hour."""
     from pyarrow import compute
 

@@ -1,4 +1,4 @@
-"""Conversion of a dataset's rows into recordings, one per process, for the functions that read files."""
+"""Converts the rows of a dataset into recordings, one per process, for the functions that read files."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def processes_in(tables: Mapping[str, Any]) -> list[ReadProcess]:
     `tables` must have `spans`, and may have `intervals`, `gauges`, `losses` and `processes`. The order of rows and the
     type of ids do not matter. The caller selects the rows, such as those of one run.
     """
-    arrow = {name: _typed(name, table) for name, table in tables.items()}
+    arrow = {name: _convert_types(name, table) for name, table in tables.items()}
     spans = arrow["spans"].sort_by([("start_unix_ns", "ascending"), ("duration_ns", "descending")])
-    by_process = {name: dict(_by_process(table)) for name, table in {**arrow, "spans": spans}.items()}
-    everywhere = np.unique(_numbers(spans.column("span_id"))[:, 0])
+    by_process = {name: dict(_split_by_process(table)) for name, table in {**arrow, "spans": spans}.items()}
+    everywhere = np.unique(_read_ids(spans.column("span_id"))[:, 0])
     return [
-        _read(rows, {name: parts.get(process) for name, parts in by_process.items()}, everywhere)
+        _read_recording(rows, {name: parts.get(process) for name, parts in by_process.items()}, everywhere)
         for process, rows in by_process["spans"].items()
     ]
 
 
-def _typed(name: str, table: Any) -> Any:
+def _convert_types(name: str, table: Any) -> Any:
     """Return a table with the columns and types of the definition. A missing column becomes NULLs."""
     arrow, types = pyarrow(), schema(name)
     columns = [
@@ -55,7 +55,7 @@ def _typed(name: str, table: Any) -> Any:
     return arrow.Table.from_arrays(columns, schema=types).combine_chunks()
 
 
-def _by_process(table: Any) -> Iterator[tuple[str, Any]]:
+def _split_by_process(table: Any) -> Iterator[tuple[str, Any]]:
     """Yield the name and the rows of each process."""
     names = table.column("process").to_pylist()
     places: dict[str, list[int]] = {}
@@ -65,7 +65,7 @@ def _by_process(table: Any) -> Iterator[tuple[str, Any]]:
         yield name, table if len(some) == len(names) else table.take(some)
 
 
-def _numbers(column: Any) -> UInt64s:
+def _read_ids(column: Any) -> UInt64s:
     """Return ids as one or two 64-bit numbers per row, 0 for NULL."""
     array = column.combine_chunks()
     width = array.type.byte_width
@@ -75,22 +75,22 @@ def _numbers(column: Any) -> UInt64s:
     return numbers
 
 
-def _ints(table: Any, name: str) -> Int64s:
+def _read_ints(table: Any, name: str) -> Int64s:
     return np.asarray(table.column(name).fill_null(0).to_numpy(), dtype=np.int64)
 
 
-def _read(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) -> ReadProcess:
+def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) -> ReadProcess:
     trace_id, span, above, root = (
-        _numbers(spans.column(name)) for name in ("trace_id", "span_id", "parent_span_id", "root_span_id")
+        _read_ids(spans.column(name)) for name in ("trace_id", "span_id", "parent_span_id", "root_span_id")
     )
     ids = SpanKeys(trace_id[:, 0], trace_id[:, 1], span[:, 0], above[:, 0], root[:, 0])
-    order, columns = _sorted(spans, ids, everywhere)
+    order, columns = _sort_rows(spans, ids, everywhere)
     spans, ids = spans.take(order), SpanKeys(*(column[order] for column in ids))
     (offset_ns,) = set(spans.column("clock_offset_ns").to_pylist()[-1:])
-    starts = _ints(spans, "start_unix_ns") - offset_ns
-    durations = _ints(spans, "duration_ns")
-    sites, site = _places(spans.column("site"))
-    errors, error = _places(spans.column("error"))
+    starts = _read_ints(spans, "start_unix_ns") - offset_ns
+    durations = _read_ints(spans, "duration_ns")
+    sites, site = _number_values(spans.column("site"))
+    errors, error = _number_values(spans.column("error"))
     places = tuple(site_from(json.loads(text)) for text in sites)
     is_root = (columns["span_id"] == columns["root_id"]) & (ids.span == ids.root)
     remote = {
@@ -101,31 +101,33 @@ def _read(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) -> ReadPro
         sites=places,
         errors=tuple(errors),
         **columns,
-        thread_id=_ints(spans, "thread_id"),
-        task_id=_ints(spans, "task_id"),
+        thread_id=_read_ints(spans, "thread_id"),
+        task_id=_read_ints(spans, "task_id"),
         start_ns=starts,
         end_ns=starts + durations,
-        active_ns=durations - _ints(spans, "waiting_ns"),
-        self_ns=durations - _ints(spans, "children_ns"),
+        active_ns=durations - _read_ints(spans, "waiting_ns"),
+        self_ns=durations - _read_ints(spans, "children_ns"),
         site=site,
         error=error,
         clipped=spans.column("clipped").fill_null(False).to_numpy().astype(np.bool_),
-        device=_intervals(tables.get("intervals"), ids, offset_ns),
-        attributes=AttributesOfRows(dict(_attributes(spans, [dict(place.attributes) for place in places], site, ids))),
+        device=_read_intervals(tables.get("intervals"), ids, offset_ns),
+        attributes=AttributesOfRows(
+            dict(_read_attributes(spans, [dict(place.attributes) for place in places], site, ids))
+        ),
         remote=remote,
     )
     names = zip(spans.column("thread_id").to_pylist(), spans.column("thread").to_pylist(), strict=True)
     threads = {thread: name for thread, name in names if name}
-    facts = _facts(spans.slice(0, 1).to_pylist()[0], trace, offset_ns, tables)
+    facts = _read_facts(spans.slice(0, 1).to_pylist()[0], trace, offset_ns, tables)
     facts.threads = threads
     return ReadProcess(Saved(facts, None), ids)
 
 
-def _sorted(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dict[str, Int64s]]:
+def _sort_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dict[str, Int64s]]:
     """Return the order of rows by begin, the outer ones first, and in it the numbers of spans, parents and roots.
 
-    A parent or root in another process becomes 0, as the process did not know it. One that no process has gets an
-    unused number.
+    A parent or root in another process becomes 0, because the process did not know it. A parent or root that no process
+    has gets an unused number.
     """
     count = len(ids.span)
     by_id = np.argsort(ids.span, kind="stable")
@@ -137,7 +139,7 @@ def _sorted(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dic
 
     parent, root = row_of(ids.parent), row_of(ids.root)
     level = levels(parent.astype(np.int32))
-    starts, ends = _ints(spans, "start_unix_ns"), _ints(spans, "duration_ns")
+    starts, ends = _read_ints(spans, "start_unix_ns"), _read_ints(spans, "duration_ns")
     order = np.lexsort((level, -ends, starts))
     number = np.empty(count + 1, dtype=np.int64)
     number[order], number[-1] = np.arange(1, count + 1), 0
@@ -151,17 +153,17 @@ def _sorted(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dic
     return order, {"span_id": number[order], "parent_id": parent_id[order], "root_id": root_id[order]}
 
 
-def _places(column: Any) -> tuple[list[Any], Any]:
+def _number_values(column: Any) -> tuple[list[Any], Any]:
     """Return the distinct values of a column, and the index of each row's value, `NONE` for NULL."""
     encoded = column.combine_chunks().dictionary_encode()
     indices = encoded.indices.fill_null(NONE).to_numpy(zero_copy_only=False)
     return encoded.dictionary.to_pylist(), indices.astype(np.int32)
 
 
-def _attributes(
+def _read_attributes(
     spans: Any, of_sites: list[dict[str, Any]], site: Any, ids: SpanKeys
 ) -> Iterator[tuple[int, dict[str, AttributeValue]]]:
-    """Yield, for each row with attributes that its site does not have, the row and these attributes."""
+    """Yield each row that has other attributes than its site, with these attributes."""
     attributes_by_row: dict[int, dict[str, AttributeValue]] = {}
     for name in ATTRIBUTES:
         column = spans.column(name).combine_chunks()
@@ -172,7 +174,7 @@ def _attributes(
                 stored = as_tuples(json.loads(value)) if name == "attributes_json" else value
                 if key not in static or static[key] != stored:
                     attributes_by_row.setdefault(row, {})[key] = stored
-    (linked,) = _numbers(spans.column("link_span_id")).T
+    (linked,) = _read_ids(spans.column("link_span_id")).T
     for row in np.flatnonzero(linked).tolist():
         cause = np.flatnonzero(ids.span == linked[row])
         if len(cause):
@@ -181,16 +183,16 @@ def _attributes(
     yield from sorted(attributes_by_row.items())
 
 
-def _intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceIntervals:
+def _read_intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceIntervals:
     if table is None or not len(table):
         return DeviceIntervals.none()
-    rows = rows_of(ids.span.view(np.int64), _numbers(table.column("span_id"))[:, 0].view(np.int64))
-    starts = _ints(table, "start_unix_ns") - offset_ns
+    rows = rows_of(ids.span.view(np.int64), _read_ids(table.column("span_id"))[:, 0].view(np.int64))
+    starts = _read_ints(table, "start_unix_ns") - offset_ns
     order = np.lexsort((starts, rows))
     order = order[rows[order] != NONE]
-    labels, label = _places(table.column("label"))
+    labels, label = _number_values(table.column("label"))
     device, stream, durations, uncertainty_ns = (
-        _ints(table, name)[order] for name in ("device", "stream", "duration_ns", "uncertainty_ns")
+        _read_ints(table, name)[order] for name in ("device", "stream", "duration_ns", "uncertainty_ns")
     )
     starts = starts[order]
     return DeviceIntervals(
@@ -198,7 +200,7 @@ def _intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceIntervals:
     )
 
 
-def _facts(row: Mapping[str, Any], trace: Columns, offset_ns: int, tables: Mapping[str, Any]) -> Trace:
+def _read_facts(row: Mapping[str, Any], trace: Columns, offset_ns: int, tables: Mapping[str, Any]) -> Trace:
     """Return the facts of a process, from all of its windows or, without any, from its spans."""
     boot, pid, start_ticks = row["process"].rsplit("/", 2)
     windows, gauges, losses = (

@@ -1,8 +1,8 @@
-"""The requests of a run that are kept, and the decision to send, keep or drop each other row.
+"""Decides which requests of a run are kept, and whether each other row is sent, kept or dropped.
 
-A decision includes a request's parts in other processes. A batch is sent with the first kept request that it served.
-For a decision the unsettled rows of all processes become one trace, with unique ids. All processes are on one machine,
-so they share a monotonic clock.
+The decision about a request includes its spans in other processes. A batch is sent with the first kept request that it
+served. For a decision, the unsettled rows of all processes become one trace, with unique ids. All processes are on one
+machine, so they share a monotonic clock.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from instrument.trace.unsettled import (
 )
 
 OPEN_NS = 1 << 61
-"""The end that an open span gets, in ns on the monotonic clock."""
+"""The time in ns that replaces the end of an open span."""
 
 OPEN = 255
-"""The state of an open span. Ended spans have the other states."""
+"""The state of an open span. Ended spans have one of the states in `unsettled`."""
 
 
 class Gathered:
-    """Rows of several recordings as one trace. The column `member` has the index of each row's recording.
+    """The unsettled rows of several recordings as one trace. `member` has the index of each row's recording.
 
-    `place` is the row's index in its recording, `NONE` for an open span. `own` is its id there, `own_root` the id of
-    its root.
+    `place` is the index of a row in its recording, `NONE` for an open span. `own` is the span's id in the recording,
+    `own_root` the id of its root.
     """
 
     def __init__(self, members: Sequence[UnsettledRows], horizon_ns: int) -> None:
@@ -58,7 +58,7 @@ class Gathered:
         self._remote: dict[int, RemoteParent] = {}
         self._active: list[tuple[int, int]] = []
         self._error_rows: list[tuple[int, int]] = []
-        parts = [self._part(member, horizon_ns) for member in members]
+        parts = [self._gather_member(member, horizon_ns) for member in members]
         starts = np.cumsum([0, *(len(part["own"]) for part in parts)])
         for member, part, first in zip(members, parts, starts.tolist(), strict=False):
             self._add_details(member, part, first)
@@ -74,7 +74,7 @@ class Gathered:
         self.place: Int64s = columns["place"]
         self.state: NDArray[np.uint8] = columns["state"]
         is_open = self.state == OPEN
-        parent_id, root_id = self._ids_above(parts, starts)
+        parent_id, root_id = self._number_ids_above(parts, starts)
         lengths = columns["end_ns"] - columns["start_ns"]
         active_ns = np.where(columns["active_ns"] < 0, lengths, np.minimum(columns["active_ns"], lengths))
         for row, own_ns in self._active:
@@ -103,13 +103,13 @@ class Gathered:
             remote=self._remote,
         )
 
-    def _part(self, member: UnsettledRows, horizon_ns: int) -> dict[str, NDArray[Any]]:
+    def _gather_member(self, member: UnsettledRows, horizon_ns: int) -> dict[str, NDArray[Any]]:
         """Return the columns of one recording: the rows that may matter now, followed by open spans."""
         place = np.flatnonzero(_are_relevant(member, horizon_ns))
         rows = member.rows[place]
         ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
         opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
-        node = np.concatenate([rows["node"].astype(np.int64), _of(opened, "node")])
+        node = np.concatenate([rows["node"].astype(np.int64), _column_of(opened, "node")])
         nodes, inverse = np.unique(node, return_inverse=True)
         sites = [self._sites.setdefault(member.site_of(number), len(self._sites)) for number in nodes.tolist()]
         active_ns = np.full(len(node), -1, np.int64)
@@ -117,14 +117,14 @@ class Gathered:
         active_ns[places] = numbers
         none = np.full(len(opened), NONE, np.int64)
         return {
-            "own": np.concatenate([rows["span_id"].astype(np.int64), _of(opened, "span_id")]),
-            "parent": np.concatenate([rows["parent_id"].astype(np.int64), _of(opened, "parent_id")]),
-            "root": np.concatenate([rows["root_id"].astype(np.int64), _of(opened, "root_id")]),
-            "thread": np.concatenate([member.thread_id[place], _of(opened, "thread_id")]),
-            "task": np.concatenate([rows["task"].astype(np.int64), _of(opened, "task_id")]),
-            "start_ns": np.concatenate([rows["start_ns"].astype(np.int64), _of(opened, "start_ns")]),
+            "own": np.concatenate([rows["span_id"].astype(np.int64), _column_of(opened, "span_id")]),
+            "parent": np.concatenate([rows["parent_id"].astype(np.int64), _column_of(opened, "parent_id")]),
+            "root": np.concatenate([rows["root_id"].astype(np.int64), _column_of(opened, "root_id")]),
+            "thread": np.concatenate([member.thread_id[place], _column_of(opened, "thread_id")]),
+            "task": np.concatenate([rows["task"].astype(np.int64), _column_of(opened, "task_id")]),
+            "start_ns": np.concatenate([rows["start_ns"].astype(np.int64), _column_of(opened, "start_ns")]),
             "end_ns": np.concatenate([rows["end_ns"].astype(np.int64), none - NONE + OPEN_NS]),
-            "children_ns": np.concatenate([rows["children_ns"].astype(np.int64), _of(opened, "children_ns")]),
+            "children_ns": np.concatenate([rows["children_ns"].astype(np.int64), _column_of(opened, "children_ns")]),
             "active_ns": active_ns,
             "site": np.array(sites, np.int64)[inverse.reshape(-1)],
             "place": np.concatenate([place, none]),
@@ -157,8 +157,8 @@ class Gathered:
             for at in np.flatnonzero(is_root & (part["start_ns"] < member.served_from_ns)).tolist():
                 self._remote.setdefault(first + at, member.caller)
 
-    def _ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
-        """Return the ids of parents and of roots. An absent one gets an id that no row has."""
+    def _number_ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
+        """Return the ids of parents and of roots. A parent or root without a row gets an unused id."""
         above = int(starts[-1]) + 1
         ids_by_name: dict[str, list[Int64s]] = {"parent": [np.zeros(0, np.int64)], "root": [np.zeros(0, np.int64)]}
         for part, first in zip(parts, starts.tolist(), strict=False):
@@ -181,10 +181,8 @@ class Gathered:
 
 
 def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
-    """Return an array over the rows, True for rows that may be settled now or that decide about other rows.
-
-    In requests that are not due, these are roots, rows with details such as keys, and the rows above them.
-    """
+    """Return an array over the rows, True for rows that may be settled now or that decide about other rows. In requests
+    that are not due, relevant rows are roots, rows with details such as keys, and the rows above these."""
     rows = member.rows
     root_id = rows["root_id"]
     is_request = root_id & np.uint64(REQUEST_BIT) != 0
@@ -203,7 +201,7 @@ def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     return np.asarray(matter)
 
 
-def _of(opened: Sequence[OpenSpan], name: str) -> Int64s:
+def _column_of(opened: Sequence[OpenSpan], name: str) -> Int64s:
     return np.array([getattr(span, name) for span in opened], np.int64)
 
 
@@ -220,19 +218,19 @@ _NOTHING: dict[str, NDArray[Any]] = {
 
 
 PATIENCE_NS = 10**9
-"""The ns that due spans wait for a request that they name but that no process has recorded yet."""
+"""The most nanoseconds for which due spans wait for a request that they name, but that no process has recorded yet."""
 
 UNKNOWN_NS = 8 * 10**9
-"""The ns after which a span is dropped if its request in the same process was never recorded."""
+"""Nanoseconds after which a span is dropped, if its request in the same process was never recorded."""
 
 BEYOND_LIMIT = "requests beyond the capture limit"
 
 MOST_TRACES = 20_000
-"""The maximum number of traces and keys that are remembered. The oldest are forgotten."""
+"""The most traces, and the most keys, that are remembered. The oldest are forgotten."""
 
 
 class RememberedTraces:
-    """The kept traces, and the first request of each key, over all rounds of settling."""
+    """Remembers the kept traces, and the first request of each key, over all rounds of settling."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -249,11 +247,12 @@ class RememberedTraces:
             self._kept.popitem(last=False)
 
     def has_key(self, key: str) -> bool:
-        """Return True if a request has the trace of a key."""
+        """Return True if a request has got the trace that is made from a key."""
         return key in self._first_of_key
 
     def has_trace_of_key(self, key: str, request: tuple[int, int]) -> bool:
-        """Return True if a request, by its process and span, is the first with a key: it gets the key's trace."""
+        """Return True if a request (process and span) is the first with a key, and so has the trace that is made from
+        the key."""
         first_request = self._first_of_key.setdefault(key, request)
         if len(self._first_of_key) > MOST_TRACES:
             self._first_of_key.popitem(last=False)
@@ -273,7 +272,7 @@ class Decisions:
         self.joined = join(trace)
         self.run = self.members[0].ids.run if self.members else ""
         grafted_trace = grafted(trace, self.joined, self.run) if self.run else grafted(trace, self.joined)
-        self.found = self._with_traces(grafted_trace) if self.run else grafted_trace
+        self.found = self._limit_key_traces(grafted_trace) if self.run else grafted_trace
         count = len(trace)
         self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
         """The row of the root of each row's tree, `NONE` if that row is missing."""
@@ -290,8 +289,8 @@ class Decisions:
         self._settle_batches(self.served)
         self._settle_others()
 
-    def _with_traces(self, trace: Columns) -> Columns:
-        """Return the trace in which only the first request of a key, over all rounds, has the key's trace id."""
+    def _limit_key_traces(self, trace: Columns) -> Columns:
+        """Return the trace with the key's trace id for only the first request of each key, over all rounds."""
         key_by_row = {int(self.joined.rows[place]): keys[0] for place, keys in self.joined.keys.items()}
         remote = dict(trace.remote)
         for row, key in key_by_row.items():
@@ -306,7 +305,7 @@ class Decisions:
     def member(self, row: int) -> UnsettledRows:
         return self.members[int(self.gathered.member[row])]
 
-    def _request(self, row: int) -> EndedRequest:
+    def _ended_request(self, row: int) -> EndedRequest:
         member = self.member(row)
         return member.ended_request(member.rows[self.gathered.place[row]])
 
@@ -318,7 +317,7 @@ class Decisions:
         return self.member(root).ids.trace_id(int(self.gathered.own[root]))
 
     def caller_of_absent(self, row: int) -> RemoteParent | None:
-        """Return the caller of a row's tree, whose root has been settled and released."""
+        """Return the caller of a row's tree if its root has been settled and released."""
         member, root_id = self.member(row), int(self.gathered.own_root[row])
         decided = member.decided.get(root_id)
         if decided is not None:
@@ -348,7 +347,7 @@ class Decisions:
         due.sort(key=lambda row: int(gathered.trace.end_ns[row]))
         ended: dict[int, list[EndedRequest]] = {}
         for unit in due:
-            ended.setdefault(int(gathered.member[unit]), []).append(self._request(unit))
+            ended.setdefault(int(gathered.member[unit]), []).append(self._ended_request(unit))
         for member, requests in ended.items():
             self.members[member].sampler.look(requests)
         kept_roots: set[int] = set()
@@ -364,7 +363,8 @@ class Decisions:
         return kept_roots, passed
 
     def _mark_adopted(self) -> None:
-        """Set the state of rows from an earlier reader: settled if that reader had settled them, else waiting."""
+        """Set the state of rows that an earlier reader had read: settled if that reader had settled them, else
+        waiting."""
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):
@@ -393,9 +393,11 @@ class Decisions:
         standing_out: list[tuple[int, int, int]],
     ) -> None:
         ended = [
-            (self.member(row).sampler, self._request(row), row) for row in parts if self.gathered.state[row] != OPEN
+            (self.member(row).sampler, self._ended_request(row), row)
+            for row in parts
+            if self.gathered.state[row] != OPEN
         ]
-        is_kept = self._is_of_share(unit) or self._remembered.is_kept(self.trace_id(unit))
+        is_kept = self._is_sampled(unit) or self._remembered.is_kept(self.trace_id(unit))
         if is_kept or any(sampler.is_asked_for(request) for sampler, request, _ in ended):
             self._keep(unit, kept_roots)
             return
@@ -416,9 +418,9 @@ class Decisions:
         if self._is_last or self.trace_id(unit) not in undue_traces:
             passed.add(unit)
 
-    def _is_of_share(self, unit: int) -> bool:
-        """Return True if a request is randomly sampled. For a request with a caller's trace, the caller has decided."""
-        if self._request(unit).remote is not None:
+    def _is_sampled(self, unit: int) -> bool:
+        """Return True if a request is in the random sample. If it has a caller's trace, the caller has decided."""
+        if self._ended_request(unit).remote is not None:
             return False
         sample = self.member(unit).sampler.capture.sample
         if not is_sampled(self.trace_id(unit), sample):
@@ -479,7 +481,7 @@ class Decisions:
                 self.gone[row] = True
 
     @property
-    def _is_of_others(self) -> Bools:
+    def _are_of_others(self) -> Bools:
         """True for due, undecided rows in trees without a request."""
         is_request = np.append(self.is_root, False)[self.unit]
         is_unknown = (self.unit == NONE) & (self.gathered.own_root & REQUEST_BIT != 0)
@@ -488,9 +490,9 @@ class Decisions:
         )
 
     def _settle_others(self) -> None:
-        """Settle the rows of trees without a request: the random sample decides."""
+        """Settle the rows of trees without a request, by the random sample."""
         gathered = self.gathered
-        due = self._is_of_others
+        due = self._are_of_others
         batches = self.found.attributes.having(BATCH_KEYS)
         due[batches] = False
         if not due.any():
@@ -532,8 +534,8 @@ class Decisions:
         return False if self.gone[root] or self.gathered.state[root] == PASSED else None
 
     def _settle_batches(self, served: Mapping[int, Sequence[int]]) -> None:
-        """Settle batches in trees without a request: with their first kept request, or by the random sample."""
-        due, sampled = self._is_of_others, self.are_sampled()
+        """Settle batches in trees without a request, with their first kept request or by the random sample."""
+        due, sampled = self._are_of_others, self.are_sampled()
         state, end_ns = self.gathered.state, self.gathered.trace.end_ns
         hurries = self._is_last or self._at_once
         for batch in self.found.attributes.having(BATCH_KEYS).tolist():

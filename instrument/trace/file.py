@@ -1,10 +1,10 @@
-"""A saved recording: the columns of a trace and its metadata, in one file of numpy's own format.
+"""Saves a recording (the columns of a trace, and its metadata) in one file of numpy's own format, and loads it.
 
-`numpy.load` reads it without this SDK: `layout` and `watched` define the arrays, and `metadata` is JSON in UTF-8.
-Nothing in it is pickled, and every value is checked before use.
+`numpy.load` reads the file without this SDK: `layout` and `watched` define the arrays, and `metadata` is JSON in UTF-8.
+Nothing in the file is pickled, and every value is checked before use.
 
-It is a zip archive of compressed members, written without `zipfile`, whose zlib takes four times as long. The format is
-that of PKWARE's APPNOTE 6.3 (4.3.6 to 4.3.16), which `zipfile` reads.
+The file is a zip archive of compressed members, written without `zipfile`, whose zlib takes four times as long. The
+format is that of PKWARE's APPNOTE 6.3 (4.3.6 to 4.3.16), which `zipfile` reads.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _VERSION, _DEFLATED, _DATE = 20, 8, 0x21
-"""Zip version 2.0, the method deflate, and the fixed date 1980-01-01, so that equal traces make equal files."""
+"""The version of zip (2.0), the method (deflate), and a fixed date (1980-01-01), so that equal traces make equal
+files."""
 
 ARCHIVE_LIMIT_BYTES = (1 << 32) - 1
-"""The largest archive of this format, in bytes."""
+"""The most bytes of an archive, because the format has 32 bits for its size."""
 
 ZLIB_LEVEL = 1
 
@@ -66,13 +67,13 @@ def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None
 
 
 LAYOUT = 2
-"""The version of the definitions of the arrays."""
+"""The version of the arrays' definition, which a reader compares with its own."""
 
 LIMIT_BYTES = 2 << 30
-"""The largest unpacked size that `load` accepts, in bytes."""
+"""The most unpacked bytes that `load` accepts."""
 
 DEEPEST = 100_000
-"""The deepest nesting of calls that is accepted. No real program nests calls so deep."""
+"""The deepest nesting of calls that is accepted. No real program reaches it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class Saved:
     tally: Tally | None
 
     def counted(self) -> Tally:
-        """Return the saved tally, else one of the spans. Raises `TraceError` for too deeply nested calls."""
+        """Return the saved tally, else a tally counted from the spans. Raises `TraceError` for too deeply nested
+        calls."""
         if self.tally is not None:
             return self.tally
         try:
@@ -96,21 +98,18 @@ class Saved:
 
 
 def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """Write a trace, with a tally if one is given, to a file.
-
-    The file appears complete and with mode 0600, or not at all. It replaces an older file. Missing folders are made.
-    Raises `TraceError` if it cannot be written.
-    """
+    """Write a trace, with a tally if one is given, to a file. The file appears complete and with mode 0600, or not at
+    all. It replaces an older file. Missing folders are made. Raises `TraceError` if it cannot be written."""
     target = Path(path)
     try:
         with atomic.replacing(target) as file:
-            _write(file, trace, tally)
+            _write_members(file, trace, tally)
     except OSError as problem:
         raise TraceError(f"cannot write the recording {target}: {problem.strerror or problem}") from problem
     return target
 
 
-def _write(file: Any, facts: Trace, tally: Tally | None) -> None:
+def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
     columns = facts.columns
     sites = Sites(columns.sites)
     places = np.array([sites.place(site) for site in columns.sites], dtype=np.int32)
@@ -124,10 +123,10 @@ def _write(file: Any, facts: Trace, tally: Tally | None) -> None:
     facts_json = "".join(metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
     text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{facts_json}}}'
     arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
-    write_archive(file, ((f"{name}.npy", _member(column)) for name, column in arrays.items()))
+    write_archive(file, ((f"{name}.npy", _encode_member(column)) for name, column in arrays.items()))
 
 
-def _member(column: Column) -> bytes:
+def _encode_member(column: Column) -> bytes:
     member = io.BytesIO()
     np.lib.format.write_array(member, column, version=(1, 0), allow_pickle=False)
     return member.getvalue()
@@ -147,15 +146,15 @@ def is_recording(path: str | os.PathLike[str]) -> bool:
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
     """Read a recording. Raises `TraceError` for an unreadable or damaged file."""
-    with _refusals(path):
-        arrays = _arrays(Path(path), limit_bytes)
+    with _convert_errors(path):
+        arrays = _read_arrays(Path(path), limit_bytes)
         content = json.loads(arrays.pop("metadata").tobytes())
         if content["layout"] != LAYOUT:
             raise ValueError(f"its layout is {content['layout']!r:.20}; read it with the version that wrote it")
         read = Metadata(checked(content["trace"], dict))
         more = checked(content["spans"], dict)
         columns = unpack_columns(arrays, more, read.sites)
-        facts = read.trace(SpanViews(columns), [_sample(read.base_ns, *sample) for sample in more["samples"]])
+        facts = read.trace(SpanViews(columns), [_read_sample(read.base_ns, *sample) for sample in more["samples"]])
         names = [checked(name, str) for name in more["kernel_names"]]
         facts.kernels = unpacked_kernels(arrays, names, read.base_ns)
         facts.allocations = unpacked_allocations(arrays, read.base_ns)
@@ -163,10 +162,8 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 
 def without_endless(saved: Saved) -> Saved:
-    """Return the recording. If its call paths are long, make its tally now, with a bound on the cost of hostile files.
-
-    Raises `ValueError` and `TraceError` for calls nested deeper than any program's.
-    """
+    """Return the recording. If its call paths are long, count its tally now, within a bound for hostile files. Raises
+    `ValueError` and `TraceError` for calls nested deeper than any program's."""
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls are nested too deeply; it is damaged")
@@ -177,33 +174,33 @@ def without_endless(saved: Saved) -> Saved:
 
 def facts_of(path: str | os.PathLike[str]) -> Trace:
     """Read the facts of a recording, without its spans and gauges. Raises `TraceError`."""
-    with _refusals(path), zipfile.ZipFile(path) as archive:
+    with _convert_errors(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")
         if member.file_size > LIMIT_VALUE:
             raise ValueError("its metadata is too long")
-        content = json.loads(_array(archive.read(member)).tobytes())
+        content = json.loads(_read_array(archive.read(member)).tobytes())
         return Metadata(checked(content["trace"], dict)).trace([], [])
 
 
-def _sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:
+def _read_sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:
     return Sample(
         checked(name, str), checked(device, int), base_ns + checked(since_ns, int), checked(value, float, int)
     )
 
 
-def _arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
+def _read_arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
     arrays: dict[str, Column] = {}
     with zipfile.ZipFile(path) as archive:
         if sum(member.file_size for member in archive.infolist()) > limit_bytes:
             raise ValueError(f"it unpacks to more than {limit_bytes} bytes")
         for member in archive.infolist():
-            arrays[member.filename.removesuffix(".npy")] = _array(archive.read(member))
+            arrays[member.filename.removesuffix(".npy")] = _read_array(archive.read(member))
     if len(arrays["span_id_steps"]) > LIMIT_SPANS:
         raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
     return arrays
 
 
-def _array(data: bytes) -> Column:
+def _read_array(data: bytes) -> Column:
     """Return the integers in the data as a view of it. The header never causes an allocation."""
     head = io.BytesIO(data)
     if np.lib.format.read_magic(head) != (1, 0):
@@ -216,7 +213,7 @@ def _array(data: bytes) -> Column:
 
 
 @contextmanager
-def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
+def _convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Convert every error that a file may cause to a `TraceError`."""
     try:
         yield

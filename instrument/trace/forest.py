@@ -1,4 +1,4 @@
-"""Trees stored as a column with the row of each row's parent. Rows may be in any order."""
+"""Walks trees that are stored as a column with the row of each row's parent. Rows may be in any order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from instrument.trace.groups import distinct, stable_order
 
 NONE = -1
-"""The index of a missing row."""
+"""The index that means no row."""
 
 
 def rows_of(ids: NDArray[np.int64], wanted_ids: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -41,8 +41,7 @@ def rows_of(ids: NDArray[np.int64], wanted_ids: NDArray[np.int64]) -> NDArray[np
 
 
 def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the number of ancestors of each row. The time is log2(depth) rounds. Raises `ValueError` for cyclic
-    parents."""
+    """Return the number of ancestors of each row, in log2(depth) rounds. Raises `ValueError` for cyclic parents."""
     depth = (parents != NONE).astype(np.int32)
     open_rows = np.flatnonzero(depth)
     # The row `depth` levels above each row: 1 level in the first round, then 2, 4 and so on.

@@ -1,4 +1,4 @@
-"""Sums, extremes and counts of numbers by group, exact in 64 bits."""
+"""Computes sums, extremes and counts of numbers by group, exact in 64 bits."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ class Groups:
 
     def sizes(self) -> Int64s:
         """Return the number of members of each group."""
-        return self._spread(np.diff(self._firsts, append=len(self._order)), 0)
+        return self._spread_values(np.diff(self._firsts, append=len(self._order)), 0)
 
     def sums(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Return the sum of each group, 0 for an empty one. Sums that may exceed 64 bits are Python ints."""
         if np.abs(numbers, dtype=np.float64).sum() < 1 << 62:
-            return self._reduced(np.add, numbers, 0)
+            return self._reduce_groups(np.add, numbers, 0)
         totals = np.zeros(self._count, dtype=object)
         if len(self._firsts):
             totals[self._known] = np.add.reduceat(numbers[self._order].astype(object), self._firsts)
         return totals
 
     def least(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
-        return self._reduced(np.minimum, numbers, otherwise)
+        return self._reduce_groups(np.minimum, numbers, otherwise)
 
     def most(self, numbers: NDArray[Any], otherwise: int) -> Int64s:
-        return self._reduced(np.maximum, numbers, otherwise)
+        return self._reduce_groups(np.maximum, numbers, otherwise)
 
-    def _reduced(self, reduce: np.ufunc, numbers: NDArray[Any], otherwise: int) -> Int64s:
+    def _reduce_groups(self, reduce: np.ufunc, numbers: NDArray[Any], otherwise: int) -> Int64s:
         if not len(self._firsts):
             return np.full(self._count, otherwise, dtype=np.int64)
-        return self._spread(reduce.reduceat(numbers[self._order].astype(np.int64), self._firsts), otherwise)
+        return self._spread_values(reduce.reduceat(numbers[self._order].astype(np.int64), self._firsts), otherwise)
 
-    def _spread(self, values: NDArray[Any], otherwise: int) -> Int64s:
+    def _spread_values(self, values: NDArray[Any], otherwise: int) -> Int64s:
         spread = np.full(self._count, otherwise, dtype=np.int64)
         spread[self._known] = values
         return spread
@@ -69,14 +69,15 @@ class Members:
 
 
 def places_of(rows: NDArray[Any], count: int) -> Int64s:
-    """Return the index of each of `count` rows in `rows`, -1 for a missing row. A last -1 follows."""
+    """Return the index in `rows` of each of `count` rows, -1 for a missing row. A last -1 follows."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
     return places
 
 
 def stable_order(numbers: NDArray[Any], end: int) -> Int64s:
-    """Return the indices that sort numbers below `end`. Equal numbers keep their order. 16 bits sort fastest."""
+    """Return the indices that sort numbers below `end`. Equal numbers keep their order. Numbers of 16 bits sort
+    fastest."""
     if end < 1 << 16 and len(numbers) and int(numbers.min()) >= -1:
         return np.argsort((numbers + 1).astype(np.uint16), kind="stable")
     return np.argsort(numbers, kind="stable")
@@ -122,7 +123,7 @@ def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
 
 
 def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Return the result of `numbered`, with numbers in the order in which combinations first occur."""
+    """Number the distinct combinations of columns as `numbered` does, but in the order in which they first occur."""
     numbers, rows = numbered(*columns)
     order = np.argsort(rows)
     return places_of(order, len(rows))[numbers], rows[order]
@@ -145,7 +146,7 @@ def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
 
 
 def counts_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """Return how many numbers up to a limit a group has, per pair of a group in `of` and a limit in `upto`."""
+    """Count the numbers of a group up to a limit, for each pair of a group in `of` and a limit in `upto`."""
     all_groups = np.concatenate([groups, of])
     order = np.lexsort((np.arange(len(all_groups)), np.concatenate([numbers, upto]), all_groups))
     is_limit = order >= len(groups)

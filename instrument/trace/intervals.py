@@ -1,4 +1,4 @@
-"""Intervals of time as columns of begins and ends, with their unions, intersections and differences.
+"""Computes unions, intersections and differences of intervals of time, which are columns of begins and ends.
 
 An interval is half-open. A `Union` is sorted and disjoint, without empty or adjacent intervals.
 """
@@ -21,7 +21,7 @@ FARTHEST = 1 << 62
 
 
 class Union(NamedTuple):
-    """Sorted, disjoint and non-adjacent intervals."""
+    """A union: sorted, disjoint and non-adjacent intervals."""
 
     starts: Int64s
     ends: Int64s
@@ -57,10 +57,8 @@ def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
 
 
 class Unions(NamedTuple):
-    """Intervals by group, ordered by group, and sorted and disjoint within a group.
-
-    `union_by_group` makes intervals that are not empty and not adjacent.
-    """
+    """Intervals by group, ordered by group, and sorted and disjoint within a group. `union_by_group` makes intervals
+    that are not empty and not adjacent."""
 
     groups: Int64s
     starts: Int64s
@@ -68,7 +66,7 @@ class Unions(NamedTuple):
 
     def begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
         """Return the index of the group's last interval that begins at or before each time, `NONE` without one."""
-        starts, times_on_axis = _on_one_axis((self.groups, self.starts), (groups, times))
+        starts, times_on_axis = _shift_to_one_axis((self.groups, self.starts), (groups, times))
         places = np.searchsorted(starts, times_on_axis, side="right") - 1
         places[np.append(self.groups, NONE)[places] != groups] = NONE
         return np.asarray(places)
@@ -80,12 +78,12 @@ class Unions(NamedTuple):
 
     def within(self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
         """Return the length of the group's intervals within each given interval."""
-        return self._until(groups, ends) - self._until(groups, starts)
+        return self._lengths_until(groups, ends) - self._lengths_until(groups, starts)
 
-    def _until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
+    def _lengths_until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
         """Return the length of the group's intervals before each time, plus the length of all groups before it."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
-        starts, times_on_axis = _on_one_axis((self.groups, self.starts), (groups, times))
+        starts, times_on_axis = _shift_to_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, times_on_axis, side="right")
         is_own = np.concatenate([[NONE], self.groups])[index] == groups
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
@@ -95,7 +93,7 @@ class Unions(NamedTuple):
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
         """Return, for each given interval, the range of indices of the group's intervals that overlap it."""
-        own_starts, own_ends, starts, ends = _on_one_axis(
+        own_starts, own_ends, starts, ends = _shift_to_one_axis(
             (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
         )
         firsts = np.searchsorted(own_ends, starts, side="right")
@@ -104,10 +102,8 @@ class Unions(NamedTuple):
     def overlapping(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return the pairs of a given interval and an overlapping interval of its group, as indices, in order.
-
-        An empty interval overlaps the interval that contains it.
-        """
+        """Return all pairs of a given interval and an overlapping interval of its group, as indices, in order. An empty
+        interval overlaps the interval that contains it."""
         firsts, stops = self.reached(groups, starts, ends)
         counts = np.maximum(stops - firsts, 0)
         interval = np.repeat(np.arange(len(groups)), counts)
@@ -122,7 +118,7 @@ def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any
     groups, starts, ends = (np.asarray(column, dtype=np.int64) for column in (groups, starts, ends))
     if not len(starts):
         return Unions(groups, starts, ends)
-    shifted_starts, shifted_ends = _on_one_axis((groups, starts), (groups, ends))
+    shifted_starts, shifted_ends = _shift_to_one_axis((groups, starts), (groups, ends))
     order = np.argsort(shifted_starts, kind="stable")
     shifted_starts, reached = shifted_starts[order], np.maximum.accumulate(shifted_ends[order])
     firsts = np.flatnonzero(np.concatenate([[True], shifted_starts[1:] > reached[:-1]]))
@@ -130,11 +126,9 @@ def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any
     return Unions(groups, starts, np.maximum.reduceat(ends[order], firsts))
 
 
-def _on_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
-    """Shift the times of each group, so that groups follow one another on one axis without contact.
-
-    If the axis would exceed 64 bits, as with a million groups of hours, times are replaced by their ranks.
-    """
+def _shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
+    """Shift the times of each group, so that groups follow one another on one axis without contact. If the axis would
+    exceed 64 bits, as with a million groups of hours, times are replaced by their ranks."""
     groups, times = ([np.asarray(column, dtype=np.int64) for column in side] for side in zip(*columns, strict=True))
     full = [row for row in times if len(row)]
     least, most = min((int(row.min()) for row in full), default=0), max((int(row.max()) for row in full), default=0)
@@ -148,12 +142,10 @@ def _on_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
 
 
 def successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-    """Return the indices of successive intervals per group: each is the first to begin after the previous one's end.
-
-    Of several that begin at once it is the longest. Indices are ordered by group and begin.
-    """
+    """Return the indices of successive intervals per group: each is the first to begin after the end of the previous
+    one. Of several that begin at once, the longest is taken. Indices are ordered by group and begin."""
     order = np.lexsort((-ends, starts, groups))
-    starts, ends = _on_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
+    starts, ends = _shift_to_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
     count = len(order)
     # The first interval to begin after each one's end. The path from the first interval passes through all groups.
     after = np.append(np.maximum(np.searchsorted(starts, ends), np.arange(1, count + 1)), count)
@@ -184,7 +176,8 @@ def clipped(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -
 
 
 def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
-    """Return True for intervals that enclose no non-empty interval of their group. Of equal ones the last is True."""
+    """Return True for intervals that enclose no other non-empty interval of their group. Of equal intervals the last is
+    True."""
     order = np.lexsort((-ends, starts, groups))
     filled = starts[order] < ends[order]
     distinct_ends = distinct(ends)
@@ -203,22 +196,22 @@ def shared_ns(first: Union, second: Union) -> int:
 
 def intersect(first: Union, second: Union) -> Union:
     """Return the intersection of two unions."""
-    return _where(first, second, is_in_second=True)
+    return _combine(first, second, is_in_second=True)
 
 
 def subtract(first: Union, second: Union) -> Union:
     """Return the parts of `first` outside of `second`."""
-    return _where(first, second, is_in_second=False)
+    return _combine(first, second, is_in_second=False)
 
 
-def _where(first: Union, second: Union, *, is_in_second: bool) -> Union:
+def _combine(first: Union, second: Union, *, is_in_second: bool) -> Union:
     edges = distinct(np.concatenate([*first, *second]))
     starts, ends = edges[:-1], edges[1:]
-    is_kept = _covers(first, starts) & (_covers(second, starts) == is_in_second)
+    is_kept = _are_covered(first, starts) & (_are_covered(second, starts) == is_in_second)
     return union(starts[is_kept], ends[is_kept])
 
 
-def _covers(span: Union, times: Int64s) -> Bools:
+def _are_covered(span: Union, times: Int64s) -> Bools:
     return np.asarray(
         np.searchsorted(span.starts, times, side="right") > np.searchsorted(span.ends, times, side="right")
     )

@@ -1,11 +1,11 @@
-"""Keys: the request that each span serves, across threads, tasks and processes.
+"""Joins each span to the request that it serves, by keys, across threads, tasks and processes.
 
-A rule reads keys from calls. A request has all keys of the spans in its tree. A span elsewhere with such a key belongs
-to that request, and so do the spans below it. If a key recurs, it names the request that began last before the span. If
-it first named another request that is still open, it names the new one only from its first use there. A further key
-below a span with a key names the same request from then on. A request during another request with the same key is a
-part of it, as in an engine's own process. A request in another one's tree may count on its own because of its keys. A
-batch belongs to several requests.
+A rule reads keys from calls. A request has all keys of the spans in its tree. A span outside of the tree with such a
+key belongs to that request, and so do the spans below it. If a key recurs, it names the request that began last before
+the span. If it first named another request that is still open, it names the new one only from its first use there. A
+further key below a span with a key names the same request from then on. A request that begins during another request
+with the same key is a part of that one, as in an engine's own process. A request in the tree of another one may count
+on its own because of its keys. A batch belongs to several requests.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from instrument.trace.request_facts import with_facts
 from instrument.trace.trace import Trace
 
 THOUSANDTHS = 1000
-"""The number of units in a weight of 1."""
+"""The number by which a weight of 1 is stored, because weights are stored in thousandths."""
 
 HEAVIEST = 1 << 31
-"""The largest weight. Larger ones are reduced to it."""
+"""The largest weight, in thousandths. Larger weights are reduced to it."""
 
 ROUNDS = 8
-"""The most rounds in which further keys of a request are searched. A round finds keys below spans with known keys."""
+"""The most rounds of the search for further keys of a request. Each round finds the keys below spans with known
+keys."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Batches and the requests that they serve, a row per pair. The pairs of a batch are consecutive.
-
-    `request` is the index of the request, `NONE` for a key without one. `weight` is in thousandths.
-    """
+    """The pairs of a batch and a request that it serves, a row per pair. The pairs of a batch are consecutive.
+    `request` is the index of the request, `NONE` for a key without one. `weight` is in thousandths."""
 
     batch: Int64s
     request: Int64s
@@ -55,7 +54,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Joined:
-    """The requests of a trace, as rows in the order of their begins, and the spans that serve them.
+    """The requests of a trace, as row numbers in the order of their begins, and the spans that serve each.
 
     `of` has the index of each row's request, `NONE` without one. For a batch it is the request around it. `keys` has
     the keys of requests by index. `foreign` are batches in the tree of a request that they do not serve, for example
@@ -81,23 +80,23 @@ class Joined:
 def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
     """Return the requests of a trace with the spans that serve them. `owner` has each row's request, if already known.
 
-    `apart_ns` bounds the difference of the processes' clocks: a span may seem to begin that much before its request.
+    `apart_ns` is the most by which the processes' clocks differ: a span may seem to begin that much before its request.
     """
     if owner is None:
         owner = trace.owners(trace.of_kind("request"))
-    keyed, key_of, numbers = _keys(trace)
+    keyed, key_of, numbers = _number_keys(trace)
     owner = split_sub_requests(trace, owner, keyed, key_of)
     first = FirstKeys(trace, owner, keyed, key_of)
     owner = remove_strays(trace, owner, first)
     above = _parents_or_roots(trace)
     bears = owner[keyed] != NONE
     starts = trace.start_ns[keyed]
-    pairs, since_ns = _pairs(key_of[bears], owner[keyed[bears]].astype(np.int64), starts[bears])
+    pairs, since_ns = _pair_keys(key_of[bears], owner[keyed[bears]].astype(np.int64), starts[bears])
     for _ in range(ROUNDS):
         bound = _Bound(trace, pairs, since_ns, apart_ns, owner, first)
         rows, place_of, of, unbound = _resolve_requests(trace, owner, above, keyed, key_of, bound)
         bound_places = np.flatnonzero(of[keyed] != NONE)
-        more, since_ns = _pairs(
+        more, since_ns = _pair_keys(
             np.concatenate([pairs[0], key_of[bound_places]]),
             np.concatenate([pairs[1], rows[of[keyed[bound_places]]]]),
             np.concatenate([since_ns, starts[bound_places]]),
@@ -110,8 +109,8 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     for place, key in zip(of[keyed].tolist(), key_of.tolist(), strict=True):
         if place != NONE and names[key] not in keys.setdefault(place, []):
             keys[place].append(names[key])
-    served = _served_requests(trace, numbers, bound, place_of)
-    foreign = _foreign_batches(served, of)
+    served = _find_served(trace, numbers, bound, place_of)
+    foreign = _find_foreign_batches(served, of)
     if len(foreign):
         has_owner = np.zeros(len(trace), dtype=np.bool_)
         has_owner[keyed] = has_owner[foreign] = True
@@ -126,7 +125,7 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     )
 
 
-def _keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
+def _number_keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
     """Return the rows with a key, the number of each row's key, and the numbers by key."""
     keyed = trace.attributes.having(KEY)
     values = trace.attributes.values(KEY, keyed)
@@ -137,7 +136,7 @@ def _keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
     return keyed[is_text], key_of, numbers
 
 
-def _pairs(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, Int64s]:
+def _pair_keys(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, Int64s]:
     """Return the distinct pairs of keys and request rows, and the first time of each pair."""
     if not len(keys):
         return np.zeros((2, 0), dtype=np.int64), times_ns
@@ -147,7 +146,7 @@ def _pairs(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s, In
 
 
 def _parents_or_roots(trace: Columns) -> Int32s:
-    """Return the parent of each row. If only the parent was not kept, return the root."""
+    """Return the parent of each row, or its root if the parent was not kept but the root was."""
     roots = rows_of(trace.span_id, trace.root_id)
     if not len(trace):
         return roots
@@ -182,10 +181,8 @@ def _resolve_requests(
 
 
 class _Bound:
-    """An index of the request that each key names at a time. It is sorted by key and begin.
-
-    A key that first named another request, which is still open, names this one only after `since_ns`.
-    """
+    """Finds the request that a key names at a time, in an index sorted by key and begin. A key that first named another
+    request, which is still open, names this one only after `since_ns`."""
 
     def __init__(
         self, trace: Columns, pairs: Int64s, since_ns: Int64s, apart_ns: int, owner: Int32s, first: FirstKeys
@@ -205,18 +202,16 @@ class _Bound:
         self.parts = np.array(list(parts), dtype=np.int64)
         self.wholes = np.array([_outermost_request(parts, request) for request in parts], dtype=np.int64)
         whole = np.array([_outermost_request(parts, request) for request in requests.tolist()], dtype=np.int64)
-        names_from = self._named_from(trace, keys, whole, since_ns[order], owner, first)
+        names_from = self._find_first_use(trace, keys, whole, since_ns[order], owner, first)
         order = np.lexsort((-trace.end_ns[whole], trace.start_ns[whole], names_from, keys))
         self._keys, self._requests, self._starts = keys[order], whole[order], names_from[order]
         self._ends, self._apart_ns = trace.end_ns, apart_ns
 
-    def _named_from(
+    def _find_first_use(
         self, trace: Columns, keys: Int64s, whole: Int64s, since_ns: Int64s, owner: Int32s, first: FirstKeys
     ) -> Int64s:
-        """Return the time from which each key names its request, usually the request's begin.
-
-        It is right after `since_ns` if the key first named another request, which was open then.
-        """
+        """Return the time from which each key names its request, usually the request's begin. The time is right after
+        `since_ns` if the key first named another request, which was open then."""
         from_ns = trace.start_ns[whole]
         further = np.flatnonzero(~first.are_first(whole, keys))
         if not len(further):
@@ -236,43 +231,43 @@ class _Bound:
         return from_ns
 
     def at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the row of the request that each key names at a time, -1 without one.
-
-        If that request had ended, a request that begins within the clocks' difference replaces it.
-        """
-        requests = self._begun(keys, times_ns)
+        """Return the row of the request that each key names at a time, -1 without one. If that request had ended, a
+        request that begins within the clocks' difference replaces it."""
+        requests = self._find_begun(keys, times_ns)
         if self._apart_ns and len(self._keys):
             is_over = (requests == NONE) | (self._ends[requests] < times_ns)
-            requests = np.where(is_over, self._begun(keys, times_ns + self._apart_ns), requests)
+            requests = np.where(is_over, self._find_begun(keys, times_ns + self._apart_ns), requests)
         return requests
 
-    def _begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        """Return the row of the request with each key that began last up to a time, `NONE` without one."""
+    def _find_begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
+        """Return the row of the last request with each key that had begun by a time, `NONE` without one."""
         begun_counts = counts_up_to(self._keys, self._starts, keys, times_ns)
         last = np.searchsorted(self._keys, keys) + begun_counts - 1
         return np.where(begun_counts > 0, np.append(self._requests, NONE)[last], NONE)
 
 
 def _outermost_request(parts: Mapping[int, int], request: int) -> int:
-    """Return the outermost request of which a request is a part. The search ends at cycles, since keys may disagree."""
+    """Return the outermost request of which a request is a part. The search ends at cycles, because keys may
+    disagree."""
     path = {request}
     while (above := parts.get(request)) is not None and above not in path:
         path.add(request := above)
     return request
 
 
-def _served_requests(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
-    batch, weights, keys = _members(trace.attributes)
+def _find_served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
+    batch, weights, keys = _read_members(trace.attributes)
     key_of = np.array([numbers.get(key, NONE) for key in keys], dtype=np.int64)
     request = place_of[bound.at(key_of, trace.start_ns[batch])]
     return merge_repeated(Served(batch, request, weights, keys))
 
 
 _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]]] = WeakKeyDictionary()
-"""The members of batches, by a trace's attributes. A file is joined twice: before and after spans are moved."""
+"""The members of batches by the attributes of a trace, cached because a file is joined before and after spans are
+moved."""
 
 
-def _members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
+def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
     """Return the batch, the weight and the key of every member."""
     if (members := _members_of.get(attributes)) is None:
         rows = attributes.having(BATCH_KEYS)
@@ -284,7 +279,7 @@ def _members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
     return members
 
 
-def _foreign_batches(served: Served, of: Int64s) -> Int64s:
+def _find_foreign_batches(served: Served, of: Int64s) -> Int64s:
     """Return the batches in a request's tree that serve only other requests."""
     around = of[served.batch]
     serves = served.batch[(around != NONE) & (served.request != NONE)]
@@ -292,7 +287,8 @@ def _foreign_batches(served: Served, of: Int64s) -> Int64s:
 
 
 def merge_repeated(served: Served) -> Served:
-    """Return the pairs with each request once per batch. Its weight is the sum over its keys in the batch."""
+    """Return the pairs with each request only once per batch. The request's weight is the sum over its keys in the
+    batch."""
     places = np.arange(len(served.batch))
     members = np.where(served.request == NONE, NONE - 1 - places, served.request)  # a key of no request stays distinct
     order = np.lexsort((places, members, served.batch))
@@ -339,7 +335,7 @@ def batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
 
 
 def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
-    """Return the request of each row. Sub-requests are requests of their own. `owner` has the topmost requests."""
+    """Return the request of each row, with sub-requests as requests of their own. `owner` has the topmost requests."""
     is_request = trace.of_kind("request")
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
     if not inner.any() or not len(keyed):
@@ -369,8 +365,8 @@ def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int
 
 
 class FirstKeys:
-    """The requests of a trace, nested ones too, by their first keys. A part of a request may be in its tree or in a
-    tree of its own."""
+    """Finds the requests of a trace, also nested ones, by their first keys. Spans of a request may be in its tree or in
+    another."""
 
     def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
         near = nearest(trace.parent, trace.of_kind("request"))
@@ -396,8 +392,8 @@ class FirstKeys:
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
         """Return True for each key that is the first key of another request, which had begun by `at_ns`.
 
-        The request in question began at `start_ns` and had the key from `at_ns` on, not as its first. The other request
-        was open at `at_ns`, or began later than this one.
+        The request in question began at `start_ns`, and had the key from `at_ns` on, not as its first. The other
+        request was open at `at_ns`, or began later than the one in question.
         """
         begun_counts = counts_up_to(self.keys, self.starts, keys, at_ns)
         last = np.searchsorted(self.keys, keys) + begun_counts - 1
@@ -407,10 +403,10 @@ class FirstKeys:
 
 
 def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
-    """Return the request of each row, `NONE` for strays and rows below them: their own keys name their request.
+    """Return the request of each row, `NONE` for strays and the rows below them, whose request their own keys name.
 
-    A stray has the first key of another request. The request around it has another first key, and did not have this one
-    before the other request began. Otherwise the key is a further key of the request around it.
+    A stray is a span with the first key of another request. The request around it has another first key, and did not
+    have the stray's key before the other request began. Otherwise the key is a further key of the request around it.
     """
     around = first.around[first.borne]
     pairs, began, pair_of = np.unique(
@@ -436,7 +432,7 @@ def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
 # their request there.
 
 LOOK_BACK = 64
-"""The maximum number of spans with a key that are searched for the hand-off span, the newest ones."""
+"""The most spans with a key, the newest ones, in which the hand-off span of a request is searched."""
 
 
 def graft(saved: Saved) -> Saved:
@@ -454,15 +450,16 @@ def with_own_facts(facts: Trace) -> Trace:
 
 
 def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """Return the trace with one tree for each request, and with its facts. Without a `run`, no request gets a trace id.
+    """Return the trace with one tree for each request, and with the requests' facts. Without a `run`, no request gets a
+    trace id.
 
-    If a move would make parents cyclic, the request becomes the parent, else the original parent remains.
+    If a move would make parents cyclic, the request becomes the parent instead, or the original parent remains.
     """
     trace = with_facts(trace, joined.rows, joined.of, joined.keys)
     moves = _rows_to_move(trace, joined)
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]
-    parent[moves] = _hand_offs(trace, joined, moves)
+    parent[moves] = _find_hand_offs(trace, joined, moves)
     for fallback in (requests, trace.parent[moves]):
         stuck = _are_cyclic(parent)[moves]
         parent[moves[stuck]] = fallback[stuck]
@@ -512,11 +509,11 @@ def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
     return np.asarray(np.concatenate(rows_above))
 
 
-def _hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
+def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
     """Return the row of each moved row's hand-off span, else the row of its request."""
     hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.having(KEY)
-    top = _tops_of_pieces(trace, joined.rows, moves)
+    top = _find_piece_tops(trace, joined.rows, moves)
     keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE) & ~np.isin(keyed, joined.rows)]
     if not len(keyed) or not len(moves):
         return hand_offs
@@ -538,13 +535,13 @@ def _hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
             if pair in of_keys
             for candidate in of_keys[pair][: bisect_left(starts[pair], int(trace.start_ns[row]))][-LOOK_BACK:]
         ]
-        hand_off = _hand_off(trace, before, is_own, int(trace.start_ns[row]))
+        hand_off = _choose_hand_off(trace, before, is_own, int(trace.start_ns[row]))
         if hand_off is not None:
             hand_offs[index] = hand_off
     return hand_offs
 
 
-def _hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
+def _choose_hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
     """Return the newest of some rows that was open at a time, else the last that had ended in the request's tree."""
     still_open = [row for row in before if trace.end_ns[row] > at_ns]
     if still_open:
@@ -553,7 +550,7 @@ def _hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) 
     return max(ended, key=lambda row: (trace.end_ns[row], row), default=None)
 
 
-def _tops_of_pieces(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
+def _find_piece_tops(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
     """Return, for each row, the nearest row at or above it that is a request or is moved."""
     is_top = np.zeros(len(trace), dtype=np.bool_)
     is_top[requests] = is_top[moves] = True
@@ -573,10 +570,8 @@ def _are_cyclic(parent: Int32s) -> Bools:
 def remotes_by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return trace ids made from keys, for requests by their first keys, and for roots whose key no request here has.
-
-    Only the first request with a key gets the key's trace id, since other processes cannot distinguish later ones.
-    """
+    """Return trace ids made from keys: for requests from their first keys, and for roots whose key no request here has.
+    Only the first request with a key gets the key's trace id, because other processes cannot distinguish later ones."""
     have_traces = {int(root_id[row]) for row in remotes}
     remote_by_row: dict[int, RemoteParent] = {}
     used_keys: set[str] = set()

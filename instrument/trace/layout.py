@@ -1,4 +1,4 @@
-"""The packed columns of a file, in the smallest types that fit. Rare values are stored for their rows only.
+"""Packs the columns of a trace for a file, in the smallest types that fit. Rare values are stored for their rows only.
 
 Ascending columns are stored as differences (`steps`) and ends as lengths, so most numbers take one or two bytes.
 `numpy.cumsum` restores a column. Ids and begins of spans count from `firsts`.
@@ -50,12 +50,12 @@ def steps(column: Column) -> Column:
 
 
 def summed(column: Column) -> Int64s:
-    """Return the numbers that have these differences."""
+    """Return the numbers of which `steps` made these differences."""
     return np.asarray(np.cumsum(column, dtype=np.int64))
 
 
 def in_order(trace: Columns) -> Int64s:
-    """Return the rows by begin, the longer ones first, then by id. So parents come before their children."""
+    """Return the rows by begin, the longer ones first, then by id, so that parents come before their children."""
     order = np.argsort(trace.start_ns, kind="stable")
     starts = trace.start_ns[order]
     same = np.concatenate([[False], starts[1:] == starts[:-1], [False]])
@@ -66,10 +66,8 @@ def in_order(trace: Columns) -> Int64s:
 
 
 def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
-    """Return the columns of a file by name, and the other contents of the trace as metadata.
-
-    Rows are in the order of `in_order`.
-    """
+    """Return the columns of a file by name, and the rest of the trace as metadata. Rows are in the order of
+    `in_order`."""
     order = in_order(trace)
     rank = places_of(order, len(trace))
     parent = trace.parent[order]
@@ -78,7 +76,7 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     total_ns = trace.end_ns[order] - start_ns
     self_ns, parent_id = trace.self_ns[order], trace.parent_id[order]
     threads, thread = ranked(trace.thread_id[order])
-    tasks, of_rows = _ranked_below(trace, trace.task_id)
+    tasks, of_rows = _rank_below_parents(trace, trace.task_id)
     task = of_rows[order]
     columns: dict[str, Column] = {
         "firsts": np.concatenate([span_id[:1], start_ns[:1]]),
@@ -106,8 +104,8 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     for name, column, usual in rare:
         rows = np.flatnonzero(column != usual)
         columns[f"{name}_row_steps"], columns[name] = steps(rows), narrow(column[rows].astype(np.int64))
-    columns |= _packed_intervals(trace.device, rank, start_ns)
-    columns |= _packed_attributes(trace, order)
+    columns |= _pack_intervals(trace.device, rank, start_ns)
+    columns |= _pack_attributes(trace, order)
     facts = {
         "errors": list(trace.errors),
         "labels": list(trace.device.labels),
@@ -119,8 +117,8 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     return columns, facts
 
 
-def _ranked_below(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
-    """Return the result of `ranked`. It is fast if most rows have the same value as their parents."""
+def _rank_below_parents(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
+    """Return the result of `ranked`, fast if most rows have the same value as their parents."""
     shares = trace.parent != NONE
     if len(trace):
         shares &= column == column[trace.parent]
@@ -131,7 +129,7 @@ def _ranked_below(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
     return values, place_of[topmost_rows(np.where(shares, trace.parent, np.int32(NONE)).astype(np.int32))]
 
 
-def _packed_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> dict[str, Column]:
+def _pack_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> dict[str, Column]:
     order = np.argsort(rank[device.row], kind="stable")
     row, begin_ns = rank[device.row][order], device.start_ns[order]
     return {
@@ -145,7 +143,7 @@ def _packed_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -
     }
 
 
-def _packed_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
+def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
     has = np.zeros(len(trace), dtype=np.bool_)
     has[trace.attributes.rows()] = True
     rows = np.flatnonzero(has[order])
@@ -163,12 +161,12 @@ def _packed_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
 
 
 PLAIN = {str, int, bool}
-"""Types whose equal values have equal JSON. For floats this is not so: 0.0 equals -0.0."""
+"""The types whose equal values have equal JSON. Floats are no such type, because 0.0 equals -0.0."""
 
 
 def attribute_texts(trace: Columns, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
     """Yield the JSON of each row's attributes. Equal attributes are encoded once. With `finite`, infinities and NaN
-    become texts, since viewers cannot read them."""
+    become texts, because viewers cannot read them."""
     text_by_key: dict[object, str] = {}
     for row in rows:
         attributes = trace.attributes[row]
@@ -190,7 +188,7 @@ BYTES_AT_ONCE = 1 << 22
 
 
 class PackedAttributes:
-    """The attributes of spans by row, as JSON. They are decoded when they are read."""
+    """The attributes of spans by row, stored as JSON and decoded on access."""
 
     def __init__(self, count: int, rows: Int64s, numbers: Column, ends: Int64s, texts: bytes | bytearray) -> None:
         self._rows, self._numbers, self._ends, self._texts = rows, numbers, ends, texts
@@ -199,9 +197,9 @@ class PackedAttributes:
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
         place = self._place[row]
-        return {} if place < 0 else self._of(int(self._numbers[place]))
+        return {} if place < 0 else self._decode(int(self._numbers[place]))
 
-    def _of(self, number: int) -> dict[str, Any]:
+    def _decode(self, number: int) -> dict[str, Any]:
         (attributes,) = decode_texts([self._text(number)])
         return attributes
 
@@ -213,19 +211,19 @@ class PackedAttributes:
         return self._rows
 
     def having(self, name: str) -> Int64s:
-        """Return the rows with an attribute of a name, in order. JSON without nested objects is not decoded: in it a
-        text before a colon is a name."""
+        """Return the rows with an attribute of this name, in order. JSON without nested objects is not decoded, because
+        each text before a colon is a name."""
         written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
         at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
         text_of_match = np.searchsorted(ends, at, side="right")
-        numbers, braces = distinct(text_of_match), _places_of(b"{", texts)
+        numbers, braces = distinct(text_of_match), _find_byte(b"{", texts)
         firsts = np.where(numbers > 0, ends[numbers - 1], 0)
         are_flat = np.searchsorted(braces, ends[numbers]) - np.searchsorted(braces, firsts) == 1
         are_flat &= ~np.isin(numbers, text_of_match[np.frombuffer(texts, dtype=np.uint8)[at - 1] == ord("\\")])
         has = np.zeros(len(ends), dtype=np.bool_)
         has[numbers[are_flat]] = True
         for number in numbers[~are_flat].tolist():
-            has[number] = name in self._of(number)
+            has[number] = name in self._decode(number)
         return self._rows[has[self._numbers]]
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
@@ -234,7 +232,7 @@ class PackedAttributes:
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
         numbers = distinct(of_rows[of_rows != NONE])
-        value_in, texts = _reader_of(name), self._texts
+        value_in, texts = _make_reader(name), self._texts
         firsts, ends = np.where(numbers > 0, self._ends[numbers - 1], 0), self._ends[numbers]
         values: dict[int, AttributeValue | None] = {NONE: None}
         for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends.tolist(), strict=True):
@@ -250,8 +248,8 @@ class PackedAttributes:
         return set_of_row, decode_texts(map(self._text, distinct_numbers.tolist()))
 
 
-def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
-    """Return the indices of a byte in the texts. The search goes in chunks, to bound the memory."""
+def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
+    """Return the indices of a byte in the texts. The search is done in chunks, to bound the memory."""
     every = np.frombuffer(texts, dtype=np.uint8)
     parts = [
         np.flatnonzero(every[first : first + BYTES_AT_ONCE] == ord(byte)) + first
@@ -261,7 +259,7 @@ def _places_of(byte: bytes, texts: bytes | bytearray) -> Int64s:
 
 
 def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the attributes in some JSON texts, with lists as tuples. They are decoded together, in half of the time.
+    """Return the attributes in some JSON texts, with lists as tuples. Texts are decoded together, in half of the time.
     Raises `TraceError` if a text is no JSON object."""
     try:
         objects = json.loads(b"[%b]" % b",".join(texts))
@@ -273,7 +271,7 @@ def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=64)
-def _reader_of(name: str) -> Callable[[bytes], Any]:
+def _make_reader(name: str) -> Callable[[bytes], Any]:
     """Return a function that reads the value of one attribute from JSON, without making objects of other values."""
 
     def value_in(text: bytes) -> Any:
@@ -308,11 +306,11 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
     if {len(arrays[name]) for name in dense} != {count}:
         raise ValueError("its arrays are of different lengths; it is damaged")
     above = np.arange(count) - arrays["rows_to_parent"]
-    _refuse_outside(above, count)
-    _refuse_outside(arrays["thread"], len(arrays["thread_ids"]))
-    _refuse_outside(arrays["task"], len(arrays["task_ids"]))
+    _check_rows(above, count)
+    _check_rows(arrays["thread"], len(arrays["thread_ids"]))
+    _check_rows(arrays["task"], len(arrays["task_ids"]))
     is_top = arrays["rows_to_parent"] == 0
-    errors, labels = _texts(facts["errors"]), _texts(facts["labels"])
+    errors, labels = _check_texts(facts["errors"]), _check_texts(facts["labels"])
     return Columns(
         sites=tuple(sites),
         errors=errors,
@@ -328,8 +326,8 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
         site=arrays["site"].astype(np.int32),
         error=_fill_rare(arrays, "error", np.full(count, NONE, dtype=np.int64)).astype(np.int32),
         clipped=_fill_rare(arrays, "clipped", np.zeros(count, dtype=np.int64)).astype(np.bool_),
-        device=_unpacked_intervals(arrays, start_ns, labels),
-        attributes=_unpacked_attributes(arrays, count),
+        device=_unpack_intervals(arrays, start_ns, labels),
+        attributes=_unpack_attributes(arrays, count),
         remote={
             int(row): RemoteParent(
                 int(trace_id, 16), int(span_id, 16), int(flags), bool(is_local), bool(in_server_span)
@@ -340,27 +338,27 @@ def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Sit
     )
 
 
-def _texts(names: Any) -> tuple[str, ...]:
+def _check_texts(names: Any) -> tuple[str, ...]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise TypeError("a table of names in it is not valid")
     return tuple(names)
 
 
-def _refuse_outside(rows: Column, count: int) -> None:
+def _check_rows(rows: Column, count: int) -> None:
     if len(rows) and not 0 <= rows.min() <= rows.max() < count:
         raise ValueError("it refers to a row that does not exist; it is damaged")
 
 
 def _fill_rare(arrays: Arrays, name: str, usual: Int64s) -> Int64s:
     rows = summed(arrays[f"{name}_row_steps"])
-    _refuse_outside(rows, len(usual))
+    _check_rows(rows, len(usual))
     usual[rows] = arrays[name]
     return usual
 
 
-def _unpacked_intervals(arrays: Arrays, start_ns: Int64s, labels: tuple[str, ...]) -> DeviceIntervals:
+def _unpack_intervals(arrays: Arrays, start_ns: Int64s, labels: tuple[str, ...]) -> DeviceIntervals:
     row = summed(arrays["device_row_steps"])
-    _refuse_outside(row, len(start_ns))
+    _check_rows(row, len(start_ns))
     begin_ns = start_ns[row] + arrays["device_after_ns"]
     return DeviceIntervals(
         row=row.astype(np.int32),
@@ -374,11 +372,11 @@ def _unpacked_intervals(arrays: Arrays, start_ns: Int64s, labels: tuple[str, ...
     )
 
 
-def _unpacked_attributes(arrays: Arrays, count: int) -> PackedAttributes:
+def _unpack_attributes(arrays: Arrays, count: int) -> PackedAttributes:
     rows, ends = summed(arrays["attributes_row_steps"]), summed(arrays["attributes_lengths"])
     numbers, texts = arrays["attributes"], arrays["attributes_bytes"].tobytes()
-    _refuse_outside(rows, count)
-    _refuse_outside(numbers, len(ends))
+    _check_rows(rows, count)
+    _check_rows(numbers, len(ends))
     if len(rows) != len(numbers) or (len(ends) and (ends[-1] != len(texts) or (np.diff(ends) < 0).any())):
         raise ValueError("its attributes are cut off; it is damaged")
     return PackedAttributes(count, rows, numbers, ends, texts)
@@ -388,7 +386,7 @@ def _unpacked_attributes(arrays: Arrays, count: int) -> PackedAttributes:
 
 
 MOST_KNOWN = 10_000
-"""The maximum number of distinct JSON texts of attributes that rows can share. Each later text is stored per row."""
+"""The most JSON texts of attributes that rows can share. After that, a new text is stored for each row that has it."""
 
 
 def column(numbers: array[int]) -> Int64s:
@@ -404,7 +402,7 @@ def rank_of(order: NDArray[np.int64]) -> Int32s:
 
 
 class GatheredAttributes:
-    """The attributes of rows as JSON, with equal texts stored once. `refuse` raises for an invalid text."""
+    """Collects the attributes of rows as JSON, with equal texts stored once. `refuse` raises for an invalid text."""
 
     def __init__(self, refuse: Callable[[bytes], None] | None = None) -> None:
         self._refuse = refuse
@@ -446,7 +444,8 @@ class GatheredAttributes:
 
 
 def to_json(attributes: Mapping[str, object]) -> bytes:
-    """Return attributes as JSON. Names are not escaped, since `PackedAttributes.having` searches the text for them."""
+    """Return attributes as JSON. Names are not escaped, because `PackedAttributes.having` searches the text for
+    them."""
     try:
         text = msgspec.json.encode(attributes)
     except (ValueError, OverflowError):

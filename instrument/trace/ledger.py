@@ -1,14 +1,14 @@
-"""The ledger: the parts of each request's time, which add up to it to the nanosecond.
+"""Divides the time of each request into parts that add up to it to the nanosecond (the ledger).
 
 Every instant of a request belongs to the open part that began last. A part is a phase of the request's own work in any
 process, a batch that served it, or a time between these.
 
 - `queue`: from the hand-off to the first batch. The hand-off span is the newest span before that batch with the
-  request's key. The queue begins at its end, or at its begin if it failed or was still open. Without a hand-off span,
-  the queue begins at the last begin or end of the request's own work. Each further key has a queue, too. A failed or
-  cancelled request that was handed off but never served was in the queue until its end.
+  request's key. The queue begins at that span's end, or at its begin if it failed or was still open. Without a hand-off
+  span, the queue begins at the last begin or end of the request's own work. Each further key has a queue, too. A failed
+  or cancelled request that was handed off but never served was in the queue until its end.
 - `stall`: from a batch to the next one.
-- `transport`: the way between the request's own threads and the batch threads. It is the time from a batch to the next
+- `transport`: the way between the request's own threads and the batch threads: the time from a batch to the next
   own work, and from own work to the first work on a batch thread.
 - `lock`: calls that wait for a lock or a place in a pool, by their name or by `phase: lock` of their rule.
 - `sub-requests`: requests that began within the request but count on their own. Each has its own ledger.
@@ -40,14 +40,14 @@ SUB_REQUESTS = "sub-requests"
 LOCK = "lock"
 
 LOCK_WAITS = ("acquire", "Condition.wait", "Condition.wait_for")
-"""The ends of qualified names of functions that wait for a lock."""
+"""The last parts of the qualified names of functions that wait for a lock."""
 
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
 PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase of a request that spans of a site are, None if they are no phase."""
+    """Return the phase of a request to which spans of a site count, None if they are no phase."""
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:
@@ -68,7 +68,7 @@ def waits_for_lock(site: Site) -> bool:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The parts of requests, a row per part with time. The parts of a request add up to its wall time.
+    """The parts of requests, one row for each part that took time. The parts of a request add up to its wall time.
 
     Rows are ordered by the index of the request. `part` is an index into `names`. `given_ns` is the share of each pair
     of a batch and a request. The shares of a batch add up to its own time.
@@ -81,17 +81,15 @@ class Ledger:
     given_ns: Int64s
 
     def parts_of(self, place: int) -> dict[str, int]:
-        """Return the time of each part of one request, without parts of no time."""
+        """Return the time of each part of one request, without parts that took no time."""
         first, last = np.searchsorted(self.request, [place, place + 1])
         rows = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.names[part]: time_ns for part, time_ns in rows}
 
 
 def shares(served: Served, amounts: Int64s) -> Int64s:
-    """Return the request's share of a batch's amount, per pair of a batch and a request.
-
-    `amounts` is by row of the trace.
-    """
+    """Return the share that each request has of the amount of its batch, per pair of a batch and a request. `amounts`
+    has the amount of each row of the trace."""
     lengths = amounts[served.batch]
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
@@ -111,17 +109,17 @@ def portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
 
 
 def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
-    """Return the time of each batch that no competing batch takes, by row of the trace.
+    """Return, for each row of the trace, the time of the batch that no competing batch takes.
 
-    `parts` has the intervals of batches by group. `batch` and `device` are the row and the device of each group. Two
+    `parts` has the intervals of batches by group. `batch` and `device` have the row and the device of each group. Two
     batches compete on a device if they serve the same request, or if one is nested in the other on its thread. The one
     that began last gets the time of their overlap.
     """
     its_batch, lengths = batch[parts.groups], parts.ends - parts.starts
-    at_once = np.flatnonzero(_overlapping(device[parts.groups], parts.starts, parts.ends))
+    at_once = np.flatnonzero(_may_overlap(device[parts.groups], parts.starts, parts.ends))
     if not len(at_once):
         return np.asarray(Groups(its_batch, len(trace)).sums(lengths), dtype=np.int64)
-    inner, outer = _nested(trace, served)
+    inner, outer = _find_nested(trace, served)
     numbers = {key: number for number, key in enumerate(dict.fromkeys(served.key), len(trace))}
     unknown = np.array([numbers[key] for key in served.key], dtype=np.int64)
     pair_of_nested = np.arange(len(inner)) + len(trace) + len(numbers)
@@ -137,7 +135,7 @@ def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, de
     _, once = numbered(interval_of, member)  # a batch may have a key of no request twice
     interval_of, member = interval_of[once], member[once]
     rivals, _ = numbered(member, device[parts.groups][interval_of])
-    is_rival = _overlapping(rivals, parts.starts[interval_of], parts.ends[interval_of])
+    is_rival = _may_overlap(rivals, parts.starts[interval_of], parts.ends[interval_of])
     interval_of, rivals = interval_of[is_rival], rivals[is_rival]
     starts, stops = parts.starts[interval_of], parts.ends[interval_of]
     ranks = np.empty(len(interval_of), dtype=np.int64)
@@ -153,8 +151,9 @@ def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, de
     return np.asarray(Groups(its_batch, len(trace)).sums(lengths - lost), dtype=np.int64)
 
 
-def _nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
-    """Return the rows of batches inside a batch of the same thread and task, and the row of each outer batch."""
+def _find_nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
+    """Return the rows of batches nested in a batch of the same thread and task, and the row of the outer batch of
+    each."""
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[served.batch] = True
     rows = np.flatnonzero(is_batch)
@@ -167,7 +166,7 @@ def _nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
     return rows[is_within], outer[is_within]
 
 
-def _overlapping(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
+def _may_overlap(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
     """Return True for each interval that may overlap another one of its group."""
     is_overlapping = np.zeros(len(groups), dtype=np.bool_)
     order = np.lexsort((starts, groups))
@@ -179,7 +178,7 @@ def _overlapping(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
 
 
 class Turns(NamedTuple):
-    """The turns of requests, by request and time. A turn is an interval that belongs to one part.
+    """The turns of requests, ordered by request and time. A turn is an interval of a request that belongs to one part.
 
     `part` is an index into `names`. `row` is the row of the turn's span, `NONE` between spans. `pair` is the index of
     the batch and the request in `Served`, `NONE` outside of batches.
@@ -196,8 +195,8 @@ class Turns(NamedTuple):
 
 def turns_of(trace: Columns, joined: Joined) -> Turns:
     """Return the turns of each request. Unknown time has no turn."""
-    work, batches = _work(trace, joined), _batches(trace, joined)
-    between, inner = _times_between_batches(trace, joined, work, batches), _sub_requests(trace, joined)
+    work, batches = _find_work(trace, joined), _find_batches(trace, joined)
+    between, inner = _find_gaps(trace, joined, work, batches), _find_sub_requests(trace, joined)
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
     part_of_site = np.array(
         [NONE if name is None else names.setdefault(name, len(names)) for name in map(phase_of, trace.sites)] or [NONE],
@@ -211,16 +210,16 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     in_others = np.full(len(inner.row), names.setdefault(SUB_REQUESTS, len(names)) if len(inner.row) else 0)
     part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_others, in_batch])
     spans, none = np.concatenate([work.row, inner.row, batches.row]), np.full(len(between.row), NONE)
-    ranks = _ranks(trace, between, spans)
+    ranks = _rank_intervals(trace, between, spans)
     del work, batches, between, inner, in_batch  # frees as much memory as `turns` needs
     order, begins, finishes = turns(request, starts, ends, ranks)
     row = np.concatenate([none, spans])[order]
     return Turns(tuple(names), request[order], part[order], row, pair[order], begins, finishes - begins)
 
 
-def _ranks(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
-    """Return the ranks of times between spans, then of spans: they are ordered by begin before clipping. A time between
-    spans ranks below a span with the same begin and end."""
+def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
+    """Return the ranks of times between spans, then of spans, in the order of their begins before clipping. A time
+    between spans ranks below a span with the same begin and end."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
     order = np.argsort(begins, kind="stable")
     in_order = begins[order]
@@ -239,8 +238,8 @@ def _ranks(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
 def served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
     """Return the batches of each request, and the times before and between them. Both are ordered by request, batches
     also by time. For a time without a batch, `row` is a code: 0 for the queue, 1 for a stall, 2 for transport."""
-    batches = _batches(trace, joined)
-    return batches, _times_between_batches(trace, joined, _work(trace, joined), batches, of_all_keys=False)
+    batches = _find_batches(trace, joined)
+    return batches, _find_gaps(trace, joined, _find_work(trace, joined), batches, of_all_keys=False)
 
 
 def ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
@@ -284,9 +283,7 @@ class Moment(NamedTuple):
 
 def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
     """Return all turns of one request in order, without a gap from its begin to its end. A gap becomes an unknown turn.
-
-    A turn in a batch has the part `SHARE`, even while the request waits for other members.
-    """
+    A turn in a batch has the part `SHARE`, even while the request waits for other members."""
     served = joined.served
     own_served = replace(served, request=np.where(served.request == place, place, NONE))
     own_turns = turns_of(trace, replace(joined, of=np.where(joined.of == place, place, NONE), served=own_served))
@@ -321,7 +318,8 @@ _Part = tuple[Int64s, Int64s, Int64s, int]
 
 
 class Intervals(NamedTuple):
-    """Intervals of requests, clipped to the requests. `row` is a span's row, or the kind of a time between spans."""
+    """The intervals of requests, clipped to the requests. `row` is a span's row, or the kind of a time between
+    spans."""
 
     request: Int64s
     row: Int64s
@@ -330,45 +328,43 @@ class Intervals(NamedTuple):
     pair: Int64s
 
 
-def _clipped(trace: Columns, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> Intervals:
+def _clip_to_requests(trace: Columns, joined: Joined, request: Int64s, row: Int64s, pair: Int64s) -> Intervals:
     around = joined.rows[request]
     starts, ends = np.clip((trace.start_ns[row], trace.end_ns[row]), trace.start_ns[around], trace.end_ns[around])
     return Intervals(request, row, starts, ends, pair)
 
 
-def _work(trace: Columns, joined: Joined) -> Intervals:
+def _find_work(trace: Columns, joined: Joined) -> Intervals:
     """Return the phases of each request's own work in all processes."""
     is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
     is_phase[joined.rows] = False
     rows = np.flatnonzero(is_phase & (joined.of != NONE))
     rows = rows[~np.isin(rows, joined.served.batch)]
-    return _clipped(trace, joined, joined.of[rows], rows, np.full(len(rows), NONE))
+    return _clip_to_requests(trace, joined, joined.of[rows], rows, np.full(len(rows), NONE))
 
 
-def _sub_requests(trace: Columns, joined: Joined) -> Intervals:
+def _find_sub_requests(trace: Columns, joined: Joined) -> Intervals:
     """Return the requests that began within another request and count on their own."""
     above = trace.parent[joined.rows]
     around = np.append(joined.of, NONE)[above]
     inner = np.flatnonzero((around != NONE) & (around != np.arange(len(around))))
-    return _clipped(trace, joined, around[inner], joined.rows[inner], np.full(len(inner), NONE))
+    return _clip_to_requests(trace, joined, around[inner], joined.rows[inner], np.full(len(inner), NONE))
 
 
-def _batches(trace: Columns, joined: Joined) -> Intervals:
+def _find_batches(trace: Columns, joined: Joined) -> Intervals:
     """Return the batches of each request, ordered by time."""
     pairs = np.flatnonzero(joined.served.request != NONE)
-    intervals = _clipped(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
+    intervals = _clip_to_requests(trace, joined, joined.served.request[pairs], joined.served.batch[pairs], pairs)
     order = np.lexsort((intervals.end_ns, intervals.start_ns, intervals.request))
     order = order[(intervals.start_ns < intervals.end_ns)[order]]
     return Intervals(*(column[order] for column in intervals))
 
 
-def _times_between_batches(
+def _find_gaps(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, *, of_all_keys: bool = True
 ) -> Intervals:
     """Return the times before and between the batches of each request. `row` is 0 for a queue, 1 stall, 2 transport.
-
-    With `of_all_keys`, each further key of a request has a queue, too.
-    """
+    With `of_all_keys`, each further key of a request has a queue, too."""
     if not len(joined.served.batch):
         nothing = np.zeros(0, dtype=np.int64)
         return Intervals(nothing, nothing, nothing, nothing, nothing)
@@ -376,23 +372,25 @@ def _times_between_batches(
     # A pipeline's batches overlap. A stall begins when all earlier batches have ended.
     reach = running_most(batches.end_ns, np.cumsum(is_first) - 1)
     firsts = np.flatnonzero(is_first)
-    hand_offs = _hand_off_spans(trace, joined)
-    parts = [_queues(trace, joined, work, hand_offs, batches, firsts), _lost_queues(trace, joined, hand_offs, batches)]
+    hand_offs = _find_hand_offs(trace, joined)
+    parts = [
+        _find_queues(trace, joined, work, hand_offs, batches, firsts),
+        _find_lost_queues(trace, joined, hand_offs, batches),
+    ]
     if of_all_keys and len(firsts) < len(batches.request):
-        parts.append(_further_queues(trace, joined, hand_offs, batches))
+        parts.append(_find_further_queues(trace, joined, hand_offs, batches))
     later = np.flatnonzero(~is_first)
     parts.append((batches.request[later], reach[later - 1], batches.start_ns[later], 1))
-    parts += _transports(trace, joined, work, batches, firsts, reach)
+    parts += _find_transports(trace, joined, work, batches, firsts, reach)
     request, starts, ends = (np.concatenate([part[column] for part in parts]) for column in range(3))
     kinds = np.concatenate([np.full(len(part[0]), part[3]) for part in parts])
     filled = starts < ends
     return Intervals(request[filled], kinds[filled], starts[filled], ends[filled], np.full(int(filled.sum()), NONE))
 
 
-def _hand_off_spans(trace: Columns, joined: Joined) -> Intervals:
-    """Return the spans that may hand off requests, by request and begin.
-
-    They bear a key, are no requests, and are not above a batch."""
+def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
+    """Return the spans that may hand off requests, by request and begin. Such spans have a key, are no requests, and
+    are not above a batch."""
     rows = trace.attributes.having(KEY)
     is_other = joined.of[rows] != NONE
     if not is_other.any():
@@ -407,21 +405,20 @@ def _hand_off_spans(trace: Columns, joined: Joined) -> Intervals:
     return Intervals(request, rows, trace.start_ns[rows], trace.end_ns[rows], np.full(len(rows), NONE))
 
 
-def _hand_off_times(trace: Columns, hand_offs: Intervals, places: Int64s, upto: Int64s) -> Int64s:
-    """Return when each span hands off its request: at its end, or at its begin if it failed or ended after `upto`."""
+def _time_hand_offs(trace: Columns, hand_offs: Intervals, places: Int64s, upto: Int64s) -> Int64s:
+    """Return the time at which each span hands off its request: at its end, or at its begin if it failed or ended after
+    `upto`."""
     rows = hand_offs.row[places]
     is_done = (hand_offs.end_ns[places] <= upto) & (trace.error[rows] == NONE)
     is_done &= ~np.isin(rows, trace.attributes.having(OUTCOME))
     return np.where(is_done, hand_offs.end_ns[places], hand_offs.start_ns[places])
 
 
-def _queues(
+def _find_queues(
     trace: Columns, joined: Joined, work: Intervals, hand_offs: Intervals, batches: Intervals, firsts: Int64s
 ) -> _Part:
-    """Return the queue of each request: from its hand-off to its first batch.
-
-    Without a hand-off span, the queue begins at the last begin or end of the request's own work.
-    """
+    """Return the queue of each request: from its hand-off to its first batch. Without a hand-off span, the queue begins
+    at the last begin or end of the request's own work."""
     owners = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
     order = np.lexsort((edges, owners))
@@ -432,11 +429,11 @@ def _queues(
     from_ns = np.where(last == NONE, begins, edges[last] if len(edges) else begins)
     newest = last_before(hand_offs.request, hand_offs.start_ns, requests, upto)
     handed_over = np.flatnonzero(newest != NONE)
-    from_ns[handed_over] = _hand_off_times(trace, hand_offs, newest[handed_over], upto[handed_over])
+    from_ns[handed_over] = _time_hand_offs(trace, hand_offs, newest[handed_over], upto[handed_over])
     return requests, np.maximum(from_ns, begins), upto, 0
 
 
-def _lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
+def _find_lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
     """Return the queues of failed requests that no batch served: from the hand-off to the request's end."""
     rows = joined.rows
     is_lost = (trace.error[rows] != NONE) | np.isin(rows, trace.attributes.having(OUTCOME))
@@ -446,11 +443,11 @@ def _lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: 
     newest = last_before(hand_offs.request, hand_offs.start_ns, requests, ends)
     handed_over = np.flatnonzero(newest != NONE)
     requests, ends = requests[handed_over], ends[handed_over]
-    from_ns = _hand_off_times(trace, hand_offs, newest[handed_over], ends)
+    from_ns = _time_hand_offs(trace, hand_offs, newest[handed_over], ends)
     return requests, np.maximum(from_ns, trace.start_ns[rows[requests]]), ends, 0
 
 
-def _further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
+def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batches: Intervals) -> _Part:
     """Return the queues of further keys: from the hand-off with a key to the first batch with it."""
     several = np.array([place for place, keys in joined.keys.items() if len(keys) > 1], dtype=np.int64)
     hand_offs, batches = (
@@ -477,11 +474,11 @@ def _further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batche
     firsts = firsts[queued]
     upto = batches.start_ns[firsts]
     requests = batches.request[firsts]
-    from_ns = np.maximum(_hand_off_times(trace, key_spans, newest[queued], upto), trace.start_ns[joined.rows[requests]])
+    from_ns = np.maximum(_time_hand_offs(trace, key_spans, newest[queued], upto), trace.start_ns[joined.rows[requests]])
     return requests, from_ns, upto, 0
 
 
-def _transports(
+def _find_transports(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
     """Return the times in which a request was on its way between its own threads and its batch threads."""
@@ -491,7 +488,7 @@ def _transports(
     own_work = Intervals(*(column[order[elsewhere[order]]] for column in work))
     parts: list[_Part] = []
     # From the end of all batches so far to the next own work, if no batch of the request comes before it.
-    after = _next_after(own_work.request, own_work.start_ns, batches.request, reach)
+    after = _find_next(own_work.request, own_work.start_ns, batches.request, reach)
     next_batch = np.append(batches.start_ns[1:], 0)
     last = np.append(batches.request[1:] != batches.request[:-1], [True])
     returning = np.flatnonzero(after != NONE)
@@ -503,7 +500,7 @@ def _transports(
     accepting = accepting[~elsewhere[accepting]]
     accepted = Intervals(*(column[accepting] for column in work))
     begins = trace.start_ns[joined.rows[batches.request[firsts]]]
-    first = _next_after(accepted.request, accepted.start_ns, batches.request[firsts], begins)
+    first = _find_next(accepted.request, accepted.start_ns, batches.request[firsts], begins)
     before = np.flatnonzero(first != NONE)
     before = before[accepted.start_ns[first[before]] < batches.start_ns[firsts[before]]]
     arrivals = accepted.start_ns[first[before]]
@@ -515,22 +512,22 @@ def _transports(
     return parts
 
 
-def _next_after(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
-    """Return the index of each queried group's first time at or after `at`, -1 without one. Times are sorted."""
+def _find_next(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
+    """Return the index of the first time at or after `at` in each queried group, -1 without one. Times are sorted."""
     all_groups = np.concatenate([queries, groups])
     order = np.lexsort((np.arange(len(all_groups)), np.concatenate([at, times]), all_groups))[::-1]
-    return _last_seen(order, len(queries), all_groups)
+    return _find_last_seen(order, len(queries), all_groups)
 
 
 def last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
-    """Return the index of each queried group's last time up to `at`, -1 without one. Times are sorted."""
+    """Return the index of the last time up to `at` in each queried group, -1 without one. Times are sorted."""
     all_groups = np.concatenate([queries, groups])
     is_query = np.arange(len(all_groups)) < len(queries)
     order = np.lexsort((is_query, np.concatenate([at, times]), all_groups))
-    return _last_seen(order, len(queries), all_groups)
+    return _find_last_seen(order, len(queries), all_groups)
 
 
-def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
+def _find_last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
     """Return the index of the last time before each of the first `count` items, -1 if it is of another group."""
     is_time = order >= count
     last = np.maximum.accumulate(np.where(is_time, np.arange(len(order)), NONE))
@@ -552,8 +549,8 @@ def _last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
 class DeviceLedger:
     """The device times of requests: `own_ns` of own work and `shared_ns` of batches, by the index of the request.
 
-    `batch_ns` is by row, 0 for rows that are no batches. `given_ns` is the share of each pair of a batch and a request.
-    The shares of a batch add up to its own device time.
+    `batch_ns` has the device time of each row that is a batch, 0 for other rows. `given_ns` is the share of each pair
+    of a batch and a request. The shares of a batch add up to its own device time.
     """
 
     own_ns: Int64s
@@ -571,9 +568,9 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     rows = device.row[timed]
     batch = nearest(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
-    of_batches, owners, devices = _device_unions(trace, timed[batch != NONE], batch[batch != NONE])
+    of_batches, owners, devices = _unite_device_intervals(trace, timed[batch != NONE], batch[batch != NONE])
     batch_ns = Groups(owners[of_batches.groups], len(trace)).sums(of_batches.ends - of_batches.starts).astype(np.int64)
-    of_requests, requests, _ = _device_unions(trace, timed[request != NONE], request[request != NONE])
+    of_requests, requests, _ = _unite_device_intervals(trace, timed[request != NONE], request[request != NONE])
     own_ns = Groups(requests[of_requests.groups], len(joined.rows)).sums(of_requests.ends - of_requests.starts)
     given_ns = shares(served, own_lengths(trace, served, of_batches, owners, devices))
     return DeviceLedger(
@@ -581,7 +578,7 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     )  # fmt: skip
 
 
-def _device_unions(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
+def _unite_device_intervals(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
     """Return the unions of device intervals, grouped by owner and device, and the owner and device of each group."""
     device = trace.device
     groups, firsts = numbered(owners, device.device[intervals])

@@ -1,10 +1,10 @@
-"""A merge of saved recordings, of one or several processes: on one clock, each span once, with unique ids.
+"""Merges saved recordings of one or several processes: on one clock, with each span once and unique ids.
 
-Spans are renumbered in the order of their begins. Sites with the same key become one. Threads and streams stay distinct
-by process, and devices without a shared UUID, too. If several files of a process have the same span, such as a dump and
-the file of its end, the longest version is kept.
+Spans are renumbered in the order of their begins. Sites with the same key become one. Threads, streams and devices of
+different processes stay distinct, except devices with the same UUID. If several files of a process have the same span,
+such as a dump and the file of its end, the longest version is kept.
 
-`folded` makes one bounded recording of processes that have ended, with all totals and the newest spans. A service may
+`fold` makes one bounded recording of processes that have ended, with all totals and the newest spans. A service may
 recycle thousands of workers over months, so threads, call paths, samples and notes are bounded.
 """
 
@@ -29,13 +29,14 @@ from instrument.trace.groups import places_of
 from instrument.trace.merged_facts import label_of, merged_facts, merged_processes, merged_tally
 
 MONOTONIC, WALL = "monotonic", "wall"
-"""The clock of the merged trace: the monotonic clock of one machine since its boot, or the time of day, which differs
-slightly between machines."""
+"""The possible clocks of a merged trace: the monotonic clock of one machine, or the time of day, which differs slightly
+between machines."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The merged recording, the numbers of files, processes and runs, and the clock: `MONOTONIC` or `WALL`."""
+    """The result of a merge: the recording, the numbers of files, processes and runs, and the clock (`MONOTONIC` or
+    `WALL`)."""
 
     saved: Saved
     files: int
@@ -43,7 +44,7 @@ class Merged:
     runs: int
     clock: str
     apart_ns: int | None
-    """The largest difference of two processes' clocks in ns, None if unknown."""
+    """The most by which the clocks of two processes differ, in ns, None if unknown."""
     parts: Sequence[MergedFile] = field(repr=False)
     """The files and the merged rows of their spans. Files of one process are consecutive."""
 
@@ -63,12 +64,12 @@ _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 
 
 def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
-    """Return the files as one.
+    """Return the files as one recording.
 
     Raises `TraceError` if the files cannot be put on one clock, or together are no valid trace.
 
-    Files of different machines are merged by their wall clocks, and so are files from different boots of a machine.
-    All files must have an error bound of their wall clock, unless `by_wall_clock`.
+    Files of different machines are merged by their wall clocks, and so are files from different boots of a machine. All
+    files must have an error bound of their wall clock, unless `by_wall_clock`.
     """
     try:
         groups = processes_of(files)
@@ -77,9 +78,9 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     parts = [saved for group in groups for saved in group]
     boots = {saved.trace.origin.boot for saved in parts}
     if len(parts) == 1:
-        return _single_file(parts[0])
+        return _wrap_single_file(parts[0])
     clock = MONOTONIC if len(groups) == 1 or (len(boots) == 1 and "" not in boots) else WALL
-    apart_ns = 0 if clock == MONOTONIC else _apart_ns(parts)
+    apart_ns = 0 if clock == MONOTONIC else _bound_clock_error(parts)
     if apart_ns is None and not by_wall_clock:
         raise TraceError(
             f"cannot put {len(files)} files of {len(groups)} processes on one clock: they are of several machines "
@@ -97,7 +98,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
         raise TraceError(f"cannot merge the files: {problem}") from problem
 
 
-def _single_file(saved: Saved) -> Merged:
+def _wrap_single_file(saved: Saved) -> Merged:
     """Return the merge of a single file, which is unchanged."""
     part = MergedFile(saved, 0, 0, 0)
     part.row = np.arange(len(saved.trace.columns))
@@ -105,14 +106,14 @@ def _single_file(saved: Saved) -> Merged:
 
 
 SECONDS_NS = 10**9
-"""The assumed difference of wall clocks whose error is unknown, in ns."""
+"""The difference in ns that is assumed between wall clocks of unknown error."""
 
 SLEW = 500e-6
 """The largest drift of a clock while NTP adjusts it, as a rate (man 2 adjtimex)."""
 
 
-def _apart_ns(files: Sequence[Saved]) -> int | None:
-    """Return the largest difference of two files' wall clocks in ns, None without an error bound."""
+def _bound_clock_error(files: Sequence[Saved]) -> int | None:
+    """Return the most by which two files' wall clocks differ, in ns, None without an error bound."""
     bounds = []
     for facts in (saved.trace for saved in files):
         origin = facts.origin
@@ -123,7 +124,7 @@ def _apart_ns(files: Sequence[Saved]) -> int | None:
     return sum(sorted(bounds)[-2:])
 
 
-def _joined_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
+def _join_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
     """Return the attributes of the merged spans. They are decoded when they are read."""
     part, row_in_part = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
     for number, file in enumerate(parts):
@@ -157,7 +158,7 @@ class _Merge:
                 first += len(saved.trace.columns)
         self.parts: Sequence[MergedFile] = self._parts
         self._numbers = Numbers(self._parts)
-        columns = self._merged_columns(first)
+        columns = self._merge_columns(first)
         facts = replace(merged_facts(self._parts, self._numbers), apart_ns=apart_ns)
         tally = merged_tally(self._parts, self._numbers, columns, facts.threads)
         processes = merged_processes(self._parts, self._numbers, self._absent) if len(groups) > 1 else ()
@@ -165,14 +166,14 @@ class _Merge:
 
     # ------------------------------------------------------------ spans
 
-    def _merged_columns(self, count: int) -> Columns:
+    def _merge_columns(self, count: int) -> Columns:
         parts = self._parts
-        site = _joined_columns(self._numbers.merged_sites_of(part) for part in parts)
-        start_ns = _joined_columns(part.trace.start_ns + part.moved_ns for part in parts)
-        end_ns = _joined_columns(part.trace.end_ns + part.moved_ns for part in parts)
-        thread_id = _joined_columns(self._numbers.threads_of(part) for part in parts)
-        span_id = _joined_columns(part.trace.span_id for part in parts)
-        chosen = self._kept_rows(span_id, site, thread_id, start_ns, end_ns)
+        site = _join_columns(self._numbers.merged_sites_of(part) for part in parts)
+        start_ns = _join_columns(part.trace.start_ns + part.moved_ns for part in parts)
+        end_ns = _join_columns(part.trace.end_ns + part.moved_ns for part in parts)
+        thread_id = _join_columns(self._numbers.threads_of(part) for part in parts)
+        span_id = _join_columns(part.trace.span_id for part in parts)
+        chosen = self._choose_rows(span_id, site, thread_id, start_ns, end_ns)
         kept_rows = np.flatnonzero(chosen == np.arange(count))
         order = kept_rows[np.lexsort((kept_rows, -end_ns[kept_rows], start_ns[kept_rows]))]
         row_of = places_of(order, count)[chosen]
@@ -180,7 +181,7 @@ class _Merge:
             part.row = row_of[part.of_all]
             part.is_kept = chosen[part.of_all] == np.arange(part.first, part.first + len(part.trace))
         errors, error = _join_tables([(part.trace.errors, part.trace.error) for part in parts])
-        parent_id, root_id = self._ids_above()
+        parent_id, root_id = self._merge_ids_above()
         columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
         return Columns(
             sites=self._numbers.sites,
@@ -194,8 +195,8 @@ class _Merge:
             site=site[order].astype(np.int32),
             error=error[order].astype(np.int32),
             **columns,
-            device=self._intervals(),
-            attributes=_joined_attributes(parts, len(order)),
+            device=self._merge_intervals(),
+            attributes=_join_attributes(parts, len(order)),
             remote={
                 int(part.row[row]): remote
                 for part in parts
@@ -204,7 +205,9 @@ class _Merge:
             },
         )
 
-    def _kept_rows(self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s) -> Int64s:
+    def _choose_rows(
+        self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s
+    ) -> Int64s:
         """Return, for each row of all files, the row of the same span that is kept: itself, or one in another file."""
         chosen = np.arange(len(span_id))
         process = np.repeat([part.process for part in self._parts], [len(part.trace) for part in self._parts])
@@ -224,7 +227,7 @@ class _Merge:
             rows = rows[~same]
         return chosen
 
-    def _ids_above(self) -> tuple[Int64s, Int64s]:
+    def _merge_ids_above(self) -> tuple[Int64s, Int64s]:
         """Return the merged ids of parents and roots. A span that no file has gets a new id."""
         absent = self._absent
         above = 1 + sum(len(part.trace) for part in self._parts)
@@ -233,20 +236,20 @@ class _Merge:
             other_files = [file for file in self._parts if file.process == part.process and file is not part]
             for name, columns in ids_by_name.items():
                 process_ids = getattr(part.trace, name)
-                ids = _ids_in(part, process_ids)
+                ids = _find_ids(part, process_ids)
                 for file in other_files:
                     unknown = ids == NONE
-                    ids[unknown] = _ids_in(file, process_ids[unknown])
+                    ids[unknown] = _find_ids(file, process_ids[unknown])
                 ids[process_ids == 0] = 0
                 for row in np.flatnonzero(ids == NONE).tolist():
                     ids[row] = absent.setdefault((part.process, int(process_ids[row])), above + len(absent))
                 columns.append(ids)
-        return _joined_columns(ids_by_name["parent_id"]), _joined_columns(ids_by_name["root_id"])
+        return _join_columns(ids_by_name["parent_id"]), _join_columns(ids_by_name["root_id"])
 
-    def _intervals(self) -> DeviceIntervals:
+    def _merge_intervals(self) -> DeviceIntervals:
         parts = self._parts
         masks = [part.is_kept[part.trace.device.row] for part in parts]
-        row = _joined_columns(part.row[part.trace.device.row[mask]] for part, mask in zip(parts, masks, strict=True))
+        row = _join_columns(part.row[part.trace.device.row[mask]] for part, mask in zip(parts, masks, strict=True))
         order = np.argsort(row, kind="stable")
         labels, label = _join_tables(
             [(part.trace.device.labels, part.trace.device.label[mask]) for part, mask in zip(parts, masks, strict=True)]
@@ -263,13 +266,13 @@ class _Merge:
                 elif name != "uncertainty_ns":
                     column = column + part.moved_ns
                 part_columns.append(column)
-            columns[name] = _joined_columns(part_columns)[order]
+            columns[name] = _join_columns(part_columns)[order]
         return DeviceIntervals(
             row=row[order].astype(np.int32), label=label[order].astype(np.int32), labels=labels, **columns
         )
 
 
-def _joined_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
+def _join_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
     int_columns = [column.astype(np.int64) for column in columns]
     return np.concatenate(int_columns) if int_columns else np.zeros(0, dtype=np.int64)
 
@@ -281,10 +284,10 @@ def _join_tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[t
     for names, places in pairs:
         numbers = np.array([*(table.setdefault(name, len(table)) for name in names), NONE], dtype=np.int64)
         columns.append(numbers[places])
-    return tuple(table), _joined_columns(columns)
+    return tuple(table), _join_columns(columns)
 
 
-def _ids_in(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
+def _find_ids(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
     """Return the merged ids for a process's ids, `NONE` for ids that the file does not have."""
     rows = rows_of(part.trace.span_id, ids)
     if not len(part.row):
@@ -294,10 +297,10 @@ def _ids_in(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
 
 SPANS_KEPT = 20_000
 SAMPLES_KEPT = 20_000
-"""The maximum number of readings of gauges that `folded` keeps, the newest ones."""
+"""The most samples of gauges that `fold` keeps. The newest remain."""
 
 PATHS_KEPT = 16_384
-"""The maximum number of call paths with a row of their own. Further paths share a row per site."""
+"""The most call paths that have a row of their own after `fold`. Further paths share one row per site."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"
@@ -312,7 +315,7 @@ def fold(files: Sequence[Saved]) -> Saved:
     """Fold recordings of ended processes, or earlier results, into one of bounded size. Raises `TraceError`."""
     saved = merge(files).saved
     facts = saved.trace
-    columns, since_ns = _newest_spans(saved.trace.columns, SPANS_KEPT)
+    columns, since_ns = _keep_newest_spans(saved.trace.columns, SPANS_KEPT)
     losses, lost = dict(facts.losses), len(saved.trace.columns) - len(columns)
     if lost:
         losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + lost
@@ -325,7 +328,7 @@ def fold(files: Sequence[Saved]) -> Saved:
         threads={thread: name for thread, name in facts.threads.items() if thread in threads},
         losses=losses,
         # The original notes: a prefix per process would make them more and longer with each fold.
-        notes=_most_notes(
+        notes=_limit_notes(
             list(dict.fromkeys(note for file in files for note in file.trace.notes if note != MORE_NOTES))
         ),
         held_from_ns=max(facts.held_from_ns, since_ns),
@@ -335,24 +338,25 @@ def fold(files: Sequence[Saved]) -> Saved:
         processes=(),
         died="",  # each was reported when it happened; the run's report counts them
     )
-    return Saved(facts.with_columns(columns), _of_ended_threads(saved.counted()))
+    return Saved(facts.with_columns(columns), _fold_threads(saved.counted()))
 
 
-def _most_notes(notes: list[str]) -> list[str]:
+def _limit_notes(notes: list[str]) -> list[str]:
     return notes if len(notes) <= NOTES_KEPT else [*notes[:NOTES_KEPT], MORE_NOTES]
 
 
-def _newest_spans(trace: Columns, count: int) -> tuple[Columns, int]:
-    """Return the `count` spans that ended last, and the time from which on no span is missing (0: none is missing)."""
+def _keep_newest_spans(trace: Columns, count: int) -> tuple[Columns, int]:
+    """Return the `count` spans that ended last, and the time in ns from which on no span is missing, 0 if none is
+    missing."""
     is_kept, since_ns = np.ones(len(trace), dtype=np.bool_), 0
     if len(trace) > count:
         in_order = np.argsort(trace.end_ns, kind="stable")
         is_kept[in_order[:-count]] = False
         since_ns = int(trace.end_ns[in_order[-count - 1]]) + 1
-    return _with_used_sites(trace, is_kept), since_ns
+    return _drop_unused_sites(trace, is_kept), since_ns
 
 
-def _with_used_sites(trace: Columns, is_kept: Bools) -> Columns:
+def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
     kept_spans = trace.with_attributes(is_kept)
     sites, site = np.unique(kept_spans.site, return_inverse=True)
     used_errors = np.unique(kept_spans.error[kept_spans.error >= 0])
@@ -366,7 +370,7 @@ def _with_used_sites(trace: Columns, is_kept: Bools) -> Columns:
     )
 
 
-def _of_ended_threads(tally: Tally) -> Tally:
+def _fold_threads(tally: Tally) -> Tally:
     """Return the tally with all calls on the thread `ENDED_THREADS` and a bounded number of call paths."""
     thread, name = ENDED_THREADS
     kept_paths = set[CallPath]()

@@ -1,4 +1,4 @@
-"""The merged facts of several saved recordings: tallies, losses, notes, costs and gauges."""
+"""Merges the facts of several saved recordings: tallies, losses, notes, costs and gauges."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import moved_watched
 
 MOST_DEATHS = 3
-"""The maximum number of abnormal ends of processes that the text describes one by one."""
+"""The most abnormal ends of processes that the merged text describes one by one."""
 
 NOTED_BY = 2
-"""The maximum number of processes whose names a note begins with."""
+"""The most processes that a note names at its beginning."""
 
 OF_ALL = ("system_cpu",)
-"""The gauges of the host that all processes share."""
+"""The gauges of the host, which are the same in all processes and are merged into one."""
 
 
 def label_of(saved: Saved) -> str:
@@ -38,13 +38,13 @@ def label_of(saved: Saved) -> str:
     return f"{origin.service or 'process'} {origin.pid or ''}".rstrip()
 
 
-def _processes(parts: Sequence[MergedFile]) -> Iterator[list[MergedFile]]:
+def _group_by_process(parts: Sequence[MergedFile]) -> Iterator[list[MergedFile]]:
     for _, files in groupby(parts, attrgetter("process")):
         yield list(files)
 
 
-def _files_to_count(parts: Sequence[MergedFile]) -> list[MergedFile]:
-    """Return the files of a process whose tallies count every call once, [] if two files overlap in part."""
+def _choose_files(parts: Sequence[MergedFile]) -> list[MergedFile]:
+    """Return files of a process whose tallies together count every call once, [] if two files overlap in part."""
     counting: list[MergedFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
         if not counting or part.saved.trace.end_ns > counting[-1].saved.trace.end_ns:
@@ -57,11 +57,11 @@ def _files_to_count(parts: Sequence[MergedFile]) -> list[MergedFile]:
 def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
     """Return the tally of all calls. A process without usable saved tallies is counted from its spans."""
     counted, names = list[Tally](), dict(threads)
-    for files in _processes(parts):
+    for files in _group_by_process(parts):
         for part in files:
             if part.saved.tally is not None and 0 in part.saved.tally.threads:
                 names.setdefault(0, part.saved.tally.threads[0])
-        counting = _files_to_count(files)
+        counting = _choose_files(files)
         if not counting or any(part.saved.tally is None for part in counting):
             is_of_process = np.zeros(len(columns), dtype=np.bool_)
             for part in files:
@@ -80,11 +80,11 @@ def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns
 def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     """Return a trace without spans that has the facts of all files.
 
-    A note names what is not merged: gauges of single processes, and torch.profiler's data of several processes.
+    Gauges of single processes and torch.profiler's data of several processes are not merged. A note reports that.
     """
-    processes = list(_processes(parts))
+    processes = list(_group_by_process(parts))
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
-    watched = list(filter(None, map(_watched, processes)))
+    watched = list(filter(None, map(_find_watched, processes)))
     profiled: dict[str, Any] = {}
     if len(watched) == 1:
         part = watched[0]
@@ -96,8 +96,8 @@ def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
             losses[reason] = losses.get(reason, 0) + count
     services = dict.fromkeys(part.saved.trace.origin.service for part in parts)
     edges_ns = [part.saved.trace.held_from_ns + part.moved_ns for part in parts if part.saved.trace.held_from_ns]
-    notes = _notes(processes)
-    if len(watched) > 1 or (len(processes) > 1 and any(map(_own_samples, processes))):
+    notes = _merge_notes(processes)
+    if len(watched) > 1 or (len(processes) > 1 and any(map(_own_samples_of, processes))):
         notes.append("gauges of single processes, and what torch.profiler saw in several, are shown with --by process")
     start_ns = min(part.saved.trace.start_ns + part.moved_ns for part in parts)
     end_ns = max(part.saved.trace.end_ns + part.moved_ns for part in parts)
@@ -107,22 +107,22 @@ def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
         start_ns=start_ns,
         end_ns=end_ns,
         spans=[],
-        threads=_threads(parts, numbers),
+        threads=_merge_threads(parts, numbers),
         losses=losses,
         notes=notes,
         window=parts[0].saved.trace.window,
-        cost=_cost(processes, end_ns - start_ns),
+        cost=_merge_cost(processes, end_ns - start_ns),
         held_from_ns=max(edges_ns, default=0),
-        samples=_samples(parts, numbers, is_one_process=len(processes) == 1),
+        samples=_merge_samples(parts, numbers, is_one_process=len(processes) == 1),
         gpus=[replace(gpu, device=device) for device, gpu in gpus.items()],
-        startup=_startup(newest[0], numbers) if len(processes) == 1 else None,
-        died=_deaths([part.saved.trace for part in newest]),
+        startup=_merge_startup(newest[0], numbers) if len(processes) == 1 else None,
+        died=_describe_deaths([part.saved.trace for part in newest]),
         **profiled,
     )
 
 
-def _watched(parts: Sequence[MergedFile]) -> MergedFile | None:
-    """Return the file of a process in which torch.profiler watched longest, None without any."""
+def _find_watched(parts: Sequence[MergedFile]) -> MergedFile | None:
+    """Return the file with the longest record of torch.profiler, None without any."""
 
     def length_ns(part: MergedFile) -> int:
         first_ns, last_ns = part.saved.trace.watched or (0, -1)
@@ -135,13 +135,11 @@ def _watched(parts: Sequence[MergedFile]) -> MergedFile | None:
 def merged_processes(
     parts: Sequence[MergedFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
 ) -> Sequence[MergedProcess]:
-    """Return the processes of a merged trace.
-
-    `absent` has the merged ids of spans that no file has, by process and own id.
-    """
+    """Return the processes of a merged trace. `absent` has the merged ids of spans that no file has, by process and own
+    id."""
     merged = []
-    processes = list(_processes(parts))
-    watched = [part.process for part in filter(None, map(_watched, processes))]
+    processes = list(_group_by_process(parts))
+    watched = [part.process for part in filter(None, map(_find_watched, processes))]
     for files in processes:
         newest = max((part.saved.trace for part in files), key=attrgetter("end_ns"))
         windows = list[Interval]()
@@ -154,7 +152,7 @@ def merged_processes(
         merged.append(
             MergedProcess(
                 replace(
-                    newest, spans=[], samples=_own_samples(files) if len(processes) > 1 else (), gpus=(), kernels=(),
+                    newest, spans=[], samples=_own_samples_of(files) if len(processes) > 1 else (), gpus=(), kernels=(),
                     allocations=(), watched=None, flops=(), startup=None, start_ns=windows[0][0], processes=(),
                     threads={thread: name for part in files for thread, name in part.saved.trace.threads.items()},
                 ),
@@ -168,8 +166,8 @@ def merged_processes(
     return tuple(merged)
 
 
-def _deaths(newest: Sequence[Trace]) -> str:
-    """Return a text on the abnormal ends of processes: the first ones, the number of others, and the newest."""
+def _describe_deaths(newest: Sequence[Trace]) -> str:
+    """Describe the abnormal ends of processes: the first ones, the number of others, and the newest."""
     deaths = [facts.died for facts in sorted(newest, key=attrgetter("end_ns")) if facts.died]
     unnamed_count = len(deaths) - MOST_DEATHS
     if unnamed_count <= 0:
@@ -178,17 +176,17 @@ def _deaths(newest: Sequence[Trace]) -> str:
     return " ".join([*deaths[: MOST_DEATHS - 1], f"{words}.", deaths[-1]])
 
 
-def _thread_prefix(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:
+def _make_thread_prefix(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:
     """Return the prefix of a process's thread names, "" if it is the only process."""
     origin = files[0].saved.trace.origin
     is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
     return f"{label_of(files[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
 
 
-def _threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
+def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
-    for files in _processes(parts):
-        prefix = _thread_prefix(files, parts)
+    for files in _group_by_process(parts):
+        prefix = _make_thread_prefix(files, parts)
         for part in files:
             labels = part.saved.trace.threads
             for thread in dict.fromkeys([*labels, *np.unique(part.trace.thread_id).tolist()]):
@@ -196,11 +194,9 @@ def _threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
     return names
 
 
-def _notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
-    """Return all notes, each once. A note that not all processes have begins with names of processes.
-
-    A note is left out if another process has met its rule or called its target.
-    """
+def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
+    """Return all notes, each once. A note that not all processes have begins with names of processes. A note on a rule
+    is left out if the rule matched, or its target was called, in another process."""
     parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
     sites = [site for part in parts for site in part.called_sites()]
@@ -218,21 +214,21 @@ def _notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
                 uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
         for note in dict.fromkeys(note for part in files for note in part.saved.trace.notes if note not in refuted):
             users.setdefault(note, []).append(label_of(files[0].saved))
-    notes = [note if len(names) == len(processes) else f"{_some_names(names)}: {note}" for note, names in users.items()]
+    notes = [note if len(names) == len(processes) else f"{_list_names(names)}: {note}" for note, names in users.items()]
     return [*notes, *([never_called([*uncalled])] if uncalled else [])]
 
 
-def _some_names(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     more = len(names) - NOTED_BY
     return ", ".join(names) if more <= 0 else f"{', '.join(names[:NOTED_BY])} and {more} more"
 
 
-def _cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:
+def _merge_cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:
     """Return the cost of all processes: costs per call are means weighted by calls. A process of unknown cost gets the
     mean."""
     costs, uncosted_calls = list[Cost](), 0
     for files in processes:
-        for part in _files_to_count(files) or [max(files, key=lambda part: len(part.trace))]:
+        for part in _choose_files(files) or [max(files, key=lambda part: len(part.trace))]:
             if part.saved.trace.cost is not None:
                 costs.append(part.saved.trace.cost)
             elif part.saved.trace.origin.recorder != "other" and part.saved.tally is not None:
@@ -254,14 +250,14 @@ def _is_own(sample: Sample) -> bool:
     return sample.device == HOST and sample.name not in OF_ALL
 
 
-def _own_samples(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
-    """Return the readings of gauges that belong to a single process, from its files."""
-    return _by_time(sample for part in files for sample in part.saved.trace.samples if _is_own(sample))
+def _own_samples_of(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
+    """Return the samples of gauges that belong to a single process, from the process's files."""
+    return _sort_by_time(sample for part in files for sample in part.saved.trace.samples if _is_own(sample))
 
 
-def _samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
-    """Return the readings of all files. If several processes are merged, leave out gauges of a single process."""
-    return _by_time(
+def _merge_samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
+    """Return the samples of all files. If several processes are merged, gauges of single processes are left out."""
+    return _sort_by_time(
         replace(sample, device=numbers.device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
         for part in parts
         for sample in part.saved.trace.samples
@@ -269,15 +265,15 @@ def _samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: b
     )
 
 
-def _by_time(samples: Iterable[Sample]) -> tuple[Sample, ...]:
-    """Return the readings sorted by time, each once."""
+def _sort_by_time(samples: Iterable[Sample]) -> tuple[Sample, ...]:
+    """Return the samples sorted by time, each once."""
     first_by_key = dict[tuple[int, int, str], Sample]()
     for sample in samples:
         first_by_key.setdefault((sample.at_ns, sample.device, sample.name), sample)
     return tuple(first_by_key[key] for key in sorted(first_by_key))
 
 
-def _startup(part: MergedFile, numbers: Numbers) -> Startup | None:
+def _merge_startup(part: MergedFile, numbers: Numbers) -> Startup | None:
     facts = part.saved.trace.startup
     if facts is None:
         return None

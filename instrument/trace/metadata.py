@@ -1,7 +1,7 @@
-"""The key `instrument` of a file: all facts of a trace and its tally except the events, written and read back.
+"""Writes and reads the key `instrument` of a Chrome trace: the tally, and all facts of the trace except its events.
 
-Viewers ignore it. It has each site once, and events refer to sites by index. Allocations, up to a million, are packed
-columns as text.
+Viewers ignore the key. It has each site once, and events refer to sites by index. Allocations, up to a million, are
+packed columns as text.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ FORMAT = 6
 its tally."""
 
 READ = (4, 5, 6)
-"""The versions that `Metadata` reads."""
+"""The versions of the metadata that `Metadata` can read."""
 
 LIMIT_LINKS = 20_000_000
-"""The largest sum of the lengths of all call paths. It bounds the memory for a hostile file."""
+"""The most sites that all call paths of a file may have together. The limit bounds the memory for a hostile file."""
 
 _SUMS = (
     "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "elapsed_ns", "min_ns", "max_ns",
@@ -69,13 +69,13 @@ _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, i
 
 
 def _facts(thing: Any) -> dict[str, Any]:
-    """Return the fields of a flat dataclass as JSON values, without empty defaults. `made` is the inverse."""
+    """Return the fields of a flat dataclass as JSON values, without empty defaults. `dataclass_from` is the inverse."""
     values = {item.name: (getattr(thing, item.name), item.default) for item in plain_fields(type(thing))}
     return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
 def dataclass_from(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
-    """Return a flat dataclass from those facts that it has fields for. Raises `ValueError` for a wrong type."""
+    """Make a flat dataclass from the facts that it has fields for. Raises `ValueError` for a wrong type."""
     items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: checked(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
@@ -84,7 +84,7 @@ def dataclass_from(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
 
 
 class Sites:
-    """The sites of a file, each once, in the order of first use."""
+    """Numbers the sites of a file in the order of first use, each once."""
 
     def __init__(self, sites: Iterable[Site]) -> None:
         self.entries: dict[str, int] = {}
@@ -97,17 +97,17 @@ class Sites:
 
 
 def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int) -> Iterator[str]:
-    """Yield the JSON of the key in pieces. Times in it count from `base_ns`."""
-    counted = "null" if tally is None else _tally_text(tally, base_ns, sites)
+    """Yield the JSON value of the key in pieces. Its times count from `base_ns`."""
+    counted = "null" if tally is None else _pack_tally(tally, base_ns, sites)
     read = {sample.name for sample in trace.samples}
     facts = {
         "format": FORMAT,
         "about": "Times in ns. A device slice is the stretch of a stream between two events, not a kernel.",
         "base_ns": base_ns,
         "base_epoch_ns": trace.origin.realtime_of(base_ns),
-        **_of_process(trace),
+        **_pack_process(trace),
         **({"apart_ns": trace.apart_ns} if trace.apart_ns else {}),
-        **({"processes": list(map(_merged_process, trace.processes))} if trace.processes else {}),
+        **({"processes": list(map(_pack_merged_process, trace.processes))} if trace.processes else {}),
         "arrows_left_out": arrows_left_out,
         "gauges": {name: f"{GAUGES[name].unit} {GAUGES[name].about}" for name in GAUGES if name in read},
         "gpus": [_facts(gpu) for gpu in trace.gpus],
@@ -117,16 +117,16 @@ def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arro
             if not is_number(sample.value)
         ],
         **({} if trace.watched is None else {"watched": [at_ns - base_ns for at_ns in trace.watched]}),
-        **(_packed_work(trace, base_ns) if trace.kernels or trace.allocations else {}),
+        **(_pack_work(trace, base_ns) if trace.kernels or trace.allocations else {}),
         "startup": trace.startup and _startup(trace.startup, base_ns, sites),
         **({"flops": [[row.thread_id, row.at_ns - base_ns, row.flops] for row in trace.flops]} if trace.flops else {}),
     }
-    yield _without_del(encode(facts)[:-1])
-    yield _without_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
+    yield _escape_del(encode(facts)[:-1])
+    yield _escape_del(',"sites":[\n' + ",\n".join(sites.entries) + f'],\n"tally":{counted}}}')
 
 
-def _of_process(trace: Trace) -> dict[str, Any]:
-    """Return the facts that a process and a merged trace both have."""
+def _pack_process(trace: Trace) -> dict[str, Any]:
+    """Return the facts that a process's trace and a merged trace have in common."""
     return {
         "origin": _facts(trace.origin),
         "window": trace.window,
@@ -145,23 +145,23 @@ def _of_process(trace: Trace) -> dict[str, Any]:
 NUMBERS_OF_PROCESS = ("threads", "devices", "streams", "absent")
 
 
-def _merged_process(process: MergedProcess) -> dict[str, Any]:
-    """Return the JSON of a process in a merged trace, with maps from merged numbers to its own numbers."""
+def _pack_merged_process(process: MergedProcess) -> dict[str, Any]:
+    """Return the JSON of a process in a merged trace, with maps from merged numbers to the process's own numbers."""
     more = {"windows": process.windows, "moved_ns": process.moved_ns, "is_watched": process.is_watched}
     numbers = {name: list(getattr(process, name).items()) for name in NUMBERS_OF_PROCESS}
     samples = [
         [clean(sample.name), sample.at_ns, sample.value if is_number(sample.value) else None]
         for sample in process.facts.samples
     ]
-    return {**_of_process(process.facts), **more, "numbers": numbers, **({"samples": samples} if samples else {})}
+    return {**_pack_process(process.facts), **more, "numbers": numbers, **({"samples": samples} if samples else {})}
 
 
-def _without_del(text: str) -> str:
+def _escape_del(text: str) -> str:
     # JSON allows DEL as it is, but Perfetto 52 and 55 refuse a file that has it outside of the events.
     return text.replace("\x7f", "\\u007f")
 
 
-def _packed_work(trace: Trace, base_ns: int) -> dict[str, Any]:
+def _pack_work(trace: Trace, base_ns: int) -> dict[str, Any]:
     """Return the kernels and allocations of torch.profiler's record, with columns as packed text."""
     columns, names = packed_kernels(trace.kernels, base_ns)
     columns |= packed_allocations(trace.allocations, base_ns)
@@ -189,7 +189,7 @@ def _first(call: FirstCall, base_ns: int, sites: Sites) -> list[int]:
     return [sites.place(call.site), call.start_ns - base_ns, call.total_ns]
 
 
-def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
+def _pack_tally(tally: Tally, base_ns: int, sites: Sites) -> str:
     """Return the JSON of a tally: nodes as [parent or -1, site], and rows, with times from `base_ns`."""
     places = {site: sites.place(site) for site in tally.sites()}
     parents, site_of, sites_of_tree = tally.parents.tolist(), tally.site_of.tolist(), tally.tree.sites
@@ -224,7 +224,7 @@ def _tally_text(tally: Tally, base_ns: int, sites: Sites) -> str:
 
 
 class Metadata:
-    """The contents of the key. The base of times and the sites are read at once, other facts when needed."""
+    """Reads the value of the key: the base of times and the sites at once, other facts when they are needed."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         if facts["format"] not in READ:
@@ -236,14 +236,15 @@ class Metadata:
         learn_gauges(checked(facts.get("gauges", {}), dict))
 
     def trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
-        """Return the trace with the given spans and gauge readings. Readings without a value are added from the key."""
+        """Return the trace with the given spans and samples of gauges. Samples without a value are added from the
+        key."""
         facts = self._facts
         samples += [
             Sample(checked(name, str), checked(device, int), self.base_ns + checked(since_ns, int), None)
             for name, device, since_ns in facts.get("not_told", ())
         ]
         samples.sort(key=lambda s: (s.at_ns, s.device, s.name))
-        kernels, allocations = self._work()
+        kernels, allocations = self._read_work()
         return replace(
             _read_process(facts),
             spans=spans,
@@ -251,7 +252,7 @@ class Metadata:
             gpus=tuple(dataclass_from(Gpu, gpu) for gpu in facts.get("gpus", ())),
             kernels=kernels,
             allocations=allocations,
-            watched=self._watched(),
+            watched=self._read_watched(),
             startup=self._startup(),
             flops=tuple(
                 Flops(thread_id, self.base_ns + since_ns, flops)
@@ -284,23 +285,23 @@ class Metadata:
     def _first(self, site: Any, since_ns: Any, total_ns: Any) -> FirstCall:
         return FirstCall(self.sites[index(site)], self.base_ns + checked(since_ns, int), checked(total_ns, int))
 
-    def _watched(self) -> Interval | None:
+    def _read_watched(self) -> Interval | None:
         if "watched" not in self._facts:
             return None
         first, last = (checked(self.base_ns + checked(at_ns, int), int) for at_ns in self._facts["watched"])
         return first, max(first, last)
 
-    def _work(self) -> tuple[Sequence[Kernel], Sequence[Allocation]]:
+    def _read_work(self) -> tuple[Sequence[Kernel], Sequence[Allocation]]:
         """Return the kernels and allocations of torch.profiler's record."""
         texts = checked(self._facts.pop("columns", {}), dict)
         names = [checked(name, str) for name in self._facts.get("kernel_names", ())]
         if not texts:
-            return self._listed_kernels(names), self._listed_allocations()
-        columns = {name: _column(*of_name) for name, of_name in texts.items()}
+            return self._read_listed_kernels(names), self._read_listed_allocations()
+        columns = {name: _read_column(*of_name) for name, of_name in texts.items()}
         kernels = unpacked_kernels(columns, names, self.base_ns)
         return kernels, unpacked_allocations(columns, self.base_ns)
 
-    def _listed_kernels(self, names: Sequence[str]) -> Sequence[Kernel]:
+    def _read_listed_kernels(self, names: Sequence[str]) -> Sequence[Kernel]:
         """Return the kernels of an earlier version: a list of numbers for each, with times from the base."""
         kernels = []
         for name, kind, *numbers in self._facts.get("kernels", ()):
@@ -314,11 +315,11 @@ class Metadata:
             kernels.append(work)
         return KernelColumns.of(kernels).moved(0)
 
-    def _listed_allocations(self) -> Allocations:
+    def _read_listed_allocations(self) -> Allocations:
         """Return the allocations of an earlier version: their rows as packed text, or a list of numbers for each."""
         allocations = self._facts.get("allocations", [])
         if isinstance(allocations, str):
-            return Allocations(_column("<i8", allocations).tobytes(), self.base_ns)
+            return Allocations(_read_column("<i8", allocations).tobytes(), self.base_ns)
         return Allocations(
             b"".join(Allocations.ROW.pack(*check_ints([*numbers, 0][:7])) for numbers in allocations), self.base_ns
         )
@@ -331,35 +332,35 @@ class Metadata:
         paths: list[CallPath] = [()]
         links = 0
         for parent, site in saved["nodes"]:
-            paths.append((*paths[_place(parent)], self.sites[index(site)]))
+            paths.append((*paths[_read_place(parent)], self.sites[index(site)]))
             links += len(paths[-1])
             if links > LIMIT_LINKS:
                 raise ValueError("its call paths are too long; it is damaged")
         lines, of_line, buckets, times = list[Totals](), list[int](), list[int](), list[int]()
         for node, thread_id, *numbers, histogram in saved["rows"]:
             if self._facts["format"] == READ[0]:  # it had no waiting times; a coroutine's self time counts as waiting
-                path = paths[_place(node)]
+                path = paths[_read_place(node)]
                 numbers.insert(_SUMS.index("waiting_ns"), numbers[3] if path and path[-1].suspends else 0)
             numbers += [0] * (len(numbers) == len(_SUMS) - 1)  # no count of cancelled requests
             sums = dict(zip(_SUMS, (checked(number, int) for number in numbers), strict=True))
             sums["first_ns"] = checked(sums["first_ns"] + self.base_ns, int)
             if sums["calls"] < 0:
                 raise ValueError(f"a call path in it was called {sums['calls']} times; it is damaged")
-            pairs = [*zip(map(_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)]
+            pairs = [*zip(map(_read_bucket, histogram[::2]), map(index, histogram[1::2]), strict=True)]
             of_line += [len(lines)] * len(pairs)
             buckets += (bucket for bucket, _ in pairs)
             times += (calls for _, calls in pairs)
-            lines.append(Totals(node=_place(node), thread_id=checked(thread_id, int), **sums))
+            lines.append(Totals(node=_read_place(node), thread_id=checked(thread_id, int), **sums))
         histograms = buckets_of(*(np.array(column, np.int64) for column in (of_line, buckets, times)))
-        return Tally.of_paths(paths, np.array(lines, TOTALS), histograms, _names(saved["threads"]))
+        return Tally.of_paths(paths, np.array(lines, TOTALS), histograms, _read_names(saved["threads"]))
 
 
-def _place(node: Any) -> int:
-    """Return the index of a node's path. Index 0 is the empty path, of node -1."""
+def _read_place(node: Any) -> int:
+    """Return the index of the call path of a node. Index 0 is the empty path, that of node -1."""
     return 0 if node == -1 else index(node) + 1
 
 
-def _column(kind: Any, text: Any) -> Column:
+def _read_column(kind: Any, text: Any) -> Column:
     if kind not in _KINDS_OF_COLUMNS:
         raise ValueError(f"it has {kind!r:.40} for the type of a column, which does not exist; it is damaged")
     most = LIMIT_SPANS * np.dtype(kind).itemsize
@@ -372,7 +373,7 @@ def _column(kind: Any, text: Any) -> Column:
 _KINDS_OF_COLUMNS = {np.dtype(width).str for width in (*WIDTHS, np.int64)}
 
 
-def _finite(cost: Cost) -> Cost:
+def _check_cost(cost: Cost) -> Cost:
     if not np.isfinite(cost.per_call_ns):
         raise ValueError("the cost of a call in it is infinite; it is damaged")
     return cost
@@ -384,11 +385,11 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
         start_ns=checked(facts["start_ns"], int),
         end_ns=checked(facts["end_ns"], int),
         spans=[],
-        threads=_names(facts["threads"]),
+        threads=_read_names(facts["threads"]),
         losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
         notes=tuple(checked(note, str) for note in facts["notes"]),
         window=checked(facts["window"], int),
-        cost=None if facts["cost"] is None else _finite(dataclass_from(Cost, facts["cost"])),
+        cost=None if facts["cost"] is None else _check_cost(dataclass_from(Cost, facts["cost"])),
         held_from_ns=checked(facts.get("held_from_ns", 0), int),
         died=checked(facts.get("died", ""), str),
         own_notes=own_notes_of(facts.get("own_notes", {})),
@@ -406,8 +407,8 @@ def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
 def _read_merged_process(facts: Any) -> MergedProcess:
     numbers = checked(facts["numbers"], dict)
     moved_ns = checked(facts["moved_ns"], int)
-    windows = _pairs(facts["windows"])
-    own_numbers: Any = {name: dict(_pairs(numbers[name])) for name in NUMBERS_OF_PROCESS}
+    windows = _read_pairs(facts["windows"])
+    own_numbers: Any = {name: dict(_read_pairs(numbers[name])) for name in NUMBERS_OF_PROCESS}
     is_watched = checked(facts["is_watched"], bool)
     samples = tuple(
         Sample(checked(name, str), HOST, checked(at_ns, int), None if value is None else checked(value, float, int))
@@ -419,7 +420,7 @@ def _read_merged_process(facts: Any) -> MergedProcess:
     return MergedProcess(of_process, windows, **own_numbers, moved_ns=moved_ns, is_watched=is_watched)
 
 
-def _pairs(rows: Any) -> list[tuple[int, int]]:
+def _read_pairs(rows: Any) -> list[tuple[int, int]]:
     return [(first, second) for first, second in map(check_ints, rows)]
 
 
@@ -432,12 +433,12 @@ def site_from(facts: dict[str, Any]) -> Site:
     return site
 
 
-def _bucket(value: Any) -> int:
+def _read_bucket(value: Any) -> int:
     """Return the index of a histogram's bucket. Raises `ValueError` if there is no such bucket."""
     if (bucket := index(value)) > LAST_BUCKET:
         raise ValueError("a histogram in it has an unknown bucket; it is damaged")
     return bucket
 
 
-def _names(pairs: Any) -> dict[int, str]:
+def _read_names(pairs: Any) -> dict[int, str]:
     return {checked(thread_id, int): checked(name, str) for thread_id, name in pairs}

@@ -1,4 +1,4 @@
-"""Conversion of a recording in memory, of this process or another one, into a trace."""
+"""Converts a recording in memory, of this process or another one, into a trace."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
 OPEN = "instrument.open"
-"""The attribute that a span has if it was still open when its recording was read. Its value is true."""
+"""The attribute of a span that was still open when its recording was read. The value is true."""
 
 NEVER_NS = 1 << 62
-"""The time at which a process serves that does not."""
+"""The time in ns from which a process serves requests, if it never does."""
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
@@ -38,10 +38,10 @@ _NOTHING = Detail(-1, None, {})
 
 
 def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
-    """Return the spans and the tally of a recording. Open spans end at the end and have the attribute `OPEN`.
+    """Return the spans and the tally of a recording. Open spans end at `end_ns` and have the attribute `OPEN`.
 
-    Spans that ended before `since_ns` are left out, and the tally if it has earlier calls. `end_ns` is the time of
-    reading on the monotonic clock. By default it is the newest time in the recording, which is close to the end of a
+    Spans that ended before `since_ns` are left out, and so is the tally if it has earlier calls. `end_ns` is the time
+    of reading on the monotonic clock. By default it is the newest time in the recording, which is close to the end of a
     dead process. Raises `TraceError` for a damaged recording.
     """
     header = mapped.header
@@ -64,7 +64,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
             threads=mapped.threads(),
             losses=losses,
             notes=header.notes,
-            own_notes=_own_notes(header),
+            own_notes=_read_own_notes(header),
             held_from_ns=snapshot.held_from_ns(since_ns, end_ns),
             gpus=header.gpus,
             samples=[sample for sample in samples if since_ns <= sample.at_ns <= end_ns],
@@ -77,8 +77,8 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         raise TraceError(f"cannot read the recording of process {header.pid}: {problem}") from problem
 
 
-def _own_notes(header: Header) -> OwnNotes:
-    """Return the notes that are true for this process alone, none if they are damaged."""
+def _read_own_notes(header: Header) -> OwnNotes:
+    """Return the notes that are true for this process alone, no notes if they are damaged."""
     try:
         return own_notes_of(header.facts.get("own_notes") or {})
     except (AttributeError, TypeError, ValueError):
@@ -111,7 +111,7 @@ def active_times_in(rows: Records) -> tuple[Int64s, Int64s]:
 
 
 def have_details(rows: Records) -> Bools:
-    """Return True for rows whose details are stored outside of the row."""
+    """Return True for rows whose details are stored outside of the rows."""
     return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
 
 
@@ -163,12 +163,12 @@ class RowSnapshot:
 
     def held_from_ns(self, start_ns: int, end_ns: int) -> int:
         """Return the time from which on no span of a window is missing, 0 if none is missing at all."""
-        oldest = self._oldest_ns(start_ns, end_ns) if self.wrapped or self.given_up else {}
+        oldest = self._find_oldest(start_ns, end_ns) if self.wrapped or self.given_up else {}
         edges_ns = [at_ns for thread_id, at_ns in oldest.items() if thread_id in self.wrapped]
         edges_ns += sorted(at_ns for thread_id, at_ns in oldest.items() if thread_id in self.given_up)[:1]
         return max(edges_ns, default=0)
 
-    def _oldest_ns(self, start_ns: int, end_ns: int) -> dict[int, int]:
+    def _find_oldest(self, start_ns: int, end_ns: int) -> dict[int, int]:
         """Return, for each thread with a span in the window, the first end of such a span, at most the window's end."""
         oldest: dict[int, int] = {}
         for ring in self.rings:  # each in the order of ends
@@ -226,7 +226,7 @@ class RowSnapshot:
         for row, span in enumerate(opened, count):
             if span.active_ns >= 0:
                 active_ns[row] = min(span.active_ns, int(active_ns[row]))
-        children_ns = column("children_ns", _children_ns(opened, read_ns))
+        children_ns = column("children_ns", _measure_children(opened, read_ns))
         further = _Further(len(span_id))
         for row in [*np.flatnonzero(have_details(rows)).tolist(), *range(count, len(span_id))]:
             further.add(row, details.get(int(span_id[row])), opened[row - count] if row >= count else None, marks=marks)
@@ -241,7 +241,7 @@ class RowSnapshot:
             ends = np.where(clipped, np.maximum(np.minimum(ends, end_ns), starts), ends)
             active_ns = np.where(clipped, np.minimum(active_ns, ends - starts), active_ns)
             self_ns = np.where(clipped, np.minimum(self_ns, ends - starts), self_ns)
-        sites, site = _sites(self.tree, column("node", [span.node for span in opened]))
+        sites, site = _number_sites(self.tree, column("node", [span.node for span in opened]))
         snapshot = Columns(
             sites=sites,
             errors=tuple(further.errors),
@@ -275,7 +275,7 @@ class RowSnapshot:
 
 
 class _Further:
-    """The errors, attributes, active times and remote parents of rows, read from their details."""
+    """Collects the errors, attributes, active times and remote parents of rows from their details."""
 
     def __init__(self, count: int) -> None:
         self.error = np.full(count, NONE, np.int32)
@@ -304,7 +304,7 @@ class _Further:
             self.attributes.add(row, to_json(attributes))
 
 
-def _children_ns(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
+def _measure_children(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
     """Return the time of the children of each open span, including open children."""
     children_ns = {span.span_id: span.children_ns for span in opened}
     line = {span.span_id: (span.thread_id, span.task_id) for span in opened}
@@ -314,7 +314,7 @@ def _children_ns(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
     return list(children_ns.values())
 
 
-def _sites(tree: CallTree, node: Int64s) -> tuple[tuple[Site, ...], Int32s]:
+def _number_sites(tree: CallTree, node: Int64s) -> tuple[tuple[Site, ...], Int32s]:
     """Return the distinct sites of some nodes, and the index of each node's site."""
     numbers = np.array(tree.site_of, dtype=np.int64)[node]
     used = np.bincount(numbers, minlength=len(tree.sites)) > 0

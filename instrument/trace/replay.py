@@ -1,4 +1,4 @@
-"""A replay of recorded arrivals through a model of the engine. It predicts queue times if some requests had not come.
+"""Replays recorded arrivals through a model of the engine, to predict queue times without some of the requests.
 
 The model serves requests in the order of arrival, and at once up to the largest number that was recorded at once. A
 request passes through batches of its recorded names and weights. In each turn the model runs the batches of each name
@@ -26,15 +26,15 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, Turns
 
 MOST_PAIRS = 40_000
-"""The maximum number of pairs of a request and a batch that are replayed. Later requests are left out."""
+"""The most pairs of a request and a batch that are replayed. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The largest relative error of the mean queue time in a replay of all requests that counts as sound."""
+"""The relative error of the mean queue time, in a replay of all requests, up to which the model counts as sound."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The replayed requests by arrival: their indices, and their queue times as recorded and as replayed."""
+    """The result of a replay: the indices of requests by arrival, and their queue times as recorded and as replayed."""
 
     place: Int64s
     queue_ns: Int64s
@@ -53,7 +53,7 @@ class Engine:
     def __init__(self, trace: Columns, joined: Joined, all_turns: Turns, lanes: Lanes) -> None:
         served = joined.served
         self._lanes = lanes
-        is_main = _main_batches(trace, served.batch)
+        is_main = _are_main_batches(trace, served.batch)
         pairs = np.flatnonzero((served.request != NONE) & is_main[served.batch])
         pairs = pairs[np.lexsort((trace.start_ns[served.batch[pairs]], served.request[pairs]))]
         first = firsts_of(served.request[pairs])
@@ -79,7 +79,7 @@ class Engine:
         ratios = np.ones(len(batches))
         for rows, cost in zip(of_names, self._costs, strict=True):
             ratios[rows] = cost.ratios
-        self._gap_ns = _gap_ns(trace, batches)
+        self._gap_ns = _measure_gap(trace, batches)
         ends = np.maximum.reduceat(trace.end_ns[served.batch[pairs]], first) if len(first) else begins
         self._slots = max(measure_overlap([Union(begins, ends)])[1], 1)
         # A request that has had its prefill takes part in the decode of the same turn of the engine.
@@ -92,10 +92,10 @@ class Engine:
         self._steps = [steps[begin:end] for begin, end in zip(first[order].tolist(), last[order].tolist(), strict=True)]
 
     def replay(self, is_present: Bools) -> Replay:
-        """Return a replay of only those requests for which `is_present` is True. It is by the request's index."""
+        """Replay only the requests for which `is_present`, by index of the request, is True."""
         present = np.flatnonzero(is_present[self._place])
         arrivals, costs = self._arrival.tolist(), self._costs
-        stops = self._stops(is_present)
+        stops = self._list_stops(is_present)
         waiting, active, now_ns = deque(present.tolist()), list[list[int]](), 0.0
         queues = dict.fromkeys(present.tolist(), 0.0)
         while waiting or active:
@@ -106,7 +106,9 @@ class Engine:
             while waiting and len(active) < self._slots and arrivals[waiting[0]] <= now_ns:
                 active.append([waiting.popleft(), 0])
             for name in self._names:
-                members = [(*self._steps[item[0]][item[1]][1:], item) for item in active if self._next(item) == name]
+                members = [
+                    (*self._steps[item[0]][item[1]][1:], item) for item in active if self._next_batch_name(item) == name
+                ]
                 cost = costs[name]
                 for at in range(0, len(members), cost.most):
                     some = members[at : at + cost.most]
@@ -116,17 +118,17 @@ class Engine:
                         item[1] += 1
                     ratio = max(some, key=itemgetter(0))[1]
                     now_ns += ratio * cost.of(len(some), sum(weight for weight, _, _ in some)) + self._gap_ns
-            active = [item for item in active if self._next(item) != NONE]
+            active = [item for item in active if self._next_batch_name(item) != NONE]
         replayed = np.array([queues[number] for number in present.tolist()], dtype=np.float64)
         replayed_ns = np.round(replayed).astype(np.int64) + self._latency_ns
         return Replay(self._place[present], self._queue_ns[present], replayed_ns)
 
-    def _next(self, item: Sequence[int]) -> int:
+    def _next_batch_name(self, item: Sequence[int]) -> int:
         """Return the name of a request's next batch, `NONE` after the last one."""
         steps = self._steps[item[0]]
         return steps[item[1]][0] if item[1] < len(steps) else NONE
 
-    def _stops(self, is_present: Bools) -> deque[tuple[int, int]]:
+    def _list_stops(self, is_present: Bools) -> deque[tuple[int, int]]:
         """Return the begin and length of each time in which a loop was blocked, but not by an absent request."""
         lanes = self._lanes
         has_batches = np.isin(lanes.pieces.groups, lanes.pieces.groups[~lanes.is_blocked])
@@ -135,8 +137,8 @@ class Engine:
         return deque(sorted(zip(starts.tolist(), (ends - starts).tolist(), strict=True)))
 
 
-def _main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
-    """Return True for the outermost batches on the thread that has most of them."""
+def _are_main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
+    """Return True for the outermost batches on the thread with most of them."""
     is_batch = np.zeros(len(trace), dtype=np.bool_)
     is_batch[batch_rows] = True
     is_batch &= nearest_above(trace.parent, is_batch) == NONE
@@ -145,7 +147,8 @@ def _main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
 
 
 class _Costs:
-    """The cost of batches of one name, linear in members and weight. `ratios` are the recorded times over it."""
+    """The cost of batches of one name, linear in members and weight. `ratios` are the recorded times divided by that
+    cost."""
 
     def __init__(self, sizes: Int64s, weights: Int64s, took_ns: Int64s) -> None:
         self.most = int(sizes.max())
@@ -163,7 +166,7 @@ class _Costs:
         return max(modelled, 0.0)
 
 
-def _gap_ns(trace: Columns, batches: Int64s) -> float:
+def _measure_gap(trace: Columns, batches: Int64s) -> float:
     """Return the mean time between two batches of a thread. Gaps longer than a batch do not count."""
     order = np.lexsort((trace.start_ns[batches], trace.thread_id[batches]))
     rows = batches[order]

@@ -1,6 +1,6 @@
-"""Facts of requests: values that rules read at calls, moved to the requests that the calls serve.
+"""Moves facts, the values that rules read at calls, to the requests that the calls serve.
 
-A span has its facts as attributes, and lists them in `FACTS`. Its request may be in another process.
+A span has its facts as attributes, and lists their names in `FACTS`. The request may be in another process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instrument.trace.forest import NONE
 
 INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
 CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.preemptions"
-"""The names of facts that views know. The presets of engines read them."""
+"""The names of the facts that views show. The presets for engines record them."""
 
 
 def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
@@ -41,7 +41,7 @@ def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[in
     for row in rows[np.argsort(trace.end_ns[rows], kind="stable")].tolist():
         attributes = dict(trace.attributes[row])
         at_ns, is_known = int(trace.end_ns[row]), True
-        for keep, name, key_of_value, value in _facts_in(attributes):
+        for keep, name, key_of_value, value in _parse_facts(attributes):
             place = int(of[row])
             if key_of_value is not None:
                 places = places_of.get(key_of_value, [])
@@ -51,17 +51,18 @@ def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[in
             if place != NONE:
                 facts = facts_by_request.setdefault(int(requests[place]), {})
                 with suppress(TypeError):  # of values that cannot be added or compared, the first stays
-                    facts[name] = _updated_fact(keep, facts.get(name), value)
+                    facts[name] = _update_fact(keep, facts.get(name), value)
         if is_known:
-            attributes_by_row[row] = _without_lists(attributes)
+            attributes_by_row[row] = _drop_fact_lists(attributes)
     for row, facts in facts_by_request.items():
         attributes_by_row[row] = {**attributes_by_row.get(row, trace.attributes[row]), **facts}
     return replace(trace, attributes=override_rows(trace.attributes, len(trace), attributes_by_row))
 
 
-def _facts_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Yield each fact's word of `KEEPS`, name, key of its request (None for the span's own request), and value."""
-    for text in _fact_texts(attributes):
+def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
+    """Yield the parts of each fact: its word of `KEEPS`, name, key of the request (None for the span's own one), and
+    value."""
+    for text in _list_fact_texts(attributes):
         keep, _, name = text.partition(" ")
         value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
         if isinstance(keys, (list, tuple)) and isinstance(value, (list, tuple)):
@@ -70,21 +71,21 @@ def _facts_in(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | N
             yield keep, name, None, value
 
 
-def _fact_texts(attributes: Mapping[str, Any]) -> list[str]:
+def _list_fact_texts(attributes: Mapping[str, Any]) -> list[str]:
     listed = attributes.get(FACTS)
     return [text for text in listed if isinstance(text, str)] if isinstance(listed, (list, tuple)) else []
 
 
-def _without_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
+def _drop_fact_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
     """Return a span's attributes without the lists of facts, which are now attributes of requests."""
-    names = [text.partition(" ")[2] for text in _fact_texts(attributes)]
+    names = [text.partition(" ")[2] for text in _list_fact_texts(attributes)]
     lists = [name for name in names if name + FACT_KEYS in attributes]
     read_names = {FACTS, *lists, *(name + FACT_KEYS for name in lists)}
     return {name: value for name, value in attributes.items() if name not in read_names}
 
 
-def _updated_fact(keep: str, before: Any, value: Any) -> Any:
-    """Return the value of a fact after a later value: the last, the largest, the sum or a list, by its word `keep`."""
+def _update_fact(keep: str, before: Any, value: Any) -> Any:
+    """Combine the value of a fact with a later one: to the last, the largest, the sum or a list, as `keep` requires."""
     if keep == "list":
         return (*(before or ()), value)[:ATTRIBUTE_LIMIT]
     if before is None or keep == "last":

@@ -1,4 +1,4 @@
-"""The engine steps that served requests, each of one or several batches, and the number of prefill steps."""
+"""Finds the engine steps that served each request, each of one or several batches, and counts the prefill steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instrument.trace.joined import THOUSANDTHS
 
 
 class PartSeries(NamedTuple):
-    """Series: the batches of one request, name and thread, as runs of indices in `order`, ordered by time.
+    """The series of batches: those of one request, name and thread are a run of indices in `order`, ordered by time.
 
     Series are ordered by request, then by name. `spent_ns` is the total time of a series' batches.
     """
@@ -135,15 +135,15 @@ class StepKinds:
             pairs = series_names[first] * len(names) + series_names[second]
             for counter, is_counted in ((self._counts, has_turns), (self._turns, has_turns & take_turns)):
                 for pair, count in zip(*np.unique(pairs[is_counted], return_counts=True), strict=True):
-                    counter[_names_of_pair(names, int(pair))] += int(count)
+                    counter[_split_pair(names, int(pair))] += int(count)
             for pairs_seen, is_member in (
                 (self._alike, ~has_turns & some_say & is_alike),
                 (self._unlike, ~has_turns & some_say & ~is_alike),
             ):
-                pairs_seen.update(_names_of_pair(names, pair) for pair in np.unique(pairs[is_member]).tolist())
+                pairs_seen.update(_split_pair(names, pair) for pair in np.unique(pairs[is_member]).tolist())
 
     def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
-        """Learn the least weight of each batch name. `name` has indices into `names`."""
+        """Learn the least weight of each batch name. `name` has the index in `names` of each batch."""
         least = np.full(len(names), FARTHEST)
         np.minimum.at(least, name[weight > 0], weight[weight > 0])
         for place in np.flatnonzero(least < FARTHEST).tolist():
@@ -164,20 +164,20 @@ class StepKinds:
         return {name: (its_kind, leads[its_kind]) for name, its_kind in kind.items()}
 
 
-def _names_of_pair(names: Sequence[str], pair: int) -> tuple[str, str]:
+def _split_pair(names: Sequence[str], pair: int) -> tuple[str, str]:
     """Return the two names of a numbered pair."""
     first, second = divmod(pair, len(names))
     return names[first], names[second]
 
 
 APART = 8
-"""The minimum ratio of a prompt batch's weight to the weight of the lightest batch."""
+"""The least ratio of the weight of a batch with a prompt to the weight of the lightest batch."""
 
 LEAST_CHUNKS = 2
-"""A prompt in chunks of equal weight, except the last one, is recognised only with more chunks than this."""
+"""The number of equal chunks above which batches of equal weight, except the last, are recognised as one prompt."""
 
 CLEARLY = 2
-"""The ratio of weights beyond which a batch is clearly heavier than another one."""
+"""The ratio of weights above which a batch is clearly heavier than another one."""
 
 
 @dataclass(frozen=True)
@@ -221,26 +221,26 @@ def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     appears = np.minimum.reduceat(per_name.begin[order], first)
     named_of = np.repeat(np.arange(len(per_name.first)), np.diff(per_name.first, append=len(series.first)))
     longest = per_name.longest[chosen]
-    lead, counts = _leading_batches(parts, named_of, chosen, longest)
+    lead, counts = _find_leading_batches(parts, named_of, chosen, longest)
     begins = np.cumsum(counts) - counts
     ends = parts.end_ns[lead]
     of_series = kind_of_named[named_of]
     alike = np.flatnonzero(series.size == counts[of_series])
-    for_steps = _runs(begins[of_series[alike]], series.size[alike])
-    np.maximum.at(ends, for_steps, parts.end_ns[series.order[_runs(series.first[alike], series.size[alike])]])
+    for_steps = _make_runs(begins[of_series[alike]], series.size[alike])
+    np.maximum.at(ends, for_steps, parts.end_ns[series.order[_make_runs(series.first[alike], series.size[alike])]])
     request = np.repeat(series.request[longest], counts)
     order = np.lexsort((np.repeat(appears, counts), parts.start_ns[lead], request))
     request = request[order]
     return Steps(request, firsts_of(request), lead[order], ends[order])
 
 
-def _runs(firsts: Int64s, counts: Int64s) -> Int64s:
-    """Return several runs of consecutive numbers: run `i` has `counts[i]` numbers from `firsts[i]` on."""
+def _make_runs(firsts: Int64s, counts: Int64s) -> Int64s:
+    """Return runs of consecutive numbers, one after the other: run `i` has `counts[i]` numbers from `firsts[i]` on."""
     begins = np.cumsum(counts) - counts
     return np.asarray(np.arange(int(counts.sum())) + np.repeat(firsts - begins, counts))
 
 
-def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
+def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
     """Return the batch that represents each step, by request and kind of step, and the number of steps of each.
 
     Threads that run equally many batches of a name at once are workers of the same steps. Others take turns.
@@ -257,7 +257,7 @@ def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: In
     other_series = other_series[~is_at_once | (series.size[other_series] != series.size[longest_of_others])]
     counts = series.size[longest].copy()
     if not len(other_series):
-        return series.order[_runs(series.first[longest], counts)], counts
+        return series.order[_make_runs(series.first[longest], counts)], counts
     merged = {
         number: _merge_series(parts, [int(longest[number]), *other_series[place[other_series] == number].tolist()])
         for number in np.unique(place[other_series]).tolist()
@@ -268,14 +268,17 @@ def _leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: In
     leads = np.empty(int(counts.sum()), dtype=np.int64)
     alone = np.ones(len(longest), dtype=np.bool_)
     alone[list(merged)] = False
-    leads[_runs(begins[alone], counts[alone])] = series.order[_runs(series.first[longest[alone]], counts[alone])]
+    leads[_make_runs(begins[alone], counts[alone])] = series.order[
+        _make_runs(series.first[longest[alone]], counts[alone])
+    ]
     for number, merged_parts in merged.items():
         leads[begins[number] : begins[number] + len(merged_parts)] = merged_parts
     return leads, counts
 
 
 def _merge_series(parts: Parts, series_places: Sequence[int]) -> list[int]:
-    """Return the batches of several series by time, without any that overlaps the one before on another thread."""
+    """Return the batches of several series by time. A batch that overlaps the one before it on another thread is left
+    out."""
     series = parts.series
     items = [
         place
@@ -325,7 +328,7 @@ def prefills(
     unlike = np.flatnonzero(~are_alike & (later_least != later_most))
     pieces = zip(unlike.tolist(), steps.first[unlike].tolist(), steps.count[unlike].tolist(), strict=True)
     for request, first, count in pieces:
-        counts[request] = _prefills(weights[first : first + count].tolist())
+        counts[request] = _count_prefills(weights[first : first + count].tolist())
     least_of_all = np.array([least.get(name, 0) for name in parts.names], dtype=np.int64)[names[steps.first]]
     says_weight = np.minimum.reduceat(parts.says_weight[steps.lead], steps.first)
     is_prompt = says_weight & (least_of_all > 0) & (lightest >= APART * least_of_all)
@@ -333,7 +336,7 @@ def prefills(
     return counts
 
 
-def _prefills(weights: Sequence[int]) -> int:
+def _count_prefills(weights: Sequence[int]) -> int:
     """Return the number of a request's steps that make its first token, judged by their unequal weights."""
     least, most = max(min(weights), 1), max(weights)
     count = 0

@@ -1,4 +1,4 @@
-"""Self times, and the innermost open span per thread and time.
+"""Computes self times of spans, and the innermost open span per thread and time.
 
 A self time is the part of a span's time that no child took on its thread and task. While coroutines are suspended, the
 innermost one has waiting time. While a generator is suspended between two items, its consumer runs, so this is no part
@@ -24,20 +24,22 @@ from instrument.trace.layout import in_order
 
 
 def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the self time of some rows: their total without the union of their children on the same track."""
+    """Return the self time of some rows: the total time without the union of the children on the same track."""
     is_wanted = np.zeros(len(trace), dtype=np.bool_)
     is_wanted[rows] = True
-    return trace.total_ns[rows] - _within_children(trace, trace.on_line_of_parent & is_wanted[trace.parent])[rows]
+    return (
+        trace.total_ns[rows] - _measure_within_children(trace, trace.on_line_of_parent & is_wanted[trace.parent])[rows]
+    )
 
 
 def waiting_times(trace: Columns) -> Int64s:
     """Return the waiting part of each span's self time, in which the span was not active.
 
-    A span that was always active has not waited.
+    A span that was always active has no waiting time.
     """
     if not (trace.active_ns < trace.total_ns).any():
         return np.zeros(len(trace), dtype=np.int64)
-    ran_ns = np.maximum(trace.active_ns - _of_children(trace, trace.active_ns), 0)
+    ran_ns = np.maximum(trace.active_ns - _sum_children(trace, trace.active_ns), 0)
     return np.asarray(np.clip(trace.self_ns - ran_ns, 0, np.maximum(trace.total_ns - trace.active_ns, 0)))
 
 
@@ -55,7 +57,7 @@ def were_suspended(trace: Columns) -> Bools:
     return np.asarray((stood_ns > 0) & (2 * (trace.total_ns - counted_ns) > stood_ns))
 
 
-def _of_children(trace: Columns, times_ns: Int64s) -> Int64s:
+def _sum_children(trace: Columns, times_ns: Int64s) -> Int64s:
     """Return, for each span, the sum of its children's times on the same track."""
     sums_ns = np.zeros(len(trace), dtype=np.int64)
     children = np.flatnonzero(trace.on_line_of_parent)
@@ -63,7 +65,7 @@ def _of_children(trace: Columns, times_ns: Int64s) -> Int64s:
     return sums_ns
 
 
-def _within_children(trace: Columns, is_child: Bools) -> Int64s:
+def _measure_within_children(trace: Columns, is_child: Bools) -> Int64s:
     """Return, for each span, the time in those children for which `is_child` is True."""
     children = np.flatnonzero(is_child)
     parents = trace.parent[children]
@@ -76,15 +78,15 @@ def _within_children(trace: Columns, is_child: Bools) -> Int64s:
 
 
 def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return the turns of intervals by group and time: the index of the interval, and each turn's begin and end.
+    """Return the turns of intervals by group and time: the index of the interval, and the turn's begin and end.
 
-    An instant belongs to the group's open interval with the highest rank. Ranks are distinct. The time is n log n for
-    any number of simultaneous intervals.
+    An instant belongs to the open interval of the group with the highest rank. Ranks are distinct. The time is n log n
+    for any number of simultaneous intervals.
     """
     filled = np.flatnonzero(starts < ends)
     if not len(filled):
         return filled, filled, filled
-    edges, place_of = _edges(groups[filled], starts[filled], ends[filled])
+    edges, place_of = _find_edges(groups[filled], starts[filled], ends[filled])
     ranked = highest(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
     covered = np.flatnonzero(ranked != NONE)  # no interval covers the step to the next group
     with_rank = np.empty(int(ranks.max()) + 1, dtype=np.int64)
@@ -92,7 +94,7 @@ def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[
     return with_rank[ranked[covered]], edges[covered], edges[covered + 1]
 
 
-def _edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
+def _find_edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, Int64s]:
     """Return the distinct times at which intervals of each group begin or end, ordered by group.
 
     The second result has the index of each interval's begin among these times, then of each end.
@@ -128,7 +130,7 @@ def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[
 
 
 SEVERAL = -2
-"""The result for a time at which several tasks had open spans."""
+"""The row number that `innermost` returns for a time at which several tasks had open spans."""
 
 
 class _Open(NamedTuple):
@@ -143,7 +145,7 @@ class _Open(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """A numbering of pairs of a thread and a time, ordered by thread, then by time."""
+    """Numbers pairs of a thread and a time, ordered by thread, then by time."""
 
     threads: Int64s
     least_ns: int
@@ -162,7 +164,7 @@ class Clock(NamedTuple):
         return cls(threads, 0, len(distinct_ns) + 1, distinct_ns)
 
     def knows(self, thread_ids: Int64s) -> Bools:
-        """Return True for threads that the clock has."""
+        """Return True for each thread from which the clock was made."""
         places = np.searchsorted(self.threads, thread_ids).clip(max=len(self.threads) - 1)
         return np.asarray(self.threads[places] == thread_ids)
 
@@ -187,16 +189,16 @@ def innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: In
     clock = Clock.of(thread_ids, times_ns)
     query_moments = clock.numbers(thread_ids, times_ns)
     moments = distinct(query_moments)
-    opened = _opened(trace, is_wanted, clock, moments)
+    opened = _find_opened(trace, is_wanted, clock, moments)
     if not len(opened.row):
         return np.full(len(query_moments), NONE, dtype=np.int64)
     last = highest(opened.first, opened.end, np.arange(len(opened.row)), len(moments))
     rows = np.where(last == NONE, NONE, opened.row[last])
-    rows[_of_several(trace, opened, last)] = SEVERAL
+    rows[_find_several(trace, opened, last)] = SEVERAL
     return np.asarray(rows[np.searchsorted(moments, query_moments)])
 
 
-def _opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
+def _find_opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
     rows = in_order(trace)
     is_wanted = is_wanted & ~were_suspended(trace) & clock.knows(trace.thread_id)
     rows = rows[is_wanted[rows]]
@@ -206,19 +208,19 @@ def _opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s) -> 
     return _Open(rows[open_places], first[open_places], end[open_places])
 
 
-def _of_several(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
-    """Return the moments at which another task had an open span that is not around the innermost open span."""
+def _find_several(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
+    """Return the moments at which another task had an open span that does not enclose the innermost open span."""
     line, firsts = numbered(trace.thread_id[opened.row], trace.task_id[opened.row])
     if len(firsts) == len(distinct(trace.thread_id[opened.row[firsts]])):
         return np.zeros(0, dtype=np.int64)  # no thread has several tasks
     moments = np.flatnonzero(last != NONE)
-    other_counts = _open_of_other_lines(opened, line, last, moments)
+    other_counts = _count_on_other_lines(opened, line, last, moments)
     moments, other_counts = moments[other_counts > 0], other_counts[other_counts > 0]
-    around = _around_of_other_lines(trace, opened, line, last[moments], moments)
+    around = _count_around_on_other_lines(trace, opened, line, last[moments], moments)
     return np.asarray(moments[around != other_counts])
 
 
-def _open_of_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: Int64s) -> Int64s:
+def _count_on_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: Int64s) -> Int64s:
     """Return, for each moment, the number of open spans on other tracks than the innermost span's."""
     count = len(last)
     changes = np.bincount(opened.first, minlength=count + 1) - np.bincount(opened.end, minlength=count + 1)
@@ -229,12 +231,12 @@ def _open_of_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: Int
     return np.asarray(np.cumsum(changes)[moments] - (begun_counts - ended_counts))
 
 
-def _around_of_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
+def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
     """Return, for each span at its moment, the number of open spans around it on other tracks.
 
-    The walk goes up run by run. A run is spans of one track, each open for all the time of the span below.
+    The search goes up in runs. A run is spans of one track, each open during the whole span below it.
     """
-    up, level = _parents(trace, opened), trace.level[opened.row]
+    up, level = _find_parents(trace, opened), trace.level[opened.row]
     is_run = (up != NONE) & (line[up] == line) & (opened.first[up] <= opened.first) & (opened.end <= opened.end[up])
     top = nearest(up, ~is_run)
     counts, own_line = np.zeros(len(spans), dtype=np.int64), line[spans]
@@ -250,7 +252,7 @@ def _around_of_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: I
     return counts
 
 
-def _parents(trace: Columns, opened: _Open) -> Int32s:
+def _find_parents(trace: Columns, opened: _Open) -> Int32s:
     """Return the index of each open span's parent, `NONE` if it was not open or is on another thread."""
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int32)
     place_of[opened.row] = np.arange(len(opened.row))

@@ -1,4 +1,4 @@
-"""The rows to send, with ids, callers and links as a collector needs them, and spans for stages of requests.
+"""Prepares settled rows for a collector, with ids, callers and links, and makes spans for the stages of requests.
 
 A request comes due when a decision wait has passed after its end. By then the rows of all processes up to its end have
 been read. Its rows, the rows with its keys and the batches that served it become one columnar trace, which `join`,
@@ -27,14 +27,14 @@ from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, Unsett
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
-"""The bits for the index of a stage in its span's id. The other bits are from the request's id. The id is negative,
-unlike ids of recorded spans and device intervals."""
+"""The number of bits for the index of a stage in the id of its span. The other bits come from the request's id. The id
+is negative, unlike ids of recorded spans and device intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that batches served, its time in the queue in ns, and the mean size of its batches. `sampled_ids` are
-    its trace id and span id at a collector, None if dropped."""
+    """A request that batches served, with its time in the queue and the mean size of its batches. `sampled_ids` are the
+    trace id and the span id at a collector, None for a dropped request."""
 
     span: Span
     queue_ns: int
@@ -44,7 +44,7 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class Settled:
-    """The outcome of settling for one process: rows and spans of stages to send, and requests that batches served.
+    """The outcome of a round of settling for one process: rows and stages to send, and requests that batches served.
 
     The rows of `trace` have the process's own ids. They are ordered by tree, the root first. `links` has the requests
     that each row serves as a batch.
@@ -57,9 +57,9 @@ class Settled:
 
 
 class SentRows:
-    """The rows to send. `outcome` has the rows and stages of each process, by the index of the process.
+    """Computes the rows to send. `outcome` has the rows and stages of each process, by the index of the process.
 
-    `root_id` has the root's id of each sent row, and `caller_of` the index of its caller in `callers`, `NONE` for none.
+    `root_id` has the id of each sent row's root, `caller_of` the index of the row's caller in `callers`, or `NONE`.
     """
 
     def __init__(self, decisions: Decisions, kinds: StepKinds, *, asks_queues: bool) -> None:
@@ -70,19 +70,19 @@ class SentRows:
         self.callers: list[RemoteParent] = []
         self.caller_of: Int64s = np.full(len(self._unit), NONE)
         self.outcome: dict[int, Settled] = {}
-        self._remotes = {**self._found.remote, **self._remotes_of_share()}
+        self._remotes = {**self._found.remote, **self._find_sampled_traces()}
         roots, passed = decisions.kept, decisions.passed
         decided = roots | passed if asks_queues else roots
-        its_stages = self._stages(decided) if decided else []
-        self._send()
+        its_stages = self._find_stages(decided) if decided else []
+        self._send_rows()
         self._send_stages(its_stages)
         if asks_queues:
             self._count_served(its_stages, roots)
 
-    def _of(self, member: int) -> Settled:
+    def _outcome_of(self, member: int) -> Settled:
         return self.outcome.setdefault(member, Settled())
 
-    def _send(self) -> None:
+    def _send_rows(self) -> None:
         """Add the rows to send, with their ids at the collector, to the outcomes of their processes."""
         gathered, trace = self._gathered, self._found
         parent, count = trace.parent, len(self._unit)
@@ -104,7 +104,7 @@ class SentRows:
         caller = number_of[unit]
         pieces = np.unique(piece[piece != NONE])
         number_of[pieces] = len(callers) + np.arange(len(pieces))
-        callers += [self._caller(row) for row in pieces.tolist()]
+        callers += [self._find_caller(row) for row in pieces.tolist()]
         caller = np.where(piece != NONE, number_of[piece], caller)
         for at in np.flatnonzero((piece == NONE) & (unit == NONE)).tolist():
             decided = self._decisions.member(int(rows[at])).decided.get(int(root_id[at]))
@@ -115,14 +115,14 @@ class SentRows:
                 caller[at] = len(callers)
                 callers.append(remote)
         alone = is_apart[rows] & (piece == NONE) & ~((above != NONE) & self._out[above])
-        for row, (root, remote) in self._remotes_of_unknown().items():
+        for row, (root, remote) in self._find_unknown_traces().items():
             if piece[at := int(np.searchsorted(rows, row))] == NONE:
                 root_id[at], caller[at], alone[at] = root, len(callers), False
                 callers.append(remote)
         parent_id[alone], root_id[alone] = 0, own_ids[alone]  # what is above them stays where it is
         self.root_id[rows], self.caller_of[rows] = root_id, caller
         self.callers = callers
-        attributes, links = self._sent_attributes(rows), self._links()
+        attributes, links = self._collect_attributes(rows), self._link_batches()
         order = np.lexsort((rows, trace.end_ns[rows], own_ids != root_id, root_id, gathered.member[rows]))
         bounds = np.searchsorted(gathered.member[rows][order], np.arange(len(self._members) + 1)).tolist()
         for number, (begin, end) in enumerate(pairwise(bounds)):
@@ -138,7 +138,7 @@ class SentRows:
             }
             for at, remote in remote_by_row.items():
                 self._members[number].note_trace(int(root_id[places[at]]), remote.trace_id)
-            settled = self._of(number)
+            settled = self._outcome_of(number)
             settled.trace = Columns(
                 sites=trace.sites, errors=trace.errors, span_id=own_ids[places], parent_id=parent_id[places],
                 root_id=root_id[places], thread_id=gathered.own_thread[picked], task_id=trace.task_id[picked],
@@ -152,7 +152,7 @@ class SentRows:
             )  # fmt: skip
             settled.links = {at: links[row] for at, row in enumerate(picked.tolist()) if row in links} if links else {}
 
-    def _remotes_of_share(self) -> dict[int, RemoteParent]:
+    def _find_sampled_traces(self) -> dict[int, RemoteParent]:
         """Return the traces of randomly sampled requests, with the sampling ratio in their `tracestate`."""
         remotes = {}
         for unit, state in self._decisions.states.items():
@@ -161,12 +161,12 @@ class SentRows:
                 remotes[unit] = replace(self._found.remote.get(unit, trace), state=state)
         return remotes
 
-    def _sent_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
+    def _collect_attributes(self, rows: Int64s) -> Mapping[int, Mapping[str, AttributeValue]]:
         """Return the attributes of the sent rows that have any, including links to the spans that caused them."""
         trace = self._found
         having = np.asarray(trace.attributes.rows(), np.int64)
         attributes = {row: trace.attributes[row] for row in having[self._out[having]].tolist()}
-        for row, link in self._where_began().items():
+        for row, link in self._link_nested_requests().items():
             if self._out[row] and LINK not in attributes.get(row, {}):
                 attributes[row] = {**attributes.get(row, {}), **link}
         for row in [
@@ -181,8 +181,8 @@ class SentRows:
                     attributes[row] = {**attributes[row], LINK_TRACE_ID: f"{trace_id:032x}"}
         return attributes
 
-    def _remotes_of_unknown(self) -> Mapping[int, tuple[int, RemoteParent]]:
-        """Return root and trace of rows below a key that names no request here. The trace is made from the key."""
+    def _find_unknown_traces(self) -> Mapping[int, tuple[int, RemoteParent]]:
+        """Return the root and the trace of each row whose key names no request here. The trace is made from the key."""
         run = self._decisions.run
         trace = self._found
         keyed = np.zeros(len(self._unit), np.bool_)
@@ -200,7 +200,7 @@ class SentRows:
                 parent_by_row[row] = int(self._gathered.own[top]), RemoteParent(trace_id_of(run, key), 0)
         return parent_by_row
 
-    def _caller(self, piece: int) -> RemoteParent:
+    def _find_caller(self, piece: int) -> RemoteParent:
         """Return the parent of a row whose parent is in another process."""
         unit = int(self._unit[piece])
         remote = self._remotes.get(unit)
@@ -208,7 +208,7 @@ class SentRows:
         above = int(self._found.parent[piece])
         return RemoteParent(self._decisions.trace_id(unit), self._decisions.span_id(above), flags, state=state)
 
-    def _links(self) -> Mapping[int, tuple[LinkedSpan, ...]]:
+    def _link_batches(self) -> Mapping[int, tuple[LinkedSpan, ...]]:
         """Return links from each batch to the requests that it serves, without dropped requests."""
         served, links_by_batch = self._joined.served, dict[int, dict[LinkedSpan, None]]()
         pairs = np.flatnonzero((served.request != NONE) & self._out[served.batch])
@@ -226,8 +226,8 @@ class SentRows:
                 links_by_batch.setdefault(batch, {})[link] = None
         return {batch: tuple(row_links) for batch, row_links in links_by_batch.items()}
 
-    def _where_began(self) -> Mapping[int, Mapping[str, AttributeValue]]:
-        """Return, for each nested request with a key, a link to the span in which it began, by row."""
+    def _link_nested_requests(self) -> Mapping[int, Mapping[str, AttributeValue]]:
+        """Return, by row of each nested request with a key, a link to the span in which the request began."""
         link_by_row: dict[int, Mapping[str, AttributeValue]] = {}
         for place in self._joined.keys:
             row = int(self._joined.rows[place])
@@ -242,7 +242,7 @@ class SentRows:
 
     # ---------------------------------------------------------------- stages
 
-    def _stages(self, units: set[int]) -> list[Stages]:
+    def _find_stages(self, units: set[int]) -> list[Stages]:
         """Return the stages of the requests in some trees."""
         served = self._joined.served
         theirs = np.append(self._decisions.rows_of_trees(units)[self._joined.rows], False)
@@ -265,7 +265,7 @@ class SentRows:
                 span.parent_id, span.root_id = span_id, int(self.root_id[row])
                 span.thread_id, span.task_id = int(gathered.own_thread[row]), int(self._found.task_id[row])
                 span.remote = None if number == NONE else self.callers[number]
-            self._of(int(gathered.member[row])).derived += spans
+            self._outcome_of(int(gathered.member[row])).derived += spans
 
     def _count_served(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
         """Add each request that batches served, kept or not, to the outcome of its process."""
@@ -284,19 +284,19 @@ class SentRows:
             span.span_id, span.thread_id = int(self._gathered.own[row]), int(self._gathered.own_thread[row])
             trace = (self._decisions.trace_id(unit), self._decisions.span_id(row)) if unit in roots else None
             size = float(sizes[batches].mean()) if len(batches) else 0.0
-            self._of(int(self._gathered.member[row])).served.append(ServedRequest(span, queue_ns, size, trace))
+            self._outcome_of(int(self._gathered.member[row])).served.append(ServedRequest(span, queue_ns, size, trace))
 
 
 DECISION_WAIT_NS = 2 * 10**9
-"""The time from a request's end until it comes due, in ns."""
+"""Nanoseconds from the end of a request until it comes due, so that late rows of all processes are included."""
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""The ns for which settled requests and rows with keys remain, for rows that come late. Of rows with keys, the newest
-`MOST_CONTEXT` per process remain longer."""
+"""Nanoseconds for which settled requests and rows with keys remain, because other rows may need them. Of the rows with
+keys, the newest `MOST_CONTEXT` of each process remain longer."""
 
 MOST_AT_ONCE = 6_000
-"""The maximum number of rows that one round settles, the oldest first. It bounds the memory of a round."""
+"""The most rows that one round settles, the oldest first, to bound the memory of a round."""
 
 
 class Settling:
@@ -307,7 +307,7 @@ class Settling:
         self._kinds = StepKinds()
         self._remembered = RememberedTraces()
         self.taken: Sequence[Callable[[Decisions, int], object]] = ()
-        """Functions that are called with the decisions and the time of each round, before rows are released."""
+        """The functions that are called with the decisions and the time of each round, before rows are released."""
         self.settled_ns = 0
         """The time up to which ended requests are settled, except those that wait for others."""
         self.has_more = False
@@ -318,13 +318,13 @@ class Settling:
     ) -> dict[int, Settled]:
         """Settle what is due at `now_ns`; with `at_once` everything that has ended, with `is_last` everything.
 
-        Return the outcome of each process that has one, by its index.
+        Return the outcome of each process with rows, by the index of the process.
         """
         living = [member.read_ns for member in self.members if not member.is_over]
         read_ns = min([now_ns, *living])
         horizon_ns = OPEN_NS if is_last else read_ns - (0 if at_once else DECISION_WAIT_NS)
         most_ns = min([horizon_ns, *(member.unpack(horizon_ns, MOST_AT_ONCE) for member in self.members)])
-        most_ns = self._most_ns(most_ns)
+        most_ns = self._limit_round(most_ns)
         self.has_more = most_ns < horizon_ns
         if self.has_more:
             horizon_ns, at_once, is_last = most_ns, at_once or is_last, False
@@ -336,10 +336,10 @@ class Settling:
         sent_rows = SentRows(decisions, self._kinds, asks_queues=asks_queues)
         for take in self.taken:
             take(decisions, now_ns)
-        _release(decisions, sent_rows, horizon_ns, is_last=is_last)
+        _release_rows(decisions, sent_rows, horizon_ns, is_last=is_last)
         return sent_rows.outcome
 
-    def _most_ns(self, horizon_ns: int) -> int:
+    def _limit_round(self, horizon_ns: int) -> int:
         """Return the time up to which this round settles rows."""
         ends = [member.rows["end_ns"][member.state != SETTLED] for member in self.members]
         due = np.concatenate([np.zeros(0, np.int64), *ends])
@@ -351,7 +351,7 @@ def _has_due(member: UnsettledRows, horizon_ns: int) -> bool:
     return bool(((member.state != SETTLED) & (member.rows["end_ns"] <= horizon_ns)).any())
 
 
-def _release(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
+def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
     """Drop settled rows, except those that later decide which request other rows belong to."""
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
     out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root

@@ -1,4 +1,4 @@
-"""Settled requests of running processes as dataset tables, equal to those of a conversion of their recordings.
+"""Converts settled requests of running processes to dataset tables, the same as from their saved recordings.
 
 `requests`, `batches` and `members` have all requests and batches. `spans` and `intervals` have those of kept requests.
 """
@@ -23,13 +23,14 @@ from instrument.trace.trace import MergedProcess
 from instrument.trace.unsettled import WAITING
 
 IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
-"""A function that returns device intervals by row, from span ids, some of the rows, and the begins of spans."""
+"""A function that returns device intervals by row. Its arguments are span ids, some of the rows, and the begins of
+spans."""
 
 
 class SettledRows(TraceRows):
-    """The rows that one round of settling has decided. `members` and `intervals_of` are by recording.
+    """Makes tables of the rows that one round of settling has decided. `members` and `intervals_of` are by recording.
 
-    `remembered` has the keys of earlier rounds. Open spans end now.
+    `remembered` has the keys of earlier rounds. Open spans end at `now_ns`.
     """
 
     def __init__(
@@ -45,22 +46,22 @@ class SettledRows(TraceRows):
         self._is_new = (decisions.out | decisions.gone) & (gathered.state == WAITING)
         ends = np.where(gathered.state == OPEN, np.maximum(trace.start_ns, now_ns), trace.end_ns)
         process = gathered.member.astype(np.int64)
-        device = _device_times(trace, gathered.own, process, intervals_of)
+        device = _join_device_intervals(trace, gathered.own, process, intervals_of)
         trace = replace(trace, own_id=gathered.own, end_ns=ends, device=device)
         runs = {member.facts.origin.run for member in members}
         if not decisions.run and len(runs) == 1 and all(member.ids is None for member in members):
-            trace = _with_traces(trace, decisions, remembered, runs.pop())
-        absent = _absent(decisions)
+            trace = _add_key_traces(trace, decisions, remembered, runs.pop())
+        absent = _map_absent(decisions)
         members = [
             member._replace(numbers=MergedProcess(member.facts, (), {}, absent=absent.get(number, {})))
             for number, member in enumerate(members)
         ]
-        keys = keys_of(trace, process, members, _callers_of_absent(decisions))
+        keys = keys_of(trace, process, members, _find_absent_callers(decisions))
         base_ns = np.array([member.offset_ns for member in members], dtype=np.int64)
         super().__init__(trace, decisions.joined, process, members, keys, base_ns)
 
     def tables(self, is_wanted: Bools) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the rows of each table that has any, for the processes that are wanted."""
+        """Yield the name and the rows of each table with rows, for the processes in `is_wanted`."""
         trace, joined, of_wanted = self.trace, self._joined, is_wanted[self.process]
         is_new, out = self._is_new & of_wanted, self._out & of_wanted
         order = np.flatnonzero(out)
@@ -76,7 +77,7 @@ class SettledRows(TraceRows):
         )
         for name, numbers, part in parts:
             if len(numbers):
-                yield from self._in_parts(name, numbers, part)
+                yield from self._make_parts(name, numbers, part)
 
     def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
         process = int(self.process[row])
@@ -104,8 +105,9 @@ class SettledRows(TraceRows):
         return devices, pyarrow().array(names, pyarrow().string())
 
 
-def _with_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
-    """Return the trace with trace ids made from keys. Over all rounds, only a key's first request gets its id."""
+def _add_key_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
+    """Return the trace with trace ids made from keys. Over all rounds, only the first request with a key gets the key's
+    id."""
     remotes = remotes_by_key(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
     rows = decisions.joined.rows
     for place, keys in decisions.joined.keys.items():
@@ -121,7 +123,7 @@ def _with_traces(trace: Columns, decisions: Decisions, remembered: RememberedTra
     return replace(trace, remote={**trace.remote, **remotes})
 
 
-def _device_times(
+def _join_device_intervals(
     trace: Columns, own_id: Int64s, process: Int64s, intervals_of: Sequence[IntervalsOf]
 ) -> DeviceIntervals:
     """Return the device intervals of all rows, including rows settled in earlier rounds."""
@@ -139,8 +141,9 @@ def _device_times(
     return DeviceIntervals(**{name: column[order] for name, column in columns.items()}, labels=parts[0].labels)
 
 
-def _absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
-    """Return maps from the ids of missing parents and roots to the numbers that their process gave them."""
+def _map_absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
+    """Return, for each process, a map from the ids of missing parents and roots to the numbers that the process gave
+    them."""
     gathered, trace = decisions.gathered, decisions.found
     absent: dict[int, dict[int, int]] = {}
     above = (trace.parent_id, trace.parent, gathered.own_parent), (trace.root_id, decisions.unit, gathered.own_root)
@@ -150,8 +153,9 @@ def _absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
     return absent
 
 
-def _callers_of_absent(decisions: Decisions) -> Mapping[int, RemoteParent]:
-    """Return the callers of requests that were released before their last rows came, by the request's id here."""
+def _find_absent_callers(decisions: Decisions) -> Mapping[int, RemoteParent]:
+    """Return the callers of requests that were released before their last rows came, by the request's id in this
+    trace."""
     trace = decisions.found
     callers: dict[int, RemoteParent] = {}
     for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():

@@ -1,4 +1,4 @@
-"""Stages of requests that batches serve: queue, prefill, decode and stalls.
+"""Finds the stages of requests that batches serve: queue, prefill, decode and stalls.
 
 Prefill and decode are stages of generations. A request is a generation if its route, rule or attributes have `gen_ai`,
 or if it streams its answer and batches of one name serve it several times. Other requests have a first batch and later
@@ -45,7 +45,7 @@ LATER_STEPS = "instrument.later_batches.steps"
 """The attribute of later batches with their number of steps."""
 
 MOST_STALLS = 16
-"""The maximum number of stalls of a request that are reported, the longest ones."""
+"""The most stalls of a request that are reported. The longest remain."""
 
 SITES: Mapping[str, Site] = {
     name: Site(name, "phase", attributes=(("instrument.derived", True),))
@@ -64,16 +64,16 @@ LATENCIES = {
         LATER_BATCHES: "instrument.latency.time_in_later_batches",
     },
 }
-"""The metric for each stage's time in s, for generations (True) and other requests (False). vLLM and SGLang use these
-names for generations, and they are proposed for OpenTelemetry."""
+"""The metric of each stage's time in seconds, for generations (True) and for other requests (False). The names for
+generations are those of vLLM and SGLang, which are proposed for OpenTelemetry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """The stages of the request with the index `place`: begin and end of each, in ns.
+    """The stages of the request with the index `place`, each as begin and end in ns.
 
-    `steps` is the number of steps after the prefill. A request that is no generation has its first batch as `prefill`
-    and its later batches as `decode`.
+    `steps` is the number of steps after the prefill. For a request that is no generation, `prefill` is its first batch
+    and `decode` its later batches.
     """
 
     place: int
@@ -99,13 +99,13 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
 
     A request that ended in the queue has only a queue.
 
-    The kinds of steps are learned from these requests. `kinds` has those learned earlier, and is updated.
+    The kinds of steps are learned from these requests. `kinds` has the kinds learned earlier, and is updated.
     """
     batches, between = served_intervals(trace, joined)
-    queues = _queues(between)
+    queues = _find_queues(between)
     unserved = np.setdiff1d(np.array(list(queues), dtype=np.int64), batches.request)
     unserved = unserved[~trace.clipped[joined.rows[unserved]]]
-    generating = _generation_places(trace, joined)
+    generating = _find_generations(trace, joined)
     given_up = [Stages(place, queues[place], None, None, 0, (), place in generating) for place in unserved.tolist()]
     if not len(batches.request):
         return given_up
@@ -130,7 +130,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     is_said = np.isin(joined.served.batch, trace.attributes.having(BATCH_WEIGHTS))
     kinds.weigh(names, of_names[trace.site[joined.served.batch[is_said]]], joined.served.weight[is_said])
     steps = steps_of(parts, kinds.kinds())
-    sent_ns = _streamed_ns(trace, joined.rows[place])
+    sent_ns = _find_first_parts(trace, joined.rows[place])
     counts = prefills(parts, steps, sent_ns.__getitem__, kinds.least)
     is_generation = np.isin(place, list(generating)) | ((sent_ns < FARTHEST) & _have_loops(parts, steps))
     is_whole = ~trace.clipped[joined.rows[place]]
@@ -138,7 +138,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
         place, parts.start_ns[first], last_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
         steps.count, counts, is_generation, is_whole,
     )  # fmt: skip
-    stalls = _stalls(between, place, usual_ns(parts, steps))
+    stalls = _find_stalls(between, place, usual_ns(parts, steps))
     result = given_up
     for request, start_ns, until_ns, last_ns, count, of_prefill, generates, is_complete in zip(
         *(column.tolist() for column in columns), strict=True
@@ -152,7 +152,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     return result
 
 
-def _generation_places(trace: Columns, joined: Joined) -> set[int]:
+def _find_generations(trace: Columns, joined: Joined) -> set[int]:
     """Return the indices of requests that are generations by a rule or an attribute."""
     rows = [trace.attributes.having(name) for name in GENERATION]
     rows.append(np.flatnonzero(trace.of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites])))
@@ -166,7 +166,7 @@ def _have_loops(parts: Parts, steps: Steps) -> Bools:
     return np.isin(steps.request[steps.first], several)
 
 
-def _streamed_ns(trace: Columns, rows: Int64s) -> Int64s:
+def _find_first_parts(trace: Columns, rows: Int64s) -> Int64s:
     """Return the time at which each request sent the first part of its answer, `FARTHEST` without a stream."""
     firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
     after_ns = [
@@ -180,14 +180,14 @@ def _streamed_ns(trace: Columns, rows: Int64s) -> Int64s:
     return np.array(sent_ns, dtype=np.int64)
 
 
-def _queues(between: Intervals) -> Mapping[int, tuple[int, int]]:
+def _find_queues(between: Intervals) -> Mapping[int, tuple[int, int]]:
     queue_places = np.flatnonzero(between.row == 0)
     times = zip(between.start_ns[queue_places].tolist(), between.end_ns[queue_places].tolist(), strict=True)
     return dict(zip(between.request[queue_places].tolist(), times, strict=True))
 
 
-def _stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
-    """Return the longest stalls of requests with these indices, without stalls shorter than `least_ns`."""
+def _find_stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping[int, tuple[tuple[int, int], ...]]:
+    """Return the longest stalls of the requests in `place`, without stalls shorter than `least_ns`."""
     lengths = between.end_ns - between.start_ns
     rows = np.flatnonzero(between.row == 1)
     rows = rows[lengths[rows] >= least_ns[np.searchsorted(place, between.request[rows])]]
@@ -205,7 +205,7 @@ def _stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping[int,
 
 
 class _Batches:
-    """An index of all batches by begin, to find the batch name that took most of an interval."""
+    """Finds the name of the batches that took most of an interval, in an index of all batches by begin."""
 
     def __init__(self, trace: Columns, joined: Joined) -> None:
         rows = np.unique(joined.served.batch)
@@ -214,14 +214,14 @@ class _Batches:
         self._reach = np.maximum.accumulate(self._ends) if len(rows) else self._ends
         self._names = [trace.sites[site].name for site in trace.site[rows].tolist()]
 
-    def taking_most(self, times: Sequence[tuple[int, int]]) -> list[str]:
+    def name_longest(self, times: Sequence[tuple[int, int]]) -> list[str]:
         """Return the name of the batches that took most of each interval, "" if none ran."""
         starts, ends = np.array(times, dtype=np.int64).reshape(-1, 2).T
         firsts = np.searchsorted(self._reach, starts, side="right").tolist()
         lasts = np.searchsorted(self._starts, ends).tolist()
-        return [self._taking_most(*row) for row in zip(firsts, lasts, starts.tolist(), ends.tolist(), strict=True)]
+        return [self._find_longest(*row) for row in zip(firsts, lasts, starts.tolist(), ends.tolist(), strict=True)]
 
-    def _taking_most(self, first: int, last: int, start_ns: int, end_ns: int) -> str:
+    def _find_longest(self, first: int, last: int, start_ns: int, end_ns: int) -> str:
         sums: dict[str, int] = {}
         for at in range(first, last):
             ran_ns = min(int(self._ends[at]), end_ns) - max(int(self._starts[at]), start_ns)
@@ -236,11 +236,11 @@ def stage_spans(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
 
 
 def spans_of_stages(trace: Columns, joined: Joined, all_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
-    """Return spans for stages, by the request's row. They are children of the request on its thread and task, and their
-    ids follow the largest id of the trace."""
+    """Return spans for stages, by the request's row. The spans are children of the request on its thread and task.
+    Their ids follow the largest id of the trace."""
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     spans: dict[int, list[Span]] = {}
-    stalled_by = iter(_Batches(trace, joined).taking_most([stall for item in all_stages for stall in item.stalls]))
+    stalled_by = iter(_Batches(trace, joined).name_longest([stall for item in all_stages for stall in item.stalls]))
     for item in all_stages:
         row = int(joined.rows[item.place])
         span_id, root_id, thread_id, task_id = (

@@ -1,4 +1,4 @@
-"""The expected cost of each engine step by its load, and the excess over it by call path.
+"""Computes the expected time of each engine step from its load, and the excess over that time by call path.
 
 A step is an outermost batch. Its expected time is linear in the number of its members and in their weight, fitted to
 the steps of its name. The fit minimises relative errors, so long steps count no more than short ones. Steps far from
@@ -24,42 +24,42 @@ from instrument.trace.joined import THOUSANDTHS, Served
 Floats = NDArray[np.float64]
 
 REFERENCES = 10_000
-"""The maximum number of steps of one name in a fit, spread evenly over the recording."""
+"""The most steps of one name that are used for a fit, spread evenly over the recording."""
 
 LEAST_STEPS = 20
-"""The minimum number of steps in a fit. A name with fewer steps has no expected time."""
+"""The least steps for a fit. Steps of a name with fewer steps have no expected time."""
 
 ROUNDS = 3
-"""The number of fits in succession. Each leaves out steps that are far from the fit before."""
+"""The number of fits in succession. Each leaves out the steps that are far from the previous fit."""
 
 FAR = 4.0
-"""The distance from which on a step is far from the fit, in median deviations."""
+"""The distance from which on a step is far from a fit, in multiples of the median deviation."""
 
 PATHS = 64
-"""The maximum number of call paths with a time of their own, the longest ones. One more has the rest."""
+"""The most call paths with an excess of their own, the longest ones. One more path has the excess of all others."""
 
 CELLS = 8_000_000
-"""The maximum number of pairs of a step and a call path. With more steps there are fewer paths."""
+"""The most pairs of a step and a call path, to bound the memory. With more steps there are fewer paths."""
 
 UNEVEN = 1.2
-"""The minimum ratio of padded to real weight at which a step counts in the test for padding."""
+"""The ratio of padded to real weight from which on a step counts as uneven in the test for padding."""
 
 PADS = 0.7
-"""An engine pads if the fit with padding has an error below this share of the error without it, over uneven steps."""
+"""The share of a fit's error below which a fit with padding must be, over uneven steps, to find that an engine pads."""
 
 HEAVY = 4.0
-"""The ratio of a member's weight to the usual largest weight of requests, above which it is unusually heavy."""
+"""The ratio of a member's weight to the usual largest weight of requests above which the member is unusually heavy."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The steps of a trace by begin, with the parts of their lengths in ns, which add up to the length.
+    """The steps of a trace by begin. The length of each in ns is divided into parts that add up to it.
 
     `load_ns` is the expected time without the unusually heavy member and without padding. `heavy_ns` is the time for
     that member, `padding_ns` the time to pad members to the heaviest one. `heavy` is the index of the unusually heavy
     member's request, `NONE` without one. `excess_ns` is the remaining time by step and path. `sites` has the site of
-    each path, `NONE` for the path of the rest. `is_first` is True for a step and path with the first call of its site.
-    `is_fitted` is False for steps without an expected time: all of it is load.
+    each path, `NONE` for the path of all others. `is_first` is True for a step and path with the first call of its
+    site. `is_fitted` is False for steps without an expected time, whose whole length is load.
     """
 
     rows: Int64s
@@ -87,8 +87,8 @@ def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
     is_step[rows] = True
     place = places_of(rows, len(trace))
     step_of = np.append(place[nearest(trace.parent, is_step)], NONE).astype(np.int64)
-    spent_ns, first_cells, sites = _spent(trace, rows, step_of)
-    members, weight, largest, heaviest, heavy = _loads(served, place, len(rows), requests)
+    spent_ns, first_cells, sites = _measure_paths(trace, rows, step_of)
+    members, weight, largest, heaviest, heavy = _measure_loads(served, place, len(rows), requests)
     length_ns = (trace.end_ns - trace.start_ns)[rows].astype(np.float64)
     names = {name: number for number, name in enumerate(dict.fromkeys(site.name for site in trace.sites))}
     of_site = np.array([names[site.name] for site in trace.sites] or [0], dtype=np.int64)
@@ -99,11 +99,11 @@ def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
     for name in distinct(of_name).tolist():
         steps = np.flatnonzero(of_name == name)
         loads = np.stack([np.ones(len(steps)), members[steps], weight[steps]])
-        expected = _expected(loads, spent_ns[steps], length_ns[steps])
+        expected = _fit_expected(loads, spent_ns[steps], length_ns[steps])
         if expected is None:
             continue
         padded = np.maximum(members * largest, weight)[steps]
-        of_padded = _expected(np.stack([*loads[:2], padded]), spent_ns[steps], length_ns[steps])
+        of_padded = _fit_expected(np.stack([*loads[:2], padded]), spent_ns[steps], length_ns[steps])
         pads = of_padded is not None and _is_nearer(
             length_ns[steps], of_padded[0], expected[0], padded > UNEVEN * weight[steps]
         )
@@ -121,8 +121,9 @@ def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
     )  # fmt: skip
 
 
-def _spent(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
-    """Return the self time of each step by path, cells with the first call of their site, and the site of each path.
+def _measure_paths(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
+    """Return the self time of each step by path, True for cells with the first call of their site, and the site of each
+    path.
 
     Only rows on the step's thread count. The last path has the remaining time of the step.
     """
@@ -149,10 +150,12 @@ def _spent(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools
     return spent_ns, is_first.reshape(shape), np.append(sites, NONE).astype(np.int64)
 
 
-def _loads(served: Served, place: Int64s, count: int, requests: int) -> tuple[Floats, Floats, Floats, Floats, Int64s]:
+def _measure_loads(
+    served: Served, place: Int64s, count: int, requests: int
+) -> tuple[Floats, Floats, Floats, Floats, Int64s]:
     """Return the members, the weight and the largest weight of each step, and its unusually heavy member.
 
-    That member is given by its weight and the index of its request.
+    The last two results are that member's weight and the index of its request.
     """
     pairs = np.flatnonzero(place[served.batch] != NONE)
     steps, request, weights = place[served.batch[pairs]], served.request[pairs], served.weight[pairs] / THOUSANDTHS
@@ -172,7 +175,7 @@ def _loads(served: Served, place: Int64s, count: int, requests: int) -> tuple[Fl
     return members, weight, largest, heaviest, heavy
 
 
-def _expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
+def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
     """Return the expected time of each step by path, and the time per unit of weight; None with too few steps."""
     count = len(length_ns)
     if count < LEAST_STEPS or not length_ns.all():
@@ -198,7 +201,8 @@ def _expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[F
 
 
 def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven: Bools) -> bool:
-    """Return True if the first expected times are clearly nearer to the lengths of uneven steps than the second."""
+    """Return True if the first expected times are clearly nearer to the lengths of uneven steps than the second
+    ones."""
     if int(is_uneven.sum()) < LEAST_STEPS:
         return False
     lengths = length_ns[is_uneven]

@@ -1,6 +1,6 @@
-"""A trace as tables of an in-memory database, for `query` and data frames.
+"""Provides a trace as tables of an in-memory database, for `query` and data frames.
 
-DuckDB reads the columns without a copy. Names and attributes are values in its tables, never part of a statement. A
+DuckDB reads the columns without a copy. Names and attributes are values in the tables, never part of a statement. A
 statement can use only these tables: no file, no network, no extension.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[query]"
 
 ROWS_AT_ONCE = 50_000
-"""The number of spans whose attributes are read at once."""
+"""The number of spans whose attributes are read at once, to bound the memory."""
 
 # Views cast the texts, because DuckDB infers the type of Python's objects from their values.
 _SPANS = """
@@ -65,12 +65,13 @@ def duckdb() -> ModuleType:
 
 
 def open_database(facts: Trace, *, attributes: bool = True) -> Any:
-    """Return a connection to a database with the tables of `query`. `attributes` is empty unless requested."""
+    """Return a connection to a database with the tables of `query`. The table `attributes` is filled only if
+    requested."""
     connection = duckdb().connect(":memory:")
     try:
         if connection.execute("select current_setting('enable_progress_bar')").fetchall()[0][0]:
             connection.execute("set enable_progress_bar = false")  # it fails in notebooks without a bar
-        for name, columns in _given(facts).items():
+        for name, columns in _make_arrays(facts).items():
             connection.register(f"given_{name}", dict(columns))
             if name not in ("intervals", "spans"):
                 kinds = ", ".join(
@@ -80,7 +81,7 @@ def open_database(facts: Trace, *, attributes: bool = True) -> Any:
         connection.execute(_INTERVALS)
         connection.execute(_SPANS)
         connection.execute("create table attributes (span_id bigint, name varchar, value varchar, number double)")
-        for columns in _attributes(facts.columns) if attributes else ():
+        for columns in _read_attributes(facts.columns) if attributes else ():
             connection.register("given_attributes", dict(columns))
             connection.execute("insert into attributes from given_attributes")
             connection.unregister("given_attributes")
@@ -126,7 +127,7 @@ def frame_of_batches(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
     members = {
         "span_id": facts.columns.span_id[served.batch],
         "number": np.arange(len(served.batch)),
-        "key": _texts(served.key),
+        "key": _clean_texts(served.key),
         "weight": served.weight / THOUSANDTHS,
         "share_ns": ledger.given_ns,
     }
@@ -146,12 +147,12 @@ def frame_of_requests(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
         is_part = ledger.part == number
         if name in PARTS:
             columns[f"{PARTS[name]}_ns"][ledger.request[is_part]] = ledger.time_ns[is_part]
-    keys = _texts((joined.keys.get(place) or ("",))[0] for place in range(len(span_id)))
+    keys = _clean_texts((joined.keys.get(place) or ("",))[0] for place in range(len(span_id)))
     connection = open_database(facts)
     connection.register("given_requests", {"span_id": span_id, "key": keys, **columns})
     phases = {
         "span_id": span_id[ledger.request[is_phase]],
-        "name": _texts(names[part] for part in ledger.part[is_phase].tolist()),
+        "name": _clean_texts(names[part] for part in ledger.part[is_phase].tolist()),
         "time_ns": ledger.time_ns[is_phase],
     }
     connection.register("given_phases", phases)
@@ -169,7 +170,7 @@ def as_pandas(result: Any) -> Any:
 _KINDS = {"i": "bigint", "u": "bigint", "b": "boolean", "f": "double", "O": "varchar"}
 
 
-def _given(facts: Trace) -> dict[str, Arrays]:
+def _make_arrays(facts: Trace) -> dict[str, Arrays]:
     trace, device = facts.columns, facts.columns.device
     since_1970_ns = facts.origin.realtime_of(0)
     threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict(facts.threads)
@@ -181,23 +182,23 @@ def _given(facts: Trace) -> dict[str, Arrays]:
     }
     return {
         "spans": {**spans, "unix_ns": spans["start_ns"] + since_1970_ns},
-        "errors": {"number": np.arange(len(trace.errors)), "name": _texts(trace.errors)},
-        "labels": {"number": np.arange(len(device.labels)), "name": _texts(device.labels)},
+        "errors": {"number": np.arange(len(trace.errors)), "name": _clean_texts(trace.errors)},
+        "labels": {"number": np.arange(len(device.labels)), "name": _clean_texts(device.labels)},
         "intervals": {"span_id": trace.span_id[device.row], **intervals},
         "sites": {
             "site": np.arange(len(trace.sites)),
             **{
-                name: _texts(getattr(site, name) for site in trace.sites)
+                name: _clean_texts(getattr(site, name) for site in trace.sites)
                 for name in ("name", "kind", "module", "qualname", "file", "instance")
             },
             "line": np.array([site.line for site in trace.sites], dtype=np.int64),
             "device": np.array([site.device for site in trace.sites], dtype=np.bool_),
-            "attributes": _texts(encode(safe(dict(site.attributes))) for site in trace.sites),
+            "attributes": _clean_texts(encode(safe(dict(site.attributes))) for site in trace.sites),
         },
-        "threads": {"thread_id": np.array(list(threads), dtype=np.int64), "name": _texts(threads.values())},
+        "threads": {"thread_id": np.array(list(threads), dtype=np.int64), "name": _clean_texts(threads.values())},
         "samples": {
             "process": np.array([pid for pid, _ in readings], dtype=np.int64),
-            "name": _texts(sample.name for _, sample in readings),
+            "name": _clean_texts(sample.name for _, sample in readings),
             "device": np.array([sample.device for _, sample in readings], dtype=np.int64),
             "at_ns": np.array([sample.at_ns for _, sample in readings], dtype=np.int64),
             "value": np.array([sample.value for _, sample in readings], dtype=np.float64),
@@ -205,7 +206,7 @@ def _given(facts: Trace) -> dict[str, Arrays]:
     }
 
 
-def _texts(names: Any) -> NDArray[np.object_]:
+def _clean_texts(names: Any) -> NDArray[np.object_]:
     """Return texts as an array of objects for DuckDB, without lone surrogates."""
     texts = list(map(clean, names))
     column = np.empty(len(texts), dtype=np.object_)
@@ -213,11 +214,11 @@ def _texts(names: Any) -> NDArray[np.object_]:
     return column
 
 
-def _attributes(trace: Columns) -> Iterator[Arrays]:
+def _read_attributes(trace: Columns) -> Iterator[Arrays]:
     """Yield the table of attributes in chunks of `ROWS_AT_ONCE` rows."""
     with_attributes = trace.attributes.rows()
     for first in range(0, len(with_attributes), ROWS_AT_ONCE):
-        yield _table_of(
+        yield _make_table(
             [
                 (int(trace.span_id[row]), name, value)
                 for row in with_attributes[first : first + ROWS_AT_ONCE].tolist()
@@ -226,14 +227,14 @@ def _attributes(trace: Columns) -> Iterator[Arrays]:
         )
 
 
-def _table_of(rows: list[tuple[int, str, Any]]) -> Arrays:
+def _make_table(rows: list[tuple[int, str, Any]]) -> Arrays:
     def text(value: Any) -> str:
         return value if isinstance(value, str) else encode_numbers(safe(value, finite=False))
 
     numbers = [float(row[2]) if type(row[2]) in (int, float) else np.nan for row in rows]
     return {
         "span_id": np.array([row[0] for row in rows], dtype=np.int64),
-        "name": _texts(row[1] for row in rows),
-        "value": _texts(text(row[2]) for row in rows),
+        "name": _clean_texts(row[1] for row in rows),
+        "value": _clean_texts(text(row[2]) for row in rows),
         "number": np.array(numbers, dtype=np.float64),
     }

@@ -1,4 +1,4 @@
-"""Conversion of values to strict JSON for files, and checks of values read from files."""
+"""Converts values to strict JSON for files, and checks values that were read from files."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from decimal import Decimal
 from typing import Any
 
 INT64 = 1 << 63
-"""The bound of signed 64-bit integers, beyond which viewers read no number."""
+"""The first number above all signed 64-bit integers. Viewers read no number beyond these."""
 
 # Bounds for hostile files: the characters of one value, and the microseconds of a time, so that ns since 1970 fit into
 # int64.
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
 LONGEST_PLAIN = 4_000
-"""The most bytes of JSON that need no check. A longer text may have a number with more digits than Python accepts."""
+"""The most bytes of a JSON text that needs no check. A longer text may have a number with more digits than Python
+accepts."""
 
 LIMIT_BYTES = 2 << 30
-"""The maximum number of bytes of text that `load` accepts by default. Browsers fail with far less."""
+"""The most bytes of text that `load` accepts by default. Browsers fail with far less."""
 
 LIMIT_SPANS = 10_000_000
-"""The maximum number of slices of a kind in a file."""
+"""The most slices, samples or allocations of a file that are read."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """Return the strict JSON of a value that `safe` has returned."""
@@ -41,8 +42,9 @@ def clean(text: str) -> str:
 
 
 def safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
-    """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain. It never fails
-    and runs no code of foreign types: the text of a tensor would wait for the device and expose its data."""
+    """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain. The function
+    never fails and runs no code of foreign types, because the text of a tensor would wait for the device and expose its
+    data."""
     if isinstance(value, str):
         return clean(value)
     if value is None or isinstance(value, bool):
@@ -98,14 +100,15 @@ def checked(value: object, *kinds: type) -> Any:
 
 
 def check_ints(values: Sequence[Any]) -> Sequence[int]:
-    """Return the values. Raises `ValueError` unless all are 64-bit ints. It is faster than `checked` for each value."""
+    """Return the values. Raises `ValueError` unless all are 64-bit ints. One call is faster than `checked` for each
+    value."""
     if set(map(type, values)) != {int} or not -INT64 <= min(values) <= max(values) < INT64:
         return [checked(value, int) for value in values]
     return values
 
 
 def index(value: object) -> int:
-    """Return an index into a list. Raises `ValueError` for a negative one."""
+    """Return the value as an index of a list. Raises `ValueError` for a negative one."""
     place: int = checked(value, int)
     if place < 0:
         raise ValueError(f"it has {place} for a place in a list; it is damaged")

@@ -1,4 +1,4 @@
-"""A trace: spans as columns, and the facts on their process. A span object is a view of a row."""
+"""Defines a trace: spans as columns, and the facts about their process. A span object is a view of a row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from instrument.trace.forest import NONE
 class Allocation:
     """An allocation of torch's allocator, or a release (`size_bytes` below 0), from torch.profiler.
 
-    `device` is `HOST` for the host. `allocated_bytes` and `reserved_bytes` are the allocator's totals afterwards: the
+    `device` is `HOST` for host memory. `allocated_bytes` and `reserved_bytes` are the allocator's totals after it: the
     memory in use, and the memory from the driver.
     """
 
@@ -78,7 +78,7 @@ class Allocations(Sequence[Allocation]):
             raise OverflowError("an allocation has a number beyond 64 bits") from problem
 
     def moved(self, by_ns: int) -> Allocations:
-        """Return the allocations with their times moved by `by_ns`."""
+        """Return the allocations with all times moved by `by_ns`."""
         return Allocations(self.rows, self.base_ns + by_ns)
 
     def in_order(self) -> Allocations:
@@ -86,9 +86,9 @@ class Allocations(Sequence[Allocation]):
         times = memoryview(self.rows).cast("q")[1::7].tolist()
         if all(map(le, times, islice(times, 1, None))):
             return self
-        return self._taken(sorted(range(len(times)), key=times.__getitem__))
+        return self._select(sorted(range(len(times)), key=times.__getitem__))
 
-    def _taken(self, places: Iterable[int]) -> Allocations:
+    def _select(self, places: Iterable[int]) -> Allocations:
         size, rows = self.ROW.size, bytearray()
         for at in places:
             rows += self.rows[at * size : at * size + size]
@@ -105,7 +105,7 @@ class Allocations(Sequence[Allocation]):
         if isinstance(place, slice):
             places = range(*place.indices(len(self)))
             if places.step != 1:
-                return self._taken(places)
+                return self._select(places)
             size = self.ROW.size
             return Allocations(self.rows[places.start * size : places.stop * size], self.base_ns)
         at = range(len(self))[place]
@@ -134,9 +134,9 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
     """Return the columns of spans, in the same order, at 1.2 us a span. Raises `ValueError` for inconsistent spans."""
     sites: dict[Site, int] = {}
     errors: dict[str | None, int] = {None: NONE}
-    site_numbers = _numbered(map(attrgetter("site"), spans), sites)
-    error_numbers = _numbered(map(attrgetter("error"), spans), errors)
-    columns = {name: _numbers(map(attrgetter(name), spans), len(spans)) for name in _NUMBERS}
+    site_numbers = _number_values(map(attrgetter("site"), spans), sites)
+    error_numbers = _number_values(map(attrgetter("error"), spans), errors)
+    columns = {name: _make_numbers(map(attrgetter(name), spans), len(spans)) for name in _NUMBERS}
     return Columns(
         sites=tuple(sites),
         errors=tuple(error for error in errors if error is not None),
@@ -144,7 +144,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
         site=site_numbers,
         error=error_numbers,
         clipped=np.fromiter(map(attrgetter("clipped"), spans), np.bool_, len(spans)),
-        device=_intervals_of(spans),
+        device=_make_intervals(spans),
         attributes=AttributesOfRows({
             row: attributes for row, attributes in enumerate(map(attrgetter("attributes"), spans)) if attributes
         }),
@@ -179,14 +179,14 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-def _numbers(values: Iterable[int], count: int) -> Int64s:
+def _make_numbers(values: Iterable[int], count: int) -> Int64s:
     try:
         return np.fromiter(values, np.int64, count)
     except OverflowError as problem:
         raise ValueError("it has a number of more than 64 bits; it is damaged") from problem
 
 
-def _numbered(values: Iterable[Any], numbers: dict[Any, int]) -> Int32s:
+def _number_values(values: Iterable[Any], numbers: dict[Any, int]) -> Int32s:
     """Return the number of each value. A new value gets the next number and is added to `numbers`."""
     all_values, first = list(values), min(numbers.values(), default=0)
     for value in dict.fromkeys(all_values):
@@ -194,22 +194,22 @@ def _numbered(values: Iterable[Any], numbers: dict[Any, int]) -> Int32s:
     return np.fromiter(map(numbers.__getitem__, all_values), np.int32, len(all_values))
 
 
-def _intervals_of(spans: Sequence[Span]) -> DeviceIntervals:
+def _make_intervals(spans: Sequence[Span]) -> DeviceIntervals:
     intervals = [*chain.from_iterable(map(attrgetter("device"), spans))]
     rows = np.repeat(np.arange(len(spans), dtype=np.int32), [len(span.device) for span in spans])
     labels: dict[str, int] = {}
     device, stream, start_ns, end_ns, uncertainty_ns = (
-        _numbers(map(attrgetter(name), intervals), len(intervals))
+        _make_numbers(map(attrgetter(name), intervals), len(intervals))
         for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")
     )
-    label = _numbered(map(attrgetter("label"), intervals), labels)
+    label = _number_values(map(attrgetter("label"), intervals), labels)
     # An end may be before its begin if the clock was calibrated again in between.
     end_ns = np.maximum(start_ns, end_ns)
     return DeviceIntervals(rows, device, stream, start_ns, end_ns, label, uncertainty_ns, tuple(labels))
 
 
 ROWS_AT_ONCE = 20_000
-"""The number of rows that become objects at once. It bounds the memory for temporary objects."""
+"""The number of rows that become span objects at once, to bound the memory for temporary objects."""
 
 
 def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
@@ -224,7 +224,7 @@ def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
         columns += [getattr(trace, name)[some].tolist() for name in _NUMBERS]
         columns.append(map(names.__getitem__, trace.error[some].tolist()))
         spans += map(make, *columns)
-        for place, intervals in _devices_of(trace, some):
+        for place, intervals in _group_intervals(trace, some):
             spans[at + place].device = intervals
     for place in np.flatnonzero(trace.clipped[rows]).tolist():
         spans[place].clipped = True
@@ -238,8 +238,8 @@ def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
     return spans
 
 
-def _devices_of(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
-    """Yield the device intervals of rows that have any, each with the row's index in `rows`."""
+def _group_intervals(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[DeviceInterval, ...]]]:
+    """Yield the index in `rows` of each row with device intervals, and these intervals."""
     device = trace.device
     begins, ends = np.searchsorted(device.row, rows), np.searchsorted(device.row, rows, side="right")
     counts = ends - begins
@@ -253,9 +253,9 @@ def _devices_of(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[Devic
 
 
 class SpanViews(Sequence[Span]):
-    """The spans of columns as objects, made when they are read.
+    """A sequence of span objects, which are made from columns on access.
 
-    Reading one index makes one object. Any other access makes and keeps all objects. Changes to objects do not change
+    Access by one index makes one object. Any other access makes and keeps all objects. Changes to objects do not change
     `columns`.
     """
 
@@ -263,7 +263,7 @@ class SpanViews(Sequence[Span]):
         self.columns = columns
         self._made: list[Span] | None = None
 
-    def _all(self) -> list[Span]:
+    def _make_all(self) -> list[Span]:
         spans = self._made
         if spans is None:  # two threads may make a list, and one list is kept
             spans = self._made = spans_of(self.columns)
@@ -275,12 +275,12 @@ class SpanViews(Sequence[Span]):
     def __getitem__(self, place: slice) -> list[Span]: ...
     def __getitem__(self, place: int | slice) -> Span | list[Span]:
         if self._made is not None or isinstance(place, slice):
-            return self._all()[place]
+            return self._make_all()[place]
         row = range(len(self))[place]
         return spans_of(self.columns, np.array([row]))[0]
 
     def __iter__(self) -> Iterator[Span]:
-        return iter(self._all())
+        return iter(self._make_all())
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -288,12 +288,12 @@ class SpanViews(Sequence[Span]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (list, SpanViews)):
             return NotImplemented
-        return self._all() == [*other]
+        return self._make_all() == [*other]
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return repr(self._all())
+        return repr(self._make_all())
 
 
 NO_NOTES = OwnNotes()
@@ -325,11 +325,11 @@ class Trace:
     `spans` are views of the rows of `columns`. A list of spans becomes columns here, at 1.2 us a span. `threads` maps
     native thread ids to names. `losses` counts lost data by reason. `notes` are sentences on data that could not be
     observed. `window` is the index of the recording window. `samples` are ordered by time, device and name, `gpus` are
-    their devices. No span from `held_from_ns` on was overwritten; it is 0 if none was at all. `kernels` and
+    their devices. No span after `held_from_ns` was overwritten, and none at all if it is 0. `kernels` and
     `allocations`, ordered by time, are torch.profiler's data in the interval `watched`, None without any. `flops` are
     from operators in that data. `startup` has the process's start-up, None without a session. `died` describes the
     abnormal end of a process. `apart_ns` is the largest difference of the processes' clocks. `processes` are those of a
-    merged trace, empty for a trace of one process. `own_notes` has the `notes` that are true for this process alone.
+    merged trace, empty for a trace of one process. `own_notes` has those `notes` that are true for this process alone.
     """
 
     origin: Origin
@@ -365,7 +365,7 @@ class Trace:
         return replace(self, spans=SpanViews(columns))
 
     def readings(self) -> Iterator[tuple[int, Sample]]:
-        """Yield the readings of all gauges on the trace's clock, each with the pid of its process.
+        """Yield the samples of all gauges on the trace's clock, each with the pid of its process.
 
         The pid is 0 for a gauge that all processes of a merged trace share.
         """
@@ -377,6 +377,6 @@ class Trace:
 
     @property
     def coverage(self) -> Interval:
-        """The part of the window without missing spans, the base of shares of time."""
+        """The part of the window in which no span is missing. Shares of time are shares of this part."""
         first = max(self.start_ns, self.held_from_ns)
         return first, max(self.end_ns, first)

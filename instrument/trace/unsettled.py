@@ -1,8 +1,8 @@
-"""Unsettled rows: rows of one recording that have been read and await a decision, as columns.
+"""Keeps the rows of one recording that have been read and wait for a decision (unsettled rows), as columns.
 
-They are rows of requests, and of spans that may serve requests of other processes. They are removed when their requests
-are settled. Rows with keys remain longer, so that late rows find their request. Rows that are not needed until then are
-packed.
+Unsettled rows are those of requests, and of spans that may serve requests of other processes. They are removed when
+their requests are settled. Rows with keys remain longer, so that late rows find their request. Rows that are not needed
+until then are packed.
 
 A request is kept if it is sampled, slow or failed, or has the attributes in the profile's `capture.where`.
 """
@@ -28,10 +28,10 @@ from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.recording.tally import Tally
 
 LEAST_CALLS = 100
-"""The number of requests after which an endpoint's usual time is known. Its first requests wait for that."""
+"""The number of an endpoint's requests after which its usual time is known. The first requests wait for that."""
 
 USUAL_FOR_NS = 10**9
-"""The ns after which the usual times are computed again."""
+"""Nanoseconds after which the usual times of endpoints are computed again."""
 
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
 
@@ -43,7 +43,7 @@ def are_sampled(trace_lows: NDArray[np.uint64], sample: float) -> NDArray[np.boo
 
 
 class EndedRequest(NamedTuple):
-    """A request that has ended, with the facts that decide if it is kept."""
+    """A request that has ended, with all that decides if it is kept."""
 
     root_id: int
     site: Site
@@ -82,7 +82,7 @@ class TailSampler:
         self._capture = capture
 
     def look(self, ended: Iterable[EndedRequest]) -> None:
-        """Update the usual times for the endpoints of some requests."""
+        """Compute the usual times of endpoints again if they are old or lack the endpoint of a request."""
         self._usual.look(ended)
 
     def is_asked_for(self, request: EndedRequest) -> bool:
@@ -103,7 +103,7 @@ class TailSampler:
         )
 
     def take_allowance(self, end_ns: int) -> bool:
-        """Return True, and use up one request, if `capture.limit` allows another one at this time."""
+        """Return True and count one request if `capture.limit` allows another request at this time."""
         return self._allowance.take(end_ns)
 
     def is_early(self, request: EndedRequest) -> bool:
@@ -127,7 +127,7 @@ def _compares_true(value: object, comparison: str, bound: str | bool | float) ->
 
 
 class _UsualTimes:
-    """The time from which on a request is slow, by endpoint, computed from the tally's histograms.
+    """Computes the time from which on a request is slow, by endpoint, from the tally's histograms.
 
     An endpoint is a site of requests. The tally has counted its requests since the session began.
     """
@@ -154,7 +154,7 @@ class _UsualTimes:
             return
         self._at_ns = newest_ns
         totals = self._totals()
-        for endpoint, lines in totals.lines_by(totals.tree.by_site(_endpoint)).items():
+        for endpoint, lines in totals.lines_by(totals.tree.by_site(_find_endpoint)).items():
             histogram = totals.histogram(totals.nodes(lines))
             calls = sum(histogram.values())
             (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
@@ -162,7 +162,7 @@ class _UsualTimes:
                 self._limits[endpoint] = round(time_ns * usual.factor)
 
 
-def _endpoint(site: Site) -> object:
+def _find_endpoint(site: Site) -> object:
     """Return the endpoint of a site, None if it is no site of requests."""
     return site.key if site.kind == "request" else None
 
@@ -189,16 +189,16 @@ class _Allowance:
 
 
 MOST_ROWS = 200_000
-"""The most waiting rows of a recording. Beyond them, rows of the requests that have been open longest are dropped."""
+"""The most waiting rows of a recording. Above that, rows of the requests that have been open longest are dropped."""
 
 LEAST_PACKED = 500
-"""The least rows of a thread for which packing pays: to 3 to 8 bytes a row instead of 73, at 0.25 us a row."""
+"""The least rows of a thread that are packed: from 73 to between 3 and 8 bytes a row, in 0.25 us a row."""
 
 MOST_ROOTS = 10_000
-"""The maximum number of requests whose decision is remembered. The oldest are forgotten."""
+"""The most requests whose decision is remembered. The oldest are forgotten."""
 
 EARLY_BYTES = 2
-"""The most bytes of details that wait for their rows, as a multiple of the recording's room for details."""
+"""The most details that wait for their rows, as a multiple of the bytes that the recording has for details."""
 
 BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"
@@ -210,7 +210,7 @@ by an earlier reader, which may have settled it."""
 _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
 
 Details = Mapping[int, tuple[int, bytes]]
-"""The active time in ns, -1 for the whole span, and the encoded details, by span id."""
+"""The details of rows by span id: the active time in ns (-1 for the whole span), and the encoded rest."""
 
 
 class ProcessIds(Protocol):
@@ -225,7 +225,7 @@ class ProcessIds(Protocol):
         """Return the 128-bit id of a tree, given by the number of its root."""
 
     def trace_lows(self, numbers: NDArray[np.uint64], /) -> NDArray[np.uint64]:
-        """Return the lower halves of the ids of trees, given by the numbers of their roots."""
+        """Return the lower 64 bits of the ids of trees, given by the numbers of their roots."""
 
 
 class RowDetail(NamedTuple):
@@ -249,7 +249,7 @@ class Decided(NamedTuple):
 
 
 class _PackedRows(NamedTuple):
-    """Packed rows of one thread, and the earliest end among them."""
+    """The packed rows of one thread, and the earliest end among them."""
 
     data: bytes
     size: int
@@ -270,7 +270,7 @@ class _PackedRows(NamedTuple):
 
 
 class UnsettledRows:
-    """The rows of one recording that are not settled. Only one thread may use them.
+    """Stores the rows of one recording that are not settled. Only one thread may use an instance.
 
     `site_of` returns the site of a call path, given by its number.
     """
@@ -291,7 +291,7 @@ class UnsettledRows:
         """The spans that were open when rows were last read, by id."""
         self.decided: OrderedDict[int, Decided] = OrderedDict()
         self.traces: OrderedDict[int, int] = OrderedDict()
-        """The traces with which trees were sent, if they are not the process's own, by root."""
+        """The trace id with which each tree was sent, by root, for trees with a trace id of another process."""
         self.sent_apart: OrderedDict[int, None] = OrderedDict()
         """Spans outside of the random sample that were sent with the requests they served, without their own tree."""
         self.read_ns = 0
@@ -313,14 +313,15 @@ class UnsettledRows:
         self.caller: RemoteParent | None = None
         """The span above the trees that began before the process served, None for none."""
         self.served_from_ns = 1 << 62
-        """The begin of the first request, or of the first span with keys, as far as `caller` needs it."""
+        """The time in ns at which the process began to serve: its first request or span with a key. Only known if there
+        is a caller."""
         self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Details whose rows are not read yet."""
         self._early_bytes = 0
         self._sizes: OrderedDict[int, int] = OrderedDict()
 
     def leave_out(self, root_ids: set[int]) -> None:
-        """Drop the waiting rows of some requests, given by their roots. Somebody else sends them."""
+        """Drop the waiting rows of some requests, given by their roots, because others send them."""
         self.unpack()
         theirs = np.isin(self.rows["root_id"], np.fromiter(root_ids, np.uint64, len(root_ids)))
         theirs &= self.state != SETTLED
@@ -364,15 +365,15 @@ class UnsettledRows:
             self._note_service(rings, details)
         pieces: list[tuple[NDArray[np.void], int]] = []
         for ring in rings:
-            rows = ring.rows[self._are_kept(ring.rows)]
-            self._take_details(ring.rows, rows)
+            rows = ring.rows[self._select_kept(ring.rows)]
+            self._match_details(ring.rows, rows)
             if not self.has_keys and len(rows) >= LEAST_PACKED:
-                rows = self._pack(rows, ring.thread_id)
+                rows = self._pack_rows(rows, ring.thread_id)
             pieces.append((rows, ring.thread_id))
-        self._append(pieces)
+        self._append_rows(pieces)
         if len(self.rows) + self.packed > MOST_ROWS:
             self.unpack()
-            self._make_room()
+            self._drop_oldest()
 
     def _note_service(self, rings: Sequence[RingRows], details: Details) -> None:
         """Note when the process began to serve, by newly read rows and the open spans."""
@@ -388,9 +389,9 @@ class UnsettledRows:
         self.served_from_ns = min([self.served_from_ns, *begins])
 
     def are_sampled(self, root_ids: NDArray[np.uint64], start_ns: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return True for rows of the random share, by the trees that they are in and their begins.
+        """Return True for rows in the random sample, by the roots of their trees and their begins.
 
-        The caller decides about what began before the process served.
+        For trees that began before the process served, the caller's sampling counts.
         """
         capture, caller = self.sampler.capture, self.caller
         are_of_share = are_sampled(self.ids.trace_lows(root_ids), capture.sample)
@@ -399,8 +400,8 @@ class UnsettledRows:
             are_of_share[start_ns < self.served_from_ns] = is_kept
         return are_of_share
 
-    def _append(self, pieces: Sequence[tuple[NDArray[np.void], int]]) -> None:
-        """Add waiting rows, each batch of them with its thread."""
+    def _append_rows(self, pieces: Sequence[tuple[NDArray[np.void], int]]) -> None:
+        """Add waiting rows, given as arrays of rows with their thread."""
         count = sum(len(rows) for rows, _ in pieces)
         if count:
             self.lingers = True
@@ -409,10 +410,10 @@ class UnsettledRows:
             self.thread_id = np.concatenate([self.thread_id, *threads])
             self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
 
-    def _pack(self, rows: NDArray[np.void], thread_id: int) -> NDArray[np.void]:
-        """Pack those rows that are not needed until they are settled. Return the others.
+    def _pack_rows(self, rows: NDArray[np.void], thread_id: int) -> NDArray[np.void]:
+        """Pack the rows that are not needed until they are settled. Return all others.
 
-        These are roots of requests, and rows with details.
+        The returned rows are roots of requests, and rows with details.
         """
         is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
         is_plain = ~(is_root | _have_details(rows))
@@ -432,7 +433,7 @@ class UnsettledRows:
         count = end = 0
         while end < len(packed) and packed[end].first_ns <= horizon_ns and count < most:
             count, end = count + packed[end].size, end + 1
-        self._append([(piece.rows(), piece.thread_id) for piece in packed[:end]])
+        self._append_rows([(piece.rows(), piece.thread_id) for piece in packed[:end]])
         self._packed = packed[end:]
         return min([horizon_ns, *(piece.first_ns - 1 for piece in self._packed[:1])])
 
@@ -480,7 +481,7 @@ class UnsettledRows:
             detail.error is not None, detail.attributes, detail.remote,
         )  # fmt: skip
 
-    def _are_kept(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+    def _select_kept(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         """Return True for rows of requests, up to the limit of spans, and for sampled rows of other trees."""
         roots = rows["root_id"]
         is_request = roots & np.uint64(REQUEST_BIT) != 0
@@ -514,7 +515,7 @@ class UnsettledRows:
             _, (_, text) = early.popitem(last=False)
             self._early_bytes -= len(text)
 
-    def _take_details(self, rows: NDArray[np.void], kept_rows: NDArray[np.void]) -> None:
+    def _match_details(self, rows: NDArray[np.void], kept_rows: NDArray[np.void]) -> None:
         early = self.unmatched
         if not early:
             return
@@ -528,7 +529,7 @@ class UnsettledRows:
             if kept_ids is None or span_id in kept_ids:
                 self.details[span_id] = _parse_detail(*detail)
 
-    def _make_room(self) -> None:
+    def _drop_oldest(self) -> None:
         """Drop rows of the oldest open requests, then other old rows, until three quarters of `MOST_ROWS` remain."""
         roots = self.rows["root_id"]
         open_roots = np.array(

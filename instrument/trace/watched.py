@@ -1,4 +1,4 @@
-"""The kernels and allocations in torch.profiler's record, as columns of a file.
+"""Packs the kernels and allocations that torch.profiler recorded as columns of a file, and unpacks them.
 
 Both are ordered by time, so their times are stored as differences. Thread ids are stored once in a table.
 """
@@ -25,12 +25,12 @@ from instrument.trace.trace import Allocation, Allocations, Trace
 
 
 AT_ONCE = 20_000
-"""The number of kernels that become objects at once."""
+"""The number of kernels that become objects at once, to bound the memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class KernelColumns(Sequence[Kernel]):
-    """Device work as columns, with the fields of `Kernel`. `name` is an index into `names`, `kind` into `kinds`."""
+    """The kernels as columns with the fields of `Kernel`. `name` is an index into `names`, `kind` into `kinds`."""
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -56,7 +56,7 @@ class KernelColumns(Sequence[Kernel]):
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
 
     def moved(self, by_ns: int) -> KernelColumns:
-        """Return the kernels with later times. Raises `ValueError` for times that no clock reads."""
+        """Return the kernels with all times moved by `by_ns`. Raises `ValueError` for times that no clock reads."""
         times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
         edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
         if not all(-FARTHEST_NS < edge_ns + by_ns < FARTHEST_NS for edge_ns in edges_ns):
@@ -83,13 +83,13 @@ class KernelColumns(Sequence[Kernel]):
     def __getitem__(self, place: int | slice) -> Kernel | list[Kernel]:
         if isinstance(place, slice):
             return [self[index] for index in range(*place.indices(len(self)))]
-        return next(self._made(slice(index := range(len(self))[place], index + 1)))
+        return next(self._make_objects(slice(index := range(len(self))[place], index + 1)))
 
     def __iter__(self) -> Iterator[Kernel]:
         for first in range(0, len(self), AT_ONCE):
-            yield from self._made(slice(first, first + AT_ONCE))
+            yield from self._make_objects(slice(first, first + AT_ONCE))
 
-    def _made(self, some: slice) -> Iterator[Kernel]:
+    def _make_objects(self, some: slice) -> Iterator[Kernel]:
         numbers = (self.device, self.stream, self.start_ns, self.end_ns, self.thread_id, self.launched_ns)
         names = map(self.names.__getitem__, self.name[some].tolist())
         kinds = map(self.kinds.__getitem__, self.kind[some].tolist())
@@ -107,7 +107,7 @@ class KernelColumns(Sequence[Kernel]):
 
 
 ROW = np.dtype([(item.name, np.int64) for item in fields(Allocation)])
-"""The type of an allocation's record, with the fields of `Allocation`."""
+"""The numpy type of a packed allocation, with the fields of `Allocation`."""
 
 INT64 = np.iinfo(np.int64)
 
@@ -119,7 +119,8 @@ LEVELS = ("allocated_bytes", "reserved_bytes")
 def moved_watched(
     facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
 ) -> dict[str, Any]:
-    """Return torch.profiler's data with later times, and with other numbers of devices and threads."""
+    """Return torch.profiler's data with all times moved by `moved_ns`, and with other numbers of devices and
+    threads."""
     kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
     rows = np.frombuffer(allocations.rows, dtype=ROW).copy()
     rows["device"], rows["thread_id"] = devices(rows["device"]), threads(rows["thread_id"])
@@ -136,7 +137,7 @@ def moved_watched(
 
 
 def rows_and_times(allocations: Sequence[Allocation]) -> tuple[NDArray[Any], Int64s]:
-    """Return the records of allocations, and their times on the clock. Times in the records count from a base.
+    """Return the packed allocations, and their times on the clock. Times in the packed allocations count from a base.
 
     A time that no clock reads is clipped. Raises `OverflowError` for numbers beyond 64 bits.
     """
@@ -147,7 +148,7 @@ def rows_and_times(allocations: Sequence[Allocation]) -> tuple[NDArray[Any], Int
 
 
 def packed_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
-    """Return the packed columns of kernels, with times from a base, and the table of their names."""
+    """Return the packed columns of kernels, with times from `base_ns`, and the table of their names."""
     work = KernelColumns.of(kernels)
     names: dict[str, int] = {}
     of_name = np.array([names.setdefault(clean(name), len(names)) for name in work.names], dtype=np.int64)
@@ -169,7 +170,7 @@ def packed_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, C
 def unpacked_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
     """Return the kernels in packed columns. Raises `ValueError` and `LookupError` for damaged columns."""
     start_ns = summed(columns["kernel_start_ns_steps"]) + base_ns
-    thread_id = _of_table(columns, "kernel_thread")
+    thread_id = _read_table(columns, "kernel_thread")
     end_ns = start_ns + columns["kernel_total_ns"]
     launched_ns = np.where(thread_id == 0, 0, start_ns - columns["kernel_waited_ns"])
     name, kind = columns["kernel_name"], columns["kernel_kind"]
@@ -186,7 +187,7 @@ def unpacked_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> Ker
 
 
 def packed_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
-    """Return the columns of allocations, with times from a base."""
+    """Return the packed columns of allocations, with times from `base_ns`."""
     packed = Allocations.of(allocations)
     rows = np.frombuffer(packed.rows, dtype=ROW)
     threads, thread = ranked(rows["thread_id"])
@@ -201,7 +202,7 @@ def packed_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[
 
 
 def unpacked_allocations(columns: Arrays, base_ns: int) -> Allocations:
-    thread_id = _of_table(columns, "allocation_thread")
+    thread_id = _read_table(columns, "allocation_thread")
     column_by_name: dict[str, NDArray[Any]] = {"device": columns["allocation_device"], "thread_id": thread_id}
     column_by_name |= {name: columns[f"allocation_{name}"] for name in PLAIN}
     column_by_name |= {name: summed(columns[f"allocation_{name}_steps"]) for name in ("at_ns", *LEVELS)}
@@ -213,7 +214,7 @@ def unpacked_allocations(columns: Arrays, base_ns: int) -> Allocations:
     return Allocations(rows.tobytes(), base_ns)
 
 
-def _of_table(columns: Arrays, name: str) -> Int64s:
+def _read_table(columns: Arrays, name: str) -> Int64s:
     table, places = columns[f"{name}_ids"], columns[name]
     if not lie_within(places, 0, len(table)):
         raise ValueError("it refers to a row that does not exist; it is damaged")
