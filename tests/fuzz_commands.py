@@ -93,7 +93,7 @@ def damaged(chance: random.Random, folder: Path, members: Mapping[str, NDArray[A
     return path
 
 
-def fault_of(given: list[str]) -> tuple[str, int]:
+def find_fault(given: list[str]) -> tuple[str, int]:
     """Run a command. Return the reason why it failed, "" for an answer or a refusal, and its exit code."""
     problems = io.StringIO()
     started_s, code = time.process_time(), 0
@@ -129,7 +129,7 @@ def main() -> None:
             path = damaged(chance, folder, members, text)
             for verb, *more in COMMANDS:
                 given = [verb, str(path), *more]
-                fault, code = fault_of(given)
+                fault, code = find_fault(given)
                 codes[f"{verb} {code}"] += 1
                 if fault:
                     kept = Path(tempfile.gettempdir(), f"instrument-fuzz-{number}{path.suffix}")

@@ -16,7 +16,7 @@ from instrument.recording.mapped_facts import detail_of, facts_in
 from instrument.recording.rows import Row, unpacked_rows, with_more
 from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import DeviceInterval, Span
-from instrument.trace.columns import Columns, DeviceIntervals, cells_in, device_intervals
+from instrument.trace.columns import Columns, DeviceIntervals, device_intervals, view_cells
 from instrument.trace.of_recording import RowSnapshot
 from instrument.trace.trace import spans_of
 
@@ -37,7 +37,7 @@ def columns_in(recorder: Any = RECORDER, start_ns: int = 0, end_ns: int | None =
 def intervals_in(ring: IntervalRing, span_ids: Iterable[int]) -> dict[int, tuple[DeviceInterval, ...]]:
     """Return the intervals of spans by the spans' ids, each span's in order of time."""
     ids = sorted(span_ids)
-    work = device_intervals(cells_in(ring.packed()), np.array(ids, np.int64))
+    work = device_intervals(view_cells(ring.packed()), np.array(ids, np.int64))
     found: dict[int, tuple[DeviceInterval, ...]] = {}
     names = ("device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
     for row, *place, label, uncertainty_ns in zip(

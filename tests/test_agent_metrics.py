@@ -290,7 +290,7 @@ def test_waiting_work_of_executors_is_published() -> None:
         pool.submit(lambda: None).result()
         facts = MeteredFacts(0, queued=queued_tasks())
         told = json.loads(json.dumps(export_facts.facts_as_json(Ids(), {}, Capture(), 1, facts)))
-    found = export_facts.facts_from(told)
+    found = export_facts.decode_facts(told)
     assert found is not None
     assert found.metered.queued["ThreadPoolExecutor"] == 0
 
@@ -299,7 +299,7 @@ def test_waiting_work_of_executors_is_published() -> None:
 def test_infinite_numbers_from_a_process_count_as_missing(name: str) -> None:
     told = export_facts.facts_as_json(Ids(), {}, Capture(), 1)
     told["metered"][name] = {"losses": {"x": float("inf")}, "start_ns": float("inf")}[name]
-    assert export_facts.facts_from(json.loads(json.dumps(told))) is None
+    assert export_facts.decode_facts(json.loads(json.dumps(told))) is None
 
 
 NESTED = """

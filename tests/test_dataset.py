@@ -161,7 +161,7 @@ def test_numbers_of_tokens_beyond_64_bits_are_missing(tmp_path: Path) -> None:
 def test_no_folder_has_a_value_that_engines_take_for_a_number(tmp_path: Path) -> None:
     folder = written(tmp_path, [hostile()])
     assert [path.name for path in (folder / "spans").iterdir()] == ["service=s-10_1.10__"]
-    assert dataset_files.folder_of("89e1234", T_NS // HOUR_NS) == "service=s-89e1234/date=d2026-11-30/hour=h00"
+    assert dataset_files.make_folder_path("89e1234", T_NS // HOUR_NS) == "service=s-89e1234/date=d2026-11-30/hour=h00"
     assert rows_of(folder, "spans").column("service_name").to_pylist() == ["10/1.10 \ufffd"] * 3
 
 
@@ -171,7 +171,7 @@ def test_rows_are_in_the_folder_of_the_hour_in_which_they_began(tmp_path: Path) 
     folder = written(tmp_path, [Trace(spans=spans, start_ns=0, end_ns=3 * HOUR_NS, **of_host("a"))])
     for path in (folder / "spans").rglob("*.parquet"):
         hours = {ns // HOUR_NS for ns in parquet.ParquetFile(path).read().column("start_unix_ns").to_pylist()}
-        assert {dataset_files.folder_of("chat", hour) for hour in hours} == {
+        assert {dataset_files.make_folder_path("chat", hour) for hour in hours} == {
             str(path.parent.relative_to(folder / "spans"))
         }
 

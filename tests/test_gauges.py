@@ -28,7 +28,7 @@ from instrument.device import gauges as host_room
 from instrument.device import gauges as room
 from instrument.device import nvml
 from instrument.device.gauges import Gauges, Gone, Host
-from instrument.device.nvml import NvmlDevice, visible_devices
+from instrument.device.nvml import NvmlDevice, select_visible
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
@@ -364,7 +364,7 @@ SPLIT = NvmlDevice("s", "GPU-ssss", instances=[ONE, OTHER])
     ],
 )
 def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expected: list[NvmlDevice]) -> None:
-    assert visible_devices(variable, [A, B, C]) == expected
+    assert select_visible(variable, [A, B, C]) == expected
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_the_devices_are_those_that_cuda_would_show(variable: str | None, expect
     ],
 )
 def test_cuda_shows_the_first_mig_instance(variable: str | None, expected: list[NvmlDevice]) -> None:
-    assert visible_devices(variable, [A, SPLIT]) == expected
+    assert select_visible(variable, [A, SPLIT]) == expected
 
 
 def test_numbers_follow_the_pci_bus_and_a_variable_that_is_set_late(run: Run) -> None:
@@ -644,7 +644,7 @@ def test_waits_for_a_processor_and_for_memory_are_read_as_shares_of_time(
     (tmp_path / "proc/stat").write_text("cpu  0 0 0 0 0 0 0 0\n")
     host = Host()
     (tmp_path / "proc/stat").write_text("cpu  30 0 0 50 0 0 0 20\n")  # the hypervisor took 20 of 50 busy ticks
-    monkeypatch.setattr(host, "_processor_ns", lambda: host._process_ns + 300 * MS)
+    monkeypatch.setattr(host, "_read_processor_ns", lambda: host._process_ns + 300 * MS)
     assert host.read(host._at_ns + 1000 * MS, rarely=False)["cpu_wait"] == pytest.approx(20.0)
 
 

@@ -22,7 +22,7 @@ from instrument.report.events_view import events
 from instrument.report.overview_view import overview
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.by_process import Interruptions, interruptions_of
+from instrument.trace.by_process import Interruptions, find_interruptions
 from instrument.trace.trace import columns_of_spans
 
 PROGRAM = """
@@ -106,7 +106,7 @@ def test_interruptions_in_a_file_hit_what_they_hit_live(seed: int) -> None:
         spans.append(span)
     trace = columns_of_spans(spans)
     is_one = trace.of_sites(list(map(is_interruption, trace.sites)))
-    found = interruptions_of(trace, np.flatnonzero(~is_one), np.flatnonzero(is_one))
+    found = find_interruptions(trace, np.flatnonzero(~is_one), np.flatnonzero(is_one))
     live = Interruptions()
     live.attach(trace.with_attributes(is_one))  # as those of a moment before
     _, hits = live.attach(trace.with_attributes(~is_one))

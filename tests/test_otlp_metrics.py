@@ -21,7 +21,7 @@ import instrument
 from instrument.otlp import Exporter, Ids, metrics
 from instrument.otlp import exporter as exporter_module
 from instrument.otlp.metrics import MEASURES, Metrics, Snapshots
-from instrument.otlp.senders import metrics_url
+from instrument.otlp.senders import make_metrics_url
 from instrument.otlp.span_queue import Source
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
@@ -173,7 +173,7 @@ def test_sums_of_gauges_keep_their_start_when_the_wall_clock_is_set(moved_ns: in
     begun_ns: dict[int, int] = {}
     found = []
     for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
-        (series,) = metrics.series_of([sample("energy", 5.0, at=at_ns)], {}, origin, {}, begun_ns)
+        (series,) = metrics.convert_samples([sample("energy", 5.0, at=at_ns)], {}, origin, {}, begun_ns)
         found += series.points
     assert [point.start_ns for point in found] == [ORIGIN.realtime_of(7_000)] * 2
     assert all(point.start_ns <= point.at_ns for point in found)
@@ -350,7 +350,7 @@ def test_spans_that_wait_when_the_exporter_stops_are_counted() -> None:
     ],
 )
 def test_metrics_go_next_to_the_spans(spans_url: str, expected: str | None) -> None:
-    assert metrics_url(spans_url) == expected
+    assert make_metrics_url(spans_url) == expected
 
 
 def test_a_note_names_metrics_without_a_destination() -> None:

@@ -17,7 +17,7 @@ from raw_spans import changed, traces
 
 import instrument
 from instrument import chrome, cli
-from instrument.chrome.others import flops_of
+from instrument.chrome.others import count_flops
 from instrument.recording.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span
 from instrument.report.operators_view import OPERATORS, FlopRow, Operators, flop_table, operators
 from instrument.report.view import Options, Recording
@@ -125,7 +125,7 @@ BACKWARD = ["", "", "", "[8]", "[2, 2]", "[1, 1]", "[1, 1]", "False", "[0, 0]", 
 def test_operations_follow_from_shapes_or_are_not_reported(
     name: str, shapes: Any, values: Any, expected: int | None
 ) -> None:
-    assert flops_of(name, {"Input Dims": shapes, "Concrete Inputs": values}) == expected
+    assert count_flops(name, {"Input Dims": shapes, "Concrete Inputs": values}) == expected
 
 
 WILD = st.recursive(
@@ -137,7 +137,7 @@ WILD = st.recursive(
 
 @given(st.sampled_from(["aten::convolution", "aten::convolution_backward", "aten::addmm", "aten::dot"]), WILD, WILD)
 def test_no_arguments_break_the_reader(name: str, shapes: Any, values: Any) -> None:
-    found = flops_of(name, {"Input Dims": shapes, "Concrete Inputs": values})
+    found = count_flops(name, {"Input Dims": shapes, "Concrete Inputs": values})
     assert found is None or found > 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from instrument.errors import ExportError, ProfileError
-from instrument.otlp.senders import sender_for
+from instrument.otlp.senders import make_sender
 from instrument.profile.keys import KEYS, loads
 from instrument.profile.model import Otlp
 from instrument.profile.values import VARIABLES
@@ -130,5 +130,5 @@ def test_check_shows_no_query_and_no_default_that_was_not_written_there(tmp_path
 )
 def test_a_collector_that_cannot_be_used_is_named_without_secrets(endpoint: str) -> None:
     with pytest.raises(ExportError) as raised:
-        sender_for(Otlp(endpoint=endpoint))
+        make_sender(Otlp(endpoint=endpoint))
     assert CANARY not in str(raised.value).replace(f"[{CANARY}", "")

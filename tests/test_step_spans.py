@@ -33,7 +33,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     instrument.stop()
 
 
-def steps_of(window: Window) -> list[Span]:
+def find_steps(window: Window) -> list[Span]:
     return sorted((span for span in window.trace.spans if span.site.kind == "step"), key=lambda span: span.start_ns)
 
 
@@ -83,7 +83,7 @@ def test_steps_are_contiguous_numbered_spans_and_what_ran_in_one_is_below_it() -
           backward
         """
     )
-    steps = steps_of(window)
+    steps = find_steps(window)
     assert all(one.end_ns == after.start_ns for one, after in itertools.pairwise(steps))
     assert {span.root_id for span in window.trace.spans} == {step.span_id for step in steps}
     assert {step.thread_id for step in steps} == {threading.get_native_id()}
@@ -127,9 +127,9 @@ def test_the_step_under_way_at_stop_is_clipped_and_none_is_made_where_nothing_be
             pass
 
     (window,) = windows_of(loop)
-    assert [(step.attributes["step"], step.clipped) for step in steps_of(window)] == [(0, False), (1, True)]
+    assert [(step.attributes["step"], step.clipped) for step in find_steps(window)] == [(0, False), (1, True)]
     (window,) = windows_of(lambda profiler: profiler.step())
-    assert [(step.attributes["step"], step.clipped) for step in steps_of(window)] == [(0, False)]
+    assert [(step.attributes["step"], step.clipped) for step in find_steps(window)] == [(0, False)]
 
 
 def test_the_work_of_a_handler_is_between_two_windows_and_in_no_step() -> None:
@@ -156,7 +156,7 @@ def test_a_request_within_a_step_stays_the_root_of_its_tree() -> None:
     (window,) = windows_of(loop)
     (request,) = (span for span in window.trace.spans if span.site.kind == "request")
     (inner,) = (span for span in window.trace.spans if span.site.name == "inner")
-    assert request.parent_id == steps_of(window)[0].span_id
+    assert request.parent_id == find_steps(window)[0].span_id
     assert request.root_id == inner.root_id == request.span_id
 
 

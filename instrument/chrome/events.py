@@ -151,7 +151,7 @@ class JsonText:
                     continue
                 self._at += len(text)
                 return values, text
-            length = max(ends_of_values(memoryview(self._text)[self._at :]), default=0)
+            length = max(find_ends(memoryview(self._text)[self._at :]), default=0)
             if length or not self._more():
                 text = self._text[self._at : self._at + length] if length else self._text[self._at :]
                 self._at += len(text)
@@ -189,7 +189,7 @@ class JsonText:
         return ValueError(f"it is no JSON, or cut off ({why}, at character {at}); write or copy it again")
 
 
-def ends_of_values(text: bytes | memoryview) -> Iterator[int]:
+def find_ends(text: bytes | memoryview) -> Iterator[int]:
     """Yield the end of each value in brackets, up to the end of the enclosing list."""
     depth = 0
     for token in _TOKEN.finditer(text):
@@ -300,7 +300,7 @@ _decode = msgspec.json.Decoder(list[TraceEvent]).decode
 _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
-def decoded_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Arguments]:
+def decode_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Arguments]:
     """Decode the arguments of slices that `dump` wrote. Raises `msgspec.MsgspecError` for invalid texts."""
     return _decode_arguments(b"[%b]" % b",".join(texts))
 
@@ -339,7 +339,7 @@ _decode_any = json.JSONDecoder(strict=False).decode
 """Decode JSON whose texts may have line ends and other control characters."""
 
 
-def next_events(text: JsonText, first: int) -> list[TraceEvent]:
+def read_next_events(text: JsonText, first: int) -> list[TraceEvent]:
     """Return the next available events of a list. `first` is the number of the first of them in the file."""
     events, raw = text.values(_decode, b"}")
     if events is None:
@@ -378,7 +378,7 @@ def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEv
 def _chunks(text: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield the text of each event, and True if the event is complete. Text between events counts as an event."""
     begin = 0
-    for end in ends_of_values(text):
+    for end in find_ends(text):
         opening = min(at for mark in b"{[" if (at := text.find(mark, begin)) >= 0)
         yield from ((part, True) for part in text[begin:opening].split(b",") if part.strip())
         yield text[opening:end], True
@@ -430,8 +430,8 @@ def times_of(slices: Sequence[TraceEvent], limit_ns: int) -> SliceTimes:
     return SliceTimes(start_ns, length_ns, any(map(_has_parts, times_us, (start_ns, length_ns))))
 
 
-def sound_times(slices: Sequence[TraceEvent]) -> SliceTimes | None:
-    """Return the times of slices if a fast test finds all valid. Return None if `fault_of` must check or change
+def read_sound_times(slices: Sequence[TraceEvent]) -> SliceTimes | None:
+    """Return the times of slices if a fast test finds all valid. Return None if `find_fault` must check or change
     them."""
     times_us = _times_us(slices)
     if not {float, int}.issuperset(map(type, chain(*times_us))):
@@ -461,7 +461,7 @@ def _has_parts(times_us: Sequence[Any] | NDArray[np.float64], rounded_ns: NDArra
     return bool((np.abs(exact_ns - rounded_ns) > _PARTS_NS + np.abs(exact_ns) * np.finfo(np.float64).eps).any())
 
 
-def fault_of(event: TraceEvent, left_out: LeftOut, number: int) -> str:
+def find_fault(event: TraceEvent, left_out: LeftOut, number: int) -> str:
     """Return the reason to leave out a slice, "" for a slice with valid times. Invalid arguments are removed."""
     start_us = event.ts = _time(event.ts)
     if start_us is None:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from instrument.recording.spans import BATCH_KEYS
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE
-from instrument.trace.groups import by_first_sight, numbered, ranked, stable_order
+from instrument.trace.groups import by_first_sight, numbered, ranked, sort_stably
 from instrument.trace.joined import join
 from instrument.trace.layout import in_order, rank_of
 from instrument.trace.trace import MergedProcess, Trace
@@ -182,7 +182,7 @@ class _Lanes:
         return lane + 1, innermost
 
 
-def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
+def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
     """Return each slice's lane number in its group, from 1, and the slice around it in that lane, or `NONE`.
 
     Each thread, task or stream is a group. Slices are in the order of begin, the longer ones first. `above` is each
@@ -198,18 +198,18 @@ def lanes_of(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: 
     crowded = np.zeros(int(groups.max()) + 1, dtype=np.bool_)
     crowded[groups[~fits | deep]] = True
     siblings = np.where(is_below, above, len(groups) + groups)
-    order = stable_order(siblings, len(groups) + len(crowded))
+    order = sort_stably(siblings, len(groups) + len(crowded))
     follows = (siblings[order][1:] == siblings[order][:-1]) & (ends[order][:-1] > starts[order][1:])
     crowded[groups[order[1:][follows]]] = True
     rows = np.flatnonzero(crowded[groups])
     lanes_by_group: dict[int, _Lanes] = {}
-    for row, group, *interval in rows_as_tuples(rows, *(column[rows] for column in (groups, above, starts, ends))):
+    for row, group, *interval in iterate_rows(rows, *(column[rows] for column in (groups, above, starts, ends))):
         lanes = lanes_by_group.get(group) or lanes_by_group.setdefault(group, _Lanes())
         number[row], around[row] = lanes.place_slice(row, *interval)
     return number, around
 
 
-def rows_as_tuples(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
+def iterate_rows(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
     """Yield the rows of columns as tuples, some thousand at a time to save memory."""
     for first in range(0, len(numbers[0]), BATCH):
         yield from zip(*(column[first : first + BATCH].tolist() for column in numbers), strict=True)
@@ -252,16 +252,16 @@ class Spans:
     def lanes(self) -> tuple[Int64s, Int64s, Int32s]:
         """Return the group of each span, the number of its lane there, and the innermost span around it."""
         groups, deep = self.groups(), self.trace.level[self.row] >= DEEPEST
-        return groups, *lanes_of(groups, self.parent, self.start_ns, self.end_ns, deep)
+        return groups, *assign_lanes(groups, self.parent, self.start_ns, self.end_ns, deep)
 
-    def threads_of_batches(self) -> set[int]:
+    def find_batch_threads(self) -> set[int]:
         """Return the threads with slices of steps and batches. Viewers should show them first."""
         kinds = np.array([site.kind in ("step", "batch") for site in self.sites], dtype=np.bool_)
         is_batch = kinds[self.site]
         is_batch[self.place_of[self.trace.attributes.having(BATCH_KEYS)]] = True
         return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
 
-    def cross_thread_calls(self) -> tuple[Int64s, Int32s]:
+    def find_cross_thread_calls(self) -> tuple[Int64s, Int32s]:
         """Return the spans that ran on another thread or task than their callers, and the callers."""
         called = np.flatnonzero(self.parent != NONE)
         callers = self.parent[called]
@@ -287,7 +287,7 @@ class OrderedIntervals:
         """Return the stream of each interval, the number of its lane there, and the innermost interval around it."""
         streams = numbered(ranked(device.device[self.row])[1], ranked(device.stream[self.row])[1])[0]
         nothing = np.full(len(self.row), NONE, dtype=np.int32)
-        return streams, *lanes_of(streams, nothing, self.start_ns, self.end_ns, nothing != NONE)
+        return streams, *assign_lanes(streams, nothing, self.start_ns, self.end_ns, nothing != NONE)
 
 
 def batches(count: int) -> Iterator[tuple[int, int]]:
@@ -351,7 +351,7 @@ class Arrows:
         self.ties = dict(zip(tied.tolist(), owners[tied].tolist(), strict=True))
         self.binds = {owner: owner for owner in self.ties.values()}
         self.left_out = int((~is_drawn).sum())
-        called, callers = spans.cross_thread_calls()
+        called, callers = spans.find_cross_thread_calls()
         by_bind = spans.is_async[callers] | spans.is_async[called]
         is_drawn = self._can_lead_to(callers, spans.start_ns[called], by_bind)
         self.called = called[is_drawn & ~by_bind]

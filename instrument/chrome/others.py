@@ -49,7 +49,7 @@ def is_counted(name: str) -> bool:
     return name in _FORMULAS
 
 
-def flops_of(name: str, args: Mapping[str, Any]) -> int | None:
+def count_flops(name: str, args: Mapping[str, Any]) -> int | None:
     """Return the number of operations of a call of torch's operator, from the name and the arguments of its event.
 
     Return None for an operator that is not counted, and for missing or invalid shapes.
@@ -280,7 +280,7 @@ class ForeignSlices:
             elif event.ph == "i" and event.name == "[memory]":
                 self._add_allocation(event, number)
 
-    def without_zeros(self, slices: list[TraceEvent], numbers: list[int]) -> list[TraceEvent]:
+    def hold_back_zeros(self, slices: list[TraceEvent], numbers: list[int]) -> list[TraceEvent]:
         """Return the slices except those at time 0, which wait until a later time shows whether times are absolute."""
         if not slices or self._at_zero is None:
             return slices
@@ -341,7 +341,7 @@ class ForeignSlices:
             start_ns, end_ns = (start_ns, end_ns) if exact is None or event.ph != "X" else exact
         if facts.step is not None:
             attributes["step"] = facts.step
-        flops = flops_of(facts.name, args) if facts.counts else None
+        flops = count_flops(facts.name, args) if facts.counts else None
         if flops is not None:
             attributes[FLOPS] = flops
             self._counts_flops = True

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from instrument.chrome.events import JsonText, TraceEvent, next_events
+from instrument.chrome.events import JsonText, TraceEvent, read_next_events
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import FLOPS, Flops, flops_in
 from instrument.recording.tally import Tally
 from instrument.runtime import compression
-from instrument.trace.file import Saved, without_endless
+from instrument.trace.file import Saved, refuse_endless
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, checked
 from instrument.trace.trace import Allocations, Trace
@@ -60,7 +60,7 @@ def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         # Views would take unbounded time for many such parents.
         if np.count_nonzero((parent := saved.trace.columns.parent) > np.arange(len(parent))) > LIMIT_BACKWARD:
             raise ValueError("parents in it begin after their children; it is damaged")
-        return without_endless(saved)
+        return refuse_endless(saved)
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _events(text: JsonText) -> Iterator[tuple[None, list[TraceEvent]]]:
         if mark == ",":
             text.take(",")
         elif mark == "{":
-            events = next_events(text, count + 1)
+            events = read_next_events(text, count + 1)
             count += len(events)
             yield None, events
         else:

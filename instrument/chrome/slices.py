@@ -24,19 +24,19 @@ from instrument.chrome.events import (
     LeftOut,
     SliceTimes,
     TraceEvent,
-    decoded_arguments,
-    fault_of,
-    sound_times,
+    decode_arguments,
+    find_fault,
+    read_sound_times,
     times_of,
 )
-from instrument.chrome.lanes import DEVICE_PIDS, rows_as_tuples
+from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
 from instrument.chrome.others import ForeignSlices, Rows
 from instrument.chrome.paddle_traces import thread_of
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
 from instrument.trace.forest import NONE, rows_of, topmost_rows
-from instrument.trace.layout import GatheredAttributes, as_tuples, column, rank_of, to_json
+from instrument.trace.layout import GatheredAttributes, column, convert_lists, rank_of, to_json
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 from instrument.trace.trace import SpanViews, Trace
@@ -81,7 +81,7 @@ class Slices:
             if event.ph in _SLICES and not (event.cat == "Trace" and event.pid == "Spans")
         ]
         slices = [event for _, event in numbered]
-        times = sound_times(slices)
+        times = read_sound_times(slices)
         if times is None:
             numbered = [pair for pair in numbered if not self._is_left_out(*pair)]
             slices = [event for _, event in numbered]
@@ -91,14 +91,14 @@ class Slices:
             raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
         if self._ours is None:
             whole = slices
-            slices = self.others.without_zeros(slices, [number for number, _ in numbered])
+            slices = self.others.hold_back_zeros(slices, [number for number, _ in numbered])
             self._add(slices, times if slices is whole else times_of(slices, _LIMIT_NS))
             self.others.add(events, first)
         else:
             self._add(*self._ours.add(events, slices, times))
 
     def _is_left_out(self, number: int, event: TraceEvent) -> bool:
-        if fault := fault_of(event, self._left_out, number):
+        if fault := find_fault(event, self._left_out, number):
             self._left_out.add(fault, f"event {number}")
         return bool(fault)
 
@@ -189,7 +189,7 @@ class Slices:
         order = np.lexsort((at_ns, of))
         opened: list[int] = []
         strays, next_place, before = 0, len(place), NONE
-        for mark_ns, line, row in rows_as_tuples(at_ns[order], of[order], rows[order]):
+        for mark_ns, line, row in iterate_rows(at_ns[order], of[order], rows[order]):
             if line != before:
                 end_ns[opened], clipped[opened] = last_ns, True
                 opened, before = [], line
@@ -224,7 +224,7 @@ def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -
         return parent_of_nested
     parents = array("i")
     opened: list[list[tuple[int, int]]] = [[] for _ in range(int(line.max(initial=-1)) + 1)]
-    for row, (start, end, number) in enumerate(rows_as_tuples(start_ns, end_ns, line)):
+    for row, (start, end, number) in enumerate(iterate_rows(start_ns, end_ns, line)):
         stack = opened[number]
         # A crossed row can contain no later row that this one does not contain.
         while stack and (stack[-1][0] <= start or stack[-1][0] < end - rounding_ns):
@@ -291,9 +291,7 @@ class OwnSlices:
         if len(self._samples) > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
         are_ends = [event.ph == "E" or event.ph == "e" for event in slices]
-        arguments = decoded_arguments(
-            [event.args for event, is_end in zip(slices, are_ends, strict=True) if not is_end]
-        )
+        arguments = decode_arguments([event.args for event, is_end in zip(slices, are_ends, strict=True) if not is_end])
         self._waiting = [entry for entry in arguments if entry.owner is UNSET]
         if len(self._waiting) == len(arguments):
             return slices, times
@@ -436,4 +434,4 @@ def _refuse_attributes(text: bytes) -> None:
     if text.startswith(b"{") and len(text) < LONGEST_PLAIN and text.translate(None, _PLAIN) == b"{":
         return
     for value in checked(json.loads(text), dict).values():
-        as_tuples(value)
+        convert_lists(value)

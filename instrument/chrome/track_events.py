@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, rows_as_tuples
+from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, iterate_rows
 from instrument.chrome.writing import write_parts
 from instrument.errors import InstrumentError
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
@@ -49,7 +49,7 @@ LIMIT_PID = 1 << 31
 """The first number above all process and thread ids."""
 
 
-def protos() -> Any:
+def import_protos() -> Any:
     """Import Perfetto's messages. Raises `InstrumentError` with the extra's name if they are not installed."""
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
@@ -60,7 +60,7 @@ def protos() -> Any:
 
 def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
     """Write a trace in Perfetto's format, packed if the name ends in `.gz`. It appears complete or not at all."""
-    return write_parts(path, _Packets(protos(), trace).parts())
+    return write_parts(path, _Packets(import_protos(), trace).parts())
 
 
 class _Packets:
@@ -89,9 +89,9 @@ class _Packets:
     def parts(self) -> Iterator[bytes]:
         """Yield the bytes of the file in chunks."""
         self._write_head()
-        for _ in self._slices_of_spans():
+        for _ in self._add_span_slices():
             yield from self._take_full_part()
-        for _ in self._slices_of_intervals():
+        for _ in self._add_interval_slices():
             yield from self._take_full_part()
         for sample in self._facts.samples:
             if is_number(sample.value):
@@ -225,17 +225,17 @@ class _Packets:
 
     # ---------------------------------------------------------------- slices
 
-    def _slices_of_spans(self) -> Iterator[None]:
+    def _add_span_slices(self) -> Iterator[None]:
         spans = self._spans
         trace, row = spans.trace, spans.row
         groups, number, around = spans.lanes()
         has_any = np.zeros(len(trace), dtype=np.bool_)
         has_any[trace.attributes.rows()] = True
-        tracks, track = self._tracks_of_spans(number), 0
+        tracks, track = self._make_track_chooser(number), 0
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
         active_ns, self_ns = trace.active_ns[row], trace.self_ns[row]
         numbers = [
-            (name, *_as_buffers(has, column))
+            (name, *_convert_to_buffers(has, column))
             for name, has, column in (
                 ("parent", parent_id != 0, parent_id),
                 ("root", root_id != spans.span_id, root_id),
@@ -246,10 +246,10 @@ class _Packets:
                 ("clipped", trace.clipped[row], trace.clipped[row]),
             )
         ]
-        starts, ends, ids, sites, rows, is_target, errors, has_attributes = _as_buffers(
+        starts, ends, ids, sites, rows, is_target, errors, has_attributes = _convert_to_buffers(
             spans.start_ns, spans.end_ns, spans.span_id, spans.site, row, self._arrows.into_spans, trace.error, has_any
         )
-        for place, is_begin, is_first in _edges_of_lanes(*numbered(groups, number), around):
+        for place, is_begin, is_first in _order_edges(*numbered(groups, number), around):
             if not is_begin:
                 self._add_end(ends[place], track)
                 yield
@@ -264,13 +264,13 @@ class _Packets:
             if has_attributes[span_row]:
                 facts |= {name: value for name, value in trace.attributes[span_row].items() if name not in facts}
             self._annotate(event, facts)
-            event.flow_ids.extend(self._arrows.leaving_span(place))
+            event.flow_ids.extend(self._arrows.number_arrows_from(place))
             if is_target[place]:
                 event.terminating_flow_ids.append(is_target[place])
             event.terminating_flow_ids.extend(self._arrows.into_batches.get(place, ()))
             yield
 
-    def _tracks_of_spans(self, number: Int64s) -> Any:
+    def _make_track_chooser(self, number: Int64s) -> Any:
         spans, sites = self._spans, [clean(site.name) for site in self._spans.sites]
         requests = spans.span_id[spans.is_request]
         of_requests = spans.is_request | np.isin(spans.trace.root_id[spans.row], requests)
@@ -292,12 +292,12 @@ class _Packets:
 
         return track
 
-    def _slices_of_intervals(self) -> Iterator[None]:
+    def _add_interval_slices(self) -> Iterator[None]:
         spans, intervals = self._spans, self._intervals
         device, row = spans.trace.device, intervals.row
         groups, number, around = intervals.lanes(device)
         labels, track = [clean(label) for label in device.labels], 0
-        for place, is_begin, is_first in _edges_of_lanes(*numbered(groups, number), around):
+        for place, is_begin, is_first in _order_edges(*numbered(groups, number), around):
             if not is_begin:
                 self._add_end(int(intervals.end_ns[place]), track)
                 yield
@@ -333,7 +333,7 @@ class _Packets:
                 _set_value(add(name_iid=number), safe(value, finite=False))
 
 
-def _as_buffers(*columns: NDArray[Any]) -> list[Any]:
+def _convert_to_buffers(*columns: NDArray[Any]) -> list[Any]:
     """Return columns as buffers. Single numbers are read from them in a third of numpy's time."""
     return [np.ascontiguousarray(column).data for column in columns]
 
@@ -356,7 +356,7 @@ def _set_value(annotation: Any, value: Any) -> None:
         annotation.string_value = "" if value is None else str(value)
 
 
-def _edges_of_lanes(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
+def _order_edges(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
     """Yield the begins and ends of slices, lane by lane: the slice's index, is_begin, and is_first of a lane.
 
     Begins and ends at one time are in the order of nesting, which viewers need.
@@ -365,7 +365,7 @@ def _edges_of_lanes(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tu
     is_first[firsts] = True
     order = np.argsort(lane, kind="stable")
     stack: list[int] = []
-    for place, outer, opens in rows_as_tuples(order, around[order], is_first[order]):
+    for place, outer, opens in iterate_rows(order, around[order], is_first[order]):
         while stack and (opens or stack[-1] != outer):
             yield stack.pop(), False, False
         yield place, True, bool(opens)
@@ -381,7 +381,7 @@ class _Arrows:
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
-        called, callers = spans.cross_thread_calls()
+        called, callers = spans.find_cross_thread_calls()
         is_later = spans.start_ns[callers] < spans.start_ns[called]
         called, callers = called[is_later], callers[is_later]
         launched = np.flatnonzero(spans.start_ns[intervals.owner] <= intervals.start_ns)
@@ -399,6 +399,6 @@ class _Arrows:
         for place, number in zip(marks.batch[serves].tolist(), numbers[of_batches:].tolist(), strict=True):
             self.into_batches.setdefault(place, []).append(number)
 
-    def leaving_span(self, place: int) -> range:
+    def number_arrows_from(self, place: int) -> range:
         """Return the numbers of the arrows that begin at a span."""
         return range(int(self._firsts[place]), int(self._firsts[place + 1]))

@@ -34,7 +34,7 @@ from instrument.runtime import atomic, compression
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import by_first_sight, ranked
-from instrument.trace.layout import attribute_texts
+from instrument.trace.layout import encode_rows
 from instrument.trace.metadata import Sites, metadata
 from instrument.trace.text import clean, is_number, safe
 from instrument.trace.trace import Trace
@@ -69,7 +69,7 @@ class DrawnEvent(msgspec.Struct, gc=False):
     flow_in: bool | UnsetType = UNSET
 
 
-def shown_name(site: Site) -> str:
+def choose_shown_name(site: Site) -> str:
     """Return the name of a site's slices: a layer's instance, else the site's name."""
     return clean(site.instance if site.kind == "layer" and site.instance else site.name)
 
@@ -81,7 +81,7 @@ def microseconds(times_ns: Int64s) -> list[Any]:
     return [Decimal(time_ns).scaleb(-3) for time_ns in times_ns.tolist()]
 
 
-def _values_where(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
+def _select_values(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
     """Return the values as objects, with `UNSET` where `has` is False."""
     if not has.any():
         return NOT
@@ -111,7 +111,7 @@ class Drawing:
         self._marks = BatchMarks(spans)
         self._arrows = Arrows(spans, intervals, self._marks)
         self.left_out = self._arrows.left_out
-        self._names = np.array([shown_name(site) for site in spans.sites], dtype=object)
+        self._names = np.array([choose_shown_name(site) for site in spans.sites], dtype=object)
         groups, number, around = spans.lanes()
         slices = np.flatnonzero(spans.is_async)
         lanes, firsts = by_first_sight(groups[slices], number[slices])
@@ -129,7 +129,7 @@ class Drawing:
         of_request = np.zeros(len(groups), dtype=np.bool_)
         of_request[slices] = are_requests[lanes]
         self._kind, self._shared = self._number_kinds(number, of_request, board, place_of)
-        self._facts = self._facts_of_spans(around, openers)
+        self._facts = self._collect_span_facts(around, openers)
         self._has_attributes = np.zeros(len(groups), dtype=np.bool_)
         self._has_attributes[spans.trace.attributes.rows()] = True
         # An end comes after the begins before its time. Ends at one time come innermost first.
@@ -141,16 +141,16 @@ class Drawing:
     def events(self) -> Iterator[list[DrawnEvent]]:
         """Yield the events in the order of the file."""
         for first, end in batches(len(self._spans.row)):
-            yield self._events_of_spans(first, end)
+            yield self._make_span_events(first, end)
         for first, end in batches(len(self._intervals.row)):
-            yield self._events_of_intervals(slice(first, end))
+            yield self._make_interval_events(slice(first, end))
         spans, intervals, arrows = self._spans, self._intervals, self._arrows
         kinds, streams = self._shared[:2], self._on_stream[:2]
         to = kinds, self._kind[arrows.called], spans.start_ns[arrows.called]
         yield from self._draw_flows("call", spans.parent[arrows.called], *to)
         to = streams, self._stream[arrows.launched], intervals.start_ns[arrows.launched]
         yield from self._draw_flows("ac2g", intervals.owner[arrows.launched], *to)
-        yield from self._events_of_marks()
+        yield from self._make_mark_events()
 
     # ---------------------------------------------------------------- spans
 
@@ -173,10 +173,10 @@ class Drawing:
                 lane if lane > 1 else UNSET,
                 site_kind if is_async else UNSET,
             )
-            rows.append((pid, tid, category, shown_name(site), *marks, place_of(site), code))
+            rows.append((pid, tid, category, choose_shown_name(site), *marks, place_of(site), code))
         return kind, _split_columns(rows)
 
-    def _facts_of_spans(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
+    def _collect_span_facts(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
         """Return the columns of `Arguments` after the id, each with a mask of the slices that have the number.
 
         A slice has its parent if that is not the slice around it, and its root if it differs from the parent's. The
@@ -208,7 +208,7 @@ class Drawing:
         spans, trace = self._spans, self._spans.trace
         row = spans.row[some]
         errors = np.array([*(clean(error) for error in trace.errors), UNSET], dtype=object)
-        numbers = [_values_where(has[some], column[some]) for has, column in self._facts]
+        numbers = [_select_values(has[some], column[some]) for has, column in self._facts]
         remote: list[Any] = [UNSET] * len(row)
         attributes: list[Any] = [UNSET] * len(row)
         if trace.remote:
@@ -216,7 +216,7 @@ class Drawing:
                 if span_row in trace.remote:
                     remote[index] = Remote.of(trace.remote[span_row])
         having = np.flatnonzero(self._has_attributes[row])
-        texts = attribute_texts(trace, row[having].tolist())
+        texts = encode_rows(trace, row[having].tolist())
         for index, text in zip(having.tolist(), texts, strict=True):
             attributes[index] = msgspec.Raw(text.encode())
         return map(
@@ -225,12 +225,12 @@ class Drawing:
             spans.span_id[some].tolist(),
             *numbers,
             errors[trace.error[row]].tolist(),
-            _values_where(trace.clipped[row], trace.clipped[row]),
+            _select_values(trace.clipped[row], trace.clipped[row]),
             remote,
             attributes,
         )
 
-    def _events_of_spans(self, first: int, end: int) -> list[DrawnEvent]:
+    def _make_span_events(self, first: int, end: int) -> list[DrawnEvent]:
         """Return the events from the begin of span `first` to the begin of span `end`, or to the trace's end."""
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
@@ -238,10 +238,12 @@ class Drawing:
         binds = self._arrows.binds
         bound = [binds.get(place) for place in range(first, end)] if binds else []
         lengths_us = np.array(microseconds(spans.end_ns[some] - spans.start_ns[some]), dtype=object)
-        ids, at_us = _values_where(is_async, self._ids[self._lane[some]]), microseconds(spans.start_ns[some])
-        times = at_us, _values_where(~is_async, lengths_us)
+        ids, at_us = _select_values(is_async, self._ids[self._lane[some]]), microseconds(spans.start_ns[some])
+        times = at_us, _select_values(~is_async, lengths_us)
         fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._make_arguments(some, shared)
-        events = list(map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._arrow_columns(bound, range(first, end))))
+        events = list(
+            map(DrawnEvent, *fields, NOT, NOT, ids, *times, *self._make_arrow_columns(bound, range(first, end)))
+        )
         last = end + (end == len(spans.row))
         ends = slice(*np.searchsorted(self._ended_before, [first, last]))
         if ends.start == ends.stop:
@@ -253,7 +255,7 @@ class Drawing:
         order = np.argsort(np.concatenate([2 * np.arange(first, end) + 1, 2 * self._ended_before[ends]]), kind="stable")
         return [events[at] for at in order.tolist()]
 
-    def _arrow_columns(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
+    def _make_arrow_columns(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
         """Return the columns `bind_id`, `flow_out` and `flow_in` of slices, by the source of each slice's arrow."""
         if not any(source is not None for source in sources):
             return NOT, NOT, NOT
@@ -292,7 +294,7 @@ class Drawing:
             rows.append((*place, self._names[site], lane if lane > 1 else UNSET, device, stream))
         self._on_stream = _split_columns(rows)
 
-    def _events_of_intervals(self, some: slice) -> list[DrawnEvent]:
+    def _make_interval_events(self, some: slice) -> list[DrawnEvent]:
         spans, intervals, ties = self._spans, self._intervals, self._arrows.ties
         work, row, owner = spans.trace.device, intervals.row[some], intervals.owner[some]
         pid, tid, name, lane, device, stream = (column[self._stream[some]].tolist() for column in self._on_stream)
@@ -311,7 +313,7 @@ class Drawing:
         times = microseconds(begins), microseconds(lengths)
         places = repeat(NONE, len(tied))
         fields = repeat("X"), pid, tid, repeat("device"), name, args
-        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._arrow_columns(tied, places)))
+        return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._make_arrow_columns(tied, places)))
 
     def _draw_flows(
         self, name: str, sources: NDArray[Any], lanes: Sequence[NDArray[Any]], to: Int64s, to_ns: Int64s
@@ -336,7 +338,7 @@ class Drawing:
                 events.append(DrawnEvent("f", to_pid, to_tid, name, name, bp="e", id=span_id, ts=to_us))
             yield events
 
-    def _events_of_marks(self) -> Iterator[list[DrawnEvent]]:
+    def _make_mark_events(self) -> Iterator[list[DrawnEvent]]:
         spans, marks = self._spans, self._marks
         for first, end in batches(len(marks.batch)):
             batch, request = marks.batch[first:end], marks.request[first:end]
@@ -400,13 +402,13 @@ def _write_document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     for text in metadata(trace, base_ns, sites, tally, drawing.left_out):
         yield text.encode(errors="replace")
     yield b',"traceEvents":[\n'
-    process_names = (_process_names(process.pid, process.name, 0, process.label) for process in processes.all)
+    process_names = (_make_process_names(process.pid, process.name, 0, process.label) for process in processes.all)
     yield _encode_lines(list(chain.from_iterable(process_names)))[:-2]
     for events in drawing.events():
         if events:
             yield b",\n" + _encode_lines(events)[:-2]
     counted: set[int] = set()
-    names = _lane_names(board, counted, trace, spans.threads_of_batches())
+    names = _make_lane_names(board, counted, trace, spans.find_batch_threads())
     last_events = chain(_make_counters(trace.samples, base_ns, processes.first.pid, counted), names)
     while events := list(islice(last_events, BATCH)):
         yield b",\n" + _encode_lines(events)[:-2]
@@ -433,7 +435,7 @@ def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: s
 # Names
 
 
-def _lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[DrawnEvent]:
+def _make_lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[DrawnEvent]:
     """Yield the names of all lanes and devices. Threads of batches come first, others in the order of the trace's
     threads."""
     order = sorted(trace.threads, key=lambda thread_id: thread_id not in of_batches)
@@ -446,20 +448,20 @@ def _lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[i
     for pid, known_id, tids in chain(((pid, 0, []) for pid in sorted(counted - named_pids)), rows):
         if pid not in named_pids:
             named_pids.add(pid)
-            yield from _device_names(pid, gpus.get(pid))
+            yield from _make_device_names(pid, gpus.get(pid))
         name = board.processes.thread_name(known_id) if pid in hosts else f"stream {known_id}"
         for number, tid in enumerate(tids, 1):
             yield _make_name("thread_name", name if number == 1 else f"{name} ({number})", pid, tid)
             yield _make_name("thread_sort_index", next(positions), pid, tid)
 
 
-def _device_names(pid: int, gpu: Gpu | None) -> Iterator[DrawnEvent]:
+def _make_device_names(pid: int, gpu: Gpu | None) -> Iterator[DrawnEvent]:
     device = pid - DEVICE_PIDS
     label = " ".join(filter(None, (gpu.model, gpu.uuid))) if gpu is not None else ""
-    yield from _process_names(pid, f"GPU {device}", 1 + device, label)
+    yield from _make_process_names(pid, f"GPU {device}", 1 + device, label)
 
 
-def _process_names(pid: int, name: str, position: int, label: str = "") -> Iterator[DrawnEvent]:
+def _make_process_names(pid: int, name: str, position: int, label: str = "") -> Iterator[DrawnEvent]:
     yield _make_name("process_name", name, pid)
     yield _make_name("process_sort_index", position, pid)
     if label:

@@ -1,13 +1,14 @@
-"""Anchors: readings of a device's clock against the host's, which place its events on the host's clock.
+"""Converts times of a device to the host's clock, by anchors: events whose time is known on both clocks.
 
 An anchor is an event on an otherwise unused stream. It happened between the host time before its record and the host
-time after a poll saw it (Cristian's algorithm). The tightest anchor of a burst is kept. Between two
-anchors the device's clock is taken to run evenly, which cancels the difference of the oscillators. Elapsed times are
-32-bit floats in ms, whose grain exceeds half a microsecond beyond 4.1 s, so no place is computed from farther away.
+time after a poll that observed it (Cristian's algorithm). The tightest anchor of a burst is kept. Between two anchors
+the device's clock is taken to run evenly, which cancels the difference of the oscillators. Elapsed times are 32-bit
+floats in ms, whose resolution is worse than half a microsecond beyond 4.1 s, so no time is computed from an anchor
+farther away.
 
 The host's clock does not run evenly: NTP may slew CLOCK_MONOTONIC by 500 ppm at any moment. CLOCK_MONOTONIC_RAW is not
-slewed. Both are read with each anchor and each place, and the change of their difference adds to the uncertainty.
-Without such a clock the largest slew of NTP does.
+slewed. Both are read with each anchor and for each event, and the change of their difference adds to the uncertainty.
+Without a raw clock the largest slew of NTP is added.
 """
 
 from __future__ import annotations
@@ -22,32 +23,32 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The most readings per anchor, polls per reading and ns per reading. A device that needs more counts as busy."""
+"""The most readings per anchor, polls per reading, and ns per reading. A device that exceeds them counts as busy."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
 RESOLUTION_NS = 500
-"""The documented resolution of an event's time (cuEventElapsedTime)."""
+"""The documented resolution of an event's time in ns (cuEventElapsedTime)."""
 
 OSCILLATORS = 100e-6
-"""The largest relative difference between the rates of two oscillators, 100 ppm."""
+"""The largest relative difference between the rates of two oscillators (100 ppm) that is assumed."""
 
 SLEW = 500e-6
-"""The largest rate at which NTP slews the host's clock (adjtime(3))."""
+"""The largest rate at which NTP slews the host's clock, 500 ppm (adjtime(3))."""
 
 DRIFT = OSCILLATORS + SLEW
-"""The largest drift of a device's clock from the host's, used until a second anchor measures the drift."""
+"""The largest drift of a device's clock from the host's. It is assumed until a second anchor measures the drift."""
 
 WANDER = 10e-6
-"""The largest change within seconds of the ratio of two oscillators' rates, 10 ppm, caused by temperature."""
+"""The largest change of the ratio of two oscillators' rates within seconds, 10 ppm. Temperature causes it."""
 
 JUMP = 2e-3
-"""The largest deviation of a clock's rate from 1 that is drift. With a larger one a clock was set or stopped."""
+"""The deviation of a clock's rate from 1 above which a clock was set or stopped, and has not drifted."""
 
 READINGS = 3
 
 LOOSE_NS = 5 * 10**5
-"""The uncertainty of an anchor, in ns, above which another anchor is needed soon."""
+"""The uncertainty of an anchor in ns above which another anchor is taken soon."""
 
 _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
@@ -61,10 +62,8 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """The linear clock after the newest anchor: it begins at `host_ns` and has `rate` host ns per device ns.
-
-    `uncertainty_ns` is the constant part of a time's uncertainty. Each device ns adds `wander`.
-    """
+    """A linear clock for events after the newest anchor: it begins at `host_ns`, and adds `rate` host ns per device ns.
+    A time has the uncertainty `uncertainty_ns`, plus `wander` for each device ns."""
 
     host_ns: int
     rate: float
@@ -73,14 +72,14 @@ class Ahead(NamedTuple):
 
     def place_event(self, offset_ns: int) -> AnchoredMoment:
         """Return the host time of an event at an offset in ns from the newest anchor."""
-        uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + grain_ns(offset_ns)
+        uncertainty_ns = self.uncertainty_ns + offset_ns * self.wander + measure_grain(offset_ns)
         return AnchoredMoment(
             self.host_ns + round(offset_ns * self.rate), round(uncertainty_ns), offset_ns <= FARTHEST_NS
         )
 
 
 class Lead(NamedTuple):
-    """The host clock's lead over the raw clock in ns, with its uncertainty, at a host time."""
+    """The lead of the host's clock over the raw clock in ns, with its uncertainty, at a host time."""
 
     at_ns: int
     lead_ns: int
@@ -91,8 +90,8 @@ class Lead(NamedTuple):
 class Anchor:
     """An event with a known host time. `rate` is the host ns per device ns up to the next anchor, 0 without one.
 
-    `lead` is the host clock's lead over the raw clock, `lead_rate` its gain per ns up to the next anchor. `bend_ns` is
-    the difference of the gain from the one expected by the earlier rate.
+    `lead` is the lead of the host's clock over the raw clock, `lead_rate` the lead's gain per ns up to the next anchor.
+    `bend_ns` is the difference of that gain from the gain at the earlier rate.
     """
 
     event: Any
@@ -109,7 +108,7 @@ class Anchors:
     """The anchors of one context. Only the thread to which the context is bound uses them.
 
     `now` is the host's clock, `raw` a clock that is never slewed, or None. `reading` reads an anchor by the host's
-    clock without the interpreter's lock. It is None if the driver cannot.
+    clock without the interpreter's lock, or is None if the driver cannot do that.
     """
 
     def __init__(
@@ -139,10 +138,8 @@ class Anchors:
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
     def renew(self) -> int:
-        """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error.
-
-        A burst ends with the first event that does not happen in time, as its queue is busy.
-        """
+        """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error. A
+        burst ends with the first event that does not happen in time, because its queue is busy."""
         driver = self._driver
         if self._stream is None:
             error, self._stream = driver.new_stream()
@@ -153,7 +150,7 @@ class Anchors:
             error, event = (0, self._spare.pop()) if self._spare else driver.new_event()
             if error:
                 return int(error)
-            error, before_ns, after_ns = self._read(event)
+            error, before_ns, after_ns = self._read_anchor(event)
             if error:
                 self._spare.append(event)
                 if error == driver.NOT_READY:
@@ -163,21 +160,21 @@ class Anchors:
             if best is None or half_ns < best.uncertainty_ns:
                 if best is not None:
                     self._spare.append(best.event)
-                best = Anchor(event, before_ns + half_ns, half_ns, self._tightest_reading())
+                best = Anchor(event, before_ns + half_ns, half_ns, self._take_tightest_reading())
             else:
                 self._spare.append(event)
-        return self._keep(best) if best is not None else 0
+        return self._keep_anchor(best) if best is not None else 0
 
-    def _read(self, event: Any) -> tuple[int, int, int]:
-        """Record an event and poll for it. Return the driver's error, and the host times before and after it."""
+    def _read_anchor(self, event: Any) -> tuple[int, int, int]:
+        """Record an event and poll for it. Return the driver's error, and the host times before and after the event."""
         driver = self._driver
         if self._reading is not None:
             return self._reading(driver.handle(event), self._stream, READ_NS)
         before_ns = self._now()
-        error = self._record_event(event) or self._await(event)
+        error = self._record_event(event) or self._poll_until_happened(event)
         return error, before_ns, self._now()
 
-    def _await(self, event: Any) -> int:
+    def _poll_until_happened(self, event: Any) -> int:
         """Poll for an event until it has happened, `POLLS` times at most. Return the driver's error."""
         driver = self._driver
         for _ in range(POLLS):
@@ -189,7 +186,7 @@ class Anchors:
     def adopt(self, event: Any, since_ns: int, until_ns: int) -> int:
         """Use an event on the service's stream, which happened between two host times, as an anchor."""
         half_ns = (until_ns - since_ns + 1) // 2
-        return self._keep(Anchor(event, since_ns + half_ns, half_ns, self._tightest_reading()))
+        return self._keep_anchor(Anchor(event, since_ns + half_ns, half_ns, self._take_tightest_reading()))
 
     def take_spare_event(self) -> tuple[int, Any]:
         """Return the driver's error, and an event that replaces an adopted one."""
@@ -199,7 +196,7 @@ class Anchors:
         """Record an event on our stream. Return the driver's error, 0 for none."""
         return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
 
-    def _tightest_reading(self) -> Lead:
+    def _take_tightest_reading(self) -> Lead:
         """Read the lead several times. Return the reading with the least uncertainty."""
         best: Lead | None = None
         for _ in range(READINGS if self._raw is not None else 0):
@@ -210,7 +207,7 @@ class Anchors:
                 best = Lead(before_ns + half_ns, before_ns + half_ns - raw_ns, half_ns)
         return best or Lead(self._now(), 0, 0)
 
-    def _keep(self, anchor: Anchor) -> int:
+    def _keep_anchor(self, anchor: Anchor) -> int:
         if self._anchors and anchor.host_ns - self._anchors[-1].host_ns <= FARTHEST_NS:
             before = self._anchors[-1]
             error, device_ns = self._driver.elapsed_ns(before.event, anchor.event)
@@ -253,10 +250,10 @@ class Anchors:
     def ahead(self) -> Ahead:
         """Return the linear clock for events after the newest anchor. Raises `IndexError` without an anchor."""
         newest = self._anchors[-1]
-        rate, rate_error, _ = self._rate(len(self._anchors) - 1, 1)
+        rate, rate_error, _ = self._rate_at(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
         if rate_error != DRIFT:
-            uncertainty_ns, wander = uncertainty_ns + self._deviation_ns(), rate_error + self._change
+            uncertainty_ns, wander = uncertainty_ns + self._measure_deviation(), rate_error + self._change
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def place_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
@@ -273,8 +270,8 @@ class Anchors:
             error, offset_ns = self._driver.elapsed_ns(anchor.event, event)
             if error:
                 return int(error), None
-        rate, rate_error, is_between = self._rate(index, offset_ns)
-        uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + grain_ns(offset_ns)
+        rate, rate_error, is_between = self._rate_at(index, offset_ns)
+        uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + measure_grain(offset_ns)
         distance_ns = abs(offset_ns)
         if is_between:  # its error cannot exceed that of one of the two
             next_anchor = anchors[index + (1 if offset_ns > 0 else -1)]
@@ -290,18 +287,19 @@ class Anchors:
         )
         return 0, place
 
-    def _deviation_ns(self) -> float:
+    def _measure_deviation(self) -> float:
         """Return the ns by which the host's clock has deviated from its earlier rate since the newest anchor."""
         if self._raw is None:
             return 0.0  # the distance accounts for it
-        anchor_lead, now = self._anchors[-1].lead, self._tightest_reading()
+        anchor_lead, now = self._anchors[-1].lead, self._take_tightest_reading()
         usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         passed_ns = now.at_ns - anchor_lead.at_ns
         bent_ns = abs(now.lead_ns - anchor_lead.lead_ns - (usual or 0.0) * passed_ns)
         return bent_ns + anchor_lead.uncertainty_ns + now.uncertainty_ns
 
-    def _rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
-        """Return the host ns per device ns at an anchor, the error of this rate, and True between two anchors."""
+    def _rate_at(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
+        """Return the host ns per device ns at an anchor, the error of this rate, and True if the time is between two
+        anchors."""
         after, before = self._anchors[index], self._anchors[index - 1] if index else None
         if offset_ns > 0 and after.rate:
             return after.rate, after.rate_error, True
@@ -322,7 +320,7 @@ class Anchors:
             self._spare.append(event)
         first, second = self._spare[-2:]
         for _ in range(BURST):
-            error = self._record_event(first) or self._record_event(second) or self._await(second)
+            error = self._record_event(first) or self._record_event(second) or self._poll_until_happened(second)
             if error == driver.NOT_READY:
                 continue
             if not error:
@@ -343,7 +341,7 @@ class Anchors:
             self._stream = None
 
 
-def grain_ns(elapsed_ns: int) -> float:
-    """Return the distance in ns between an elapsed time, as a 32-bit float in ms, and the next such float."""
+def measure_grain(elapsed_ns: int) -> float:
+    """Return the resolution in ns of an elapsed time, which the driver returns as a 32-bit float in ms."""
     bits = (abs(elapsed_ns) // 10**6).bit_length()
     return _GRAINS_NS[bits] if bits < len(_GRAINS_NS) else 2.0 ** (bits - 24) * 1e6

@@ -1,14 +1,14 @@
-"""CUDA: events, streams and contexts of the driver, and the current streams of the frameworks that use it.
+"""Calls the CUDA driver for events, streams and contexts, and finds the current streams of frameworks.
 
-This is the only module that uses `cuda.bindings.driver`. Nothing initialises CUDA or makes a context: before the
-service has done so, every call reports that there is none. Calls return the driver's error as an integer, 0 for none,
-and raise nothing: the timer counts errors.
+This is the only module that uses `cuda.bindings.driver`. Nothing initialises CUDA or makes a context. Before the
+service has done so, every call reports that there is no context. Calls raise nothing: they return the driver's error as
+an integer, 0 for none, and the timer counts errors.
 
 A call into the driver may wait for space in a full launch queue, or for pending host functions. Host functions may be
-written in Python and wait for the interpreter's lock, so a call that kept the lock would never return. All calls
-release it, as torch's own records do. `mark`, the call on the service's threads, releases it once for all its queries.
-It keeps the lock if the profile asks for it (`device: {gil: hold}`), which saves the wait for the lock while another
-thread computes in Python (`tests/bench/device.py` shows both).
+written in Python and wait for the interpreter's lock, so a call that kept the lock might never return. All calls
+release the lock, as torch's own records do. `mark`, the call on the service's threads, releases it once for all its
+queries. It keeps the lock if the profile requires that (`device: {gil: hold}`), which saves the wait for the lock while
+another thread computes in Python (`tests/bench/device.py` shows both).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from instrument.runtime.faults import FAULTS
 T = TypeVar("T")
 
 Reading = Callable[[int, int, int], tuple[int, int, int]]
-"""A function that records an event and polls for it: (event, stream, most ns) -> (the driver's error, host time before
-the record, host time after the event)."""
+"""A function that records an event and polls for it. It maps (event, stream, most ns) to (the driver's error, host time
+before the record, host time after the event)."""
 
 CAPTURING = 1_000_000
-"""The result for a stream that a graph captures, in place of a driver's error. Nothing was recorded."""
+"""The result, in place of a driver's error, for a stream that a graph captures. Nothing was recorded then."""
 
 NOT_READY = 600
 
@@ -42,13 +42,13 @@ UNKNOWN = 999
 NO_CONTEXT = 201
 BAD_HANDLE = 400
 LEGACY, PER_THREAD = 1, 2
-"""The second handle of the default stream, and the handle of the calling thread's own default stream."""
+"""The second handle of the legacy default stream, and the handle of the calling thread's own default stream."""
 
 CAPTURE_ERRORS = frozenset(range(900, 909))
-"""Errors of a running capture, after which the device still works."""
+"""The driver's errors about a running capture, after which the device still works."""
 
 FATAL = frozenset({3, 4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, *range(800, 811), 999})
-"""Permanent errors of a context: CUDA is not initialised, the context is destroyed, a kernel has failed, the device is
+"""The driver's permanent errors: CUDA is not initialised, the context is destroyed, a kernel has failed, the device is
 lost."""
 
 _NON_BLOCKING = 1
@@ -71,10 +71,8 @@ def why_absent() -> str:
 
 
 def misfit(bindings: str, driver: int) -> str:
-    """Return a sentence with the reason why bindings do not fit a driver, and the remedy, "" if they fit.
-
-    `bindings` is a version, "" for none. `driver` is the newest CUDA of the driver, 13010 for 13.1, 0 if unknown.
-    """
+    """Return, as a sentence, the reason why bindings do not fit a driver, with the remedy; "" if they fit. `bindings`
+    is a version, "" for none. `driver` is the newest CUDA of the driver, 13010 for 13.1, 0 if unknown."""
     if not bindings:
         return "cuda-bindings is not installed; install instrument-sdk[cuda]"
     major = int(bindings.partition(".")[0])
@@ -84,26 +82,24 @@ def misfit(bindings: str, driver: int) -> str:
         return ""
     older = [supported for supported in KNOWN_MAJORS if supported <= driver // 1000]
     cure = f"install 'cuda-bindings<{older[-1] + 1}'" if older else "install a newer driver"
-    return f"the driver is for CUDA {_version_text(driver)} and older than cuda-bindings {bindings}; {cure}"
+    return f"the driver is for CUDA {_format_version(driver)} and older than cuda-bindings {bindings}; {cure}"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `driver`, `bindings` and `rocm`, and the `problem` as a sentence. Each is "" for none.
-
-    Loads the driver's library; imports and initialises nothing.
-    """
-    torch = _installed("torch")
-    facts = {"driver": "", "bindings": _installed("cuda-bindings"), "rocm": torch if "rocm" in torch else ""}
+    """Return the versions of `driver`, `bindings` and `rocm`, and a sentence on their `problem`. Each is "" for none.
+    Loads the driver's library; imports and initialises nothing."""
+    torch = _find_version("torch")
+    facts = {"driver": "", "bindings": _find_version("cuda-bindings"), "rocm": torch if "rocm" in torch else ""}
     problem = why_absent()
     if not problem:
         version = ctypes.c_int()
         ctypes.CDLL(LIBRARY).cuDriverGetVersion(ctypes.byref(version))
-        facts["driver"] = _version_text(version.value)
+        facts["driver"] = _format_version(version.value)
         problem = misfit(facts["bindings"], version.value)
     return {**facts, "problem": "" if facts["rocm"] else problem}
 
 
-def _installed(distribution: str) -> str:
+def _find_version(distribution: str) -> str:
     from importlib import metadata  # takes 10 ms, which no service needs
 
     try:
@@ -112,7 +108,7 @@ def _installed(distribution: str) -> str:
         return ""
 
 
-def _version_text(version: int) -> str:
+def _format_version(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
@@ -148,12 +144,12 @@ class CudaDriver:
         # The bindings read it once, when they are imported.
         per_thread = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", "0")
         self.default_stream = PER_THREAD if per_thread.strip().isdigit() and int(per_thread) else 0
-        self.mark: Callable[[Any, int], int] = self._marker(library)
+        self.mark: Callable[[Any, int], int] = self._make_marker(library)
         # The bindings know only one of the two, and raise if the driver is older.
-        elapsed = _address(getattr(library, "cuEventElapsedTime_v2", library.cuEventElapsedTime))
+        elapsed = _address_of(getattr(library, "cuEventElapsedTime_v2", library.cuEventElapsedTime))
         float_address = ctypes.POINTER(ctypes.c_float)
         self._elapsed = ctypes.CFUNCTYPE(ctypes.c_int, float_address, ctypes.c_void_p, ctypes.c_void_p)(elapsed)
-        self._record, self._query = _address(library.cuEventRecord), _address(library.cuEventQuery)
+        self._record, self._query = _address_of(library.cuEventRecord), _address_of(library.cuEventQuery)
         measure = native.MODULE.measure
         self._measure: Callable[[int, list[int]], list[tuple[int, float, float]]] = functools.partial(
             measure, self._query, elapsed
@@ -161,7 +157,7 @@ class CudaDriver:
 
     @functools.cached_property
     def misfit(self) -> str:
-        """The reason why the bindings do not work with the driver, in one sentence, "" if they do."""
+        """The reason why the bindings do not work with the driver, as a sentence, "" if they do."""
         error, version = self._call_driver(self._driver.cuDriverGetVersion)
         return misfit(self.version, 0 if error else version)
 
@@ -174,21 +170,17 @@ class CudaDriver:
 
     # ---------------------------------------------------------------- on a thread of the service
 
-    def _marker(self, library: ctypes.CDLL) -> Callable[[Any, int], int]:
-        """Return a call that records an event on a stream that is not captured.
-
-        The call returns the stream's number, or an error as a negative number.
-        """
+    def _make_marker(self, library: ctypes.CDLL) -> Callable[[Any, int], int]:
+        """Return a function that records an event on a stream, unless the stream is captured. The function returns the
+        stream's number, or an error as a negative number."""
         numbers = getattr(library, "cuStreamGetId", None)  # from CUDA 12.0 on
-        addresses = _address(library.cuEventRecord), _address(library.cuStreamIsCapturing)
-        number_of = 0 if numbers is None else _address(numbers)
+        addresses = _address_of(library.cuEventRecord), _address_of(library.cuStreamIsCapturing)
+        number_of = 0 if numbers is None else _address_of(numbers)
         return functools.partial(native.MODULE.mark, *addresses, number_of, not self.holds_gil)
 
     def _call_driver(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
-        """Call a function of the bindings. Return the driver's error, and the value if there is one.
-
-        The bindings raise for an unknown code of a newer driver.
-        """
+        """Call a function of the bindings. Return the driver's error, and the value if there is one. The bindings raise
+        for an error number of a newer driver that they do not know."""
         try:
             error, *values = function(*arguments)
         except (KeyError, ValueError) as unknown:
@@ -260,10 +252,8 @@ class CudaDriver:
     # ---------------------------------------------------------------- on the resolver's thread
 
     def bind(self, context: int) -> int:
-        """Make a context permanently current on the calling thread, in a mode that breaks no capture.
-
-        In the mode `global`, torch's default, a query from here would break another thread's capture.
-        """
+        """Make a context permanently current on the calling thread, in a mode that breaks no capture. In the mode
+        `global`, torch's default, a query on this thread would break another thread's capture."""
         driver = self._driver
         error, _ = self._call_driver(driver.cuCtxSetCurrent, context)
         if not error:
@@ -298,15 +288,13 @@ class CudaDriver:
         return self._call_driver(self._driver.cuEventQuery, event)[0]
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
-        """Return a call that reads the device's clock against `now`, None if that is not the recorder's clock."""
+        """Return a function that reads the device's clock against `now`, None if `now` is not the recorder's clock."""
         read = getattr(recorder, "read_event", None)
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Return error, length and begin in ns of each pair of events, up to the first pair that has not ended.
-
-        The begin counts from the anchor, and is 0 without an anchor.
-        """
+        """Return the error, the length and the begin in ns of each pair of events, up to the first pair that has not
+        ended. The begin counts from the event `anchor`, and is 0 without an anchor."""
         events = [int(event) for pair in pairs for event in pair]
         lengths = self._measure(0 if anchor is None else int(anchor), events)
         return [(error, round(device_ms * 1e6), round(offset_ms * 1e6)) for error, device_ms, offset_ms in lengths]
@@ -318,31 +306,29 @@ class CudaDriver:
         return error, round(ms.value * 1e6)
 
 
-def _address(function: Any) -> int:
+def _address_of(function: Any) -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 # Streams
 
 Stream = tuple[int, int]
-"""A device's index in this process, and the handle of a stream."""
+"""A stream: the index of its device in this process, and its handle."""
 
 Current = Callable[..., "Stream | None"]
-"""A function that returns the calling thread's current stream, on its current device or on a given one. It returns None
-until the framework uses a device."""
+"""A function that returns the current stream of the calling thread, on the current device or on a given one. The result
+is None until the framework uses a device."""
 
 UNKNOWN = -1
 """The placeholder for the handle of a stream that its framework has not reported yet."""
 
 COPIES = ("host_to_device", "device_to_host", "device_to_device")
-"""The functions of numba's driver module that copy."""
+"""The names of the functions in numba's driver module that copy memory."""
 
 
-def current_of_torch(torch: Any) -> Current | None:
-    """Return a function for torch's current stream.
-
-    It calls torch's internal function, 20 times faster than the public one. Returns None for a torch without CUDA.
-    """
+def find_current_of_torch(torch: Any) -> Current | None:
+    """Return a function for torch's current stream. The function calls an internal function of torch that is 20 times
+    faster than the public one. Returns None for a torch without CUDA."""
     native = getattr(torch, "_C", None)
     raw, device = getattr(native, "_cuda_getCurrentRawStream", None), getattr(native, "_cuda_getDevice", None)
     if raw is None or device is None:
@@ -359,8 +345,8 @@ def current_of_torch(torch: Any) -> Current | None:
     return current
 
 
-def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
-    """Return a call for cupy's current stream. The call first tests for a context, as cupy would create one."""
+def find_current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
+    """Return a function for cupy's current stream. It first tests for a context, because cupy would create one."""
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
     def current(index: int | None = None) -> Stream | None:
@@ -371,11 +357,11 @@ def current_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
     return current
 
 
-def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] = lambda: None) -> Current:
-    """Return a call for the stream that the calling thread last used with numba, which has no current stream.
+def find_current_of_numba(device: Callable[[], int], used: Callable[[], int | None] = lambda: None) -> Current:
+    """Return a function for the stream that the calling thread last used with numba, which has no current stream.
 
-    `NumbaStreams` notes it. Before the first use nothing is timed: with an event on the default stream the thread's
-    work would wait for every blocking stream.
+    `NumbaStreams` notes that stream. Before the first use nothing is timed, because after an event on the default
+    stream the thread's work would wait for every blocking stream.
     """
 
     def current(_: int | None = None) -> Stream | None:
@@ -386,7 +372,7 @@ def current_of_numba(device: Callable[[], int], used: Callable[[], int | None] =
 
 
 class NumbaStreams:
-    """The last stream on which each thread launched or copied with numba."""
+    """Notes the last stream on which each thread launched or copied with numba."""
 
     def __init__(self, default_stream: int) -> None:
         self._default = default_stream
@@ -402,7 +388,9 @@ class NumbaStreams:
         kernel = getattr(sys.modules.get(f"{name}.dispatcher"), "_Kernel", None)
         driver = sys.modules.get(f"{name}.cudadrv.driver")
         places = [(kernel, "launch", 4), *((driver, copy, 3) for copy in COPIES)]
-        undos = [self._note(owner, function, place) for owner, function, place in places if hasattr(owner, function)]
+        undos = [
+            self._wrap_to_note(owner, function, place) for owner, function, place in places if hasattr(owner, function)
+        ]
 
         def undo() -> None:
             for back in reversed(undos):
@@ -410,7 +398,7 @@ class NumbaStreams:
 
         return undo
 
-    def _note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
+    def _wrap_to_note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
         """Wrap a function so that it first notes its stream, the argument at index `place`."""
         function, thread, default = getattr(owner, name), self._thread, self._default
 
@@ -432,22 +420,22 @@ class NumbaStreams:
         return undo
 
 
-def likely_streams(places: Sequence[Stream]) -> Sequence[Stream]:
+def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
     """Return the streams on which work may run, without duplicates, from the frameworks' current streams.
 
-    A framework without work on a device reports its default stream, and an event on that blocks other streams. So a
-    default stream is left out if another framework has its own stream on that device.
+    A framework without work on a device reports the default stream, and an event on that stream blocks other streams.
+    So a default stream is left out if another framework has its own stream on that device.
     """
     devices = {device for device, stream in places if stream > 1}
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]
 
 
 def current_of(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
-    """Return a call for the current stream of a framework, None for a module without one."""
+    """Return a function for the current stream of a framework, None for a module without one."""
     if module.__name__ == "torch":
-        return current_of_torch(module)
+        return find_current_of_torch(module)
     if module.__name__ == "cupy":
-        return current_of_cupy(module, lambda: bool(driver.current()))
+        return find_current_of_cupy(module, lambda: bool(driver.current()))
     if module.__name__ == "numba.cuda":
-        return current_of_numba(driver.current_device, numba.last_stream)
+        return find_current_of_numba(driver.current_device, numba.last_stream)
     return None

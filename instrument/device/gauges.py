@@ -1,8 +1,8 @@
-"""The gauges of a process and its devices, read at the intervals of its profile.
+"""Reads the gauges of a process and its devices, at the intervals of its profile.
 
-The process reads them on a thread of its own (`Gauges`), or the agent of its run from outside (`GaugeSources`). The
-host's gauges come from `/proc`. The processor time of the process comes from its clock, in nanoseconds, and not from
-ticks of 10 ms.
+The process reads them on a thread of its own (`Gauges`), or the agent of its run reads them from outside
+(`GaugeSources`). The host's gauges come from `/proc`. The processor time of the process comes from its clock, in
+nanoseconds, and not from ticks of 10 ms.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ GAUGE_OF = {
     "torch_reserved": ("reserved_bytes", "current"),
     "torch_reserved_peak": ("reserved_bytes", "peak"),
 }
-"""The path of each gauge in `torch.cuda.memory_stats_as_nested_dict()`."""
+"""The gauges of torch's allocator, by path in `torch.cuda.memory_stats_as_nested_dict()`."""
 
 
 class TorchMemory:
-    """A reader of the counters of torch's allocator. `problem` is the reason why it has stopped, "" while it runs.
+    """Reads the counters of torch's allocator. `problem` is the reason why reading has stopped, "" while it goes on.
 
-    It reads only devices that torch uses, and imports or initialises nothing. torch keeps the interpreter's lock while
-    it waits for its allocator's, so the counters are read rarely. No peak is missed, as torch stores the peaks.
+    Only devices that torch uses are read, and nothing is imported or initialised. torch keeps the interpreter's lock
+    while it waits for its allocator's lock, so the counters are read rarely. No peak is missed, because torch stores
+    the peaks.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,8 @@ class TorchMemory:
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Return the gauges of each device that torch uses. Reads at the first call, and at calls with `rarely`."""
+        """Return the gauges of each device that torch uses, at the first call and at calls with `rarely`. Return none
+        otherwise."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)
@@ -74,14 +76,15 @@ class TorchMemory:
 
 
 EVERY_NS = 10**9
-"""The default interval between two readings of a gauge."""
+"""The default interval in ns between two readings of a gauge."""
 
 RARELY_NS = 10 * 10**9
-"""The minimum interval of gauges that are expensive or change slowly. The list of a GPU's processes took 4.5 ms in a
-measurement, and a loop that read it every 25 ms delayed the threads that launched work (MangoHud 2104)."""
+"""The least ns between two readings of a gauge that is expensive or changes slowly. To read the list of a GPU's
+processes took 4.5 ms in a measurement, and delayed the threads that launched work when done every 25 ms (MangoHud
+2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""The minimum number of ns between the newest reading of a share or a rate and a last reading at the session's end."""
+"""The least ns between the newest reading of a share or a rate and a last reading at the session's end."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -93,10 +96,10 @@ _Read = Callable[[int, bool], bool]
 
 
 class GaugeSources:
-    """The gauges of this process or of another one, by the profile's `device`.
+    """Reads the gauges of this process or of another one, as the profile's `device` selects them.
 
     `keep` receives each reading. One thread calls all methods except `prepare`, `gpus` and `notes`. It has the lock
-    `inside` while it calls NVML or torch's allocator. `environ` has the process's variables that choose its GPUs.
+    `inside` while it calls NVML or torch's allocator. `environ` has the variables of the process that select its GPUs.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class GaugeSources:
         """Find the gauges that can be read. Raises `Gone` for a process that has ended."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
-            problem = SPOILT if is_spoilt else nvml.why_unavailable()
+            problem = SPOILT if is_spoilt else nvml.explain_unavailable()
             if not problem:
                 self._nvml, self._nvml_ns = Nvml(self._pid, self._environ), nvml_ns or EVERY_NS
             elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:
@@ -252,7 +255,7 @@ class GaugeSources:
         return not self._torch.problem
 
     def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
-        """Read torch's allocator. Only its own process can do so."""
+        """Read torch's allocator, which is possible only in its own process."""
         with self.inside:
             return self._torch.read(rarely)
 
@@ -278,10 +281,10 @@ class GaugeSources:
 
 
 STOP_S = 2.0
-"""The longest wait in seconds for the thread's end, as it may hang in the driver."""
+"""The most seconds to wait for the reading thread's end, because it may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""The maximum number of seconds that a fork waits for the thread to leave NVML and torch's allocator."""
+"""The most seconds that a fork waits for the reading thread to leave NVML and torch's allocator."""
 
 THREAD_NAME = "instrument-nvml"
 
@@ -290,10 +293,10 @@ _forking = local()
 
 
 class Gauges:
-    """The gauges of this process by the profile's `device`, read on a thread of their own.
+    """Reads the gauges of this process on a thread, as the profile's `device` selects them.
 
-    `keep` receives each reading, on the reading thread. `find_room` returns the recording's area for readings, if this
-    process has one. Any thread may call `start`, `stop` and the methods that return readings.
+    `keep` receives each reading on that thread. `find_room` returns the recording's area for samples, if this process
+    has one. Any thread may call `start`, `stop` and the methods that return readings.
     """
 
     def __init__(
@@ -351,7 +354,8 @@ class Gauges:
         self._thread.start()
 
     def stop(self, limit_s: float = STOP_S) -> None:
-        """Read a last time and end the thread. Takes at most `limit_s` and `STOP_S`, even if the driver hangs."""
+        """Read all gauges a last time, and end the thread. Takes at most `limit_s` and `STOP_S`, even if the driver
+        hangs."""
         global _running
         thread, self._thread = self._thread, None
         if _running is self:
@@ -369,10 +373,8 @@ class Gauges:
             )
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Drop the parent's readings and begin again, or with `begins=False` only prepare.
-
-        The child does not close the parent's handles, as the driver would close them for the parent, too.
-        """
+        """Drop the parent's readings and begin again, or with `begins=False` only prepare to. The child does not close
+        the parent's handles, because the driver would close them for the parent, too."""
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
         self._begin()
@@ -382,7 +384,7 @@ class Gauges:
 
     @property
     def inside(self) -> Lock:
-        """The lock that the thread has while it calls NVML or torch's allocator."""
+        """The lock that the reading thread has while it calls NVML or torch's allocator."""
         return self._sources.inside
 
     def _watch_forks(self) -> None:
@@ -414,7 +416,7 @@ class Gauges:
             self._keep(samples, self.gpus())
 
     def note_outside(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
-        """Note the GPUs that the agent reads, and its sentences on unreadable GPUs."""
+        """Note the GPUs that the agent reads, and the agent's sentences on unreadable GPUs."""
         self._outside = tuple(gpus), tuple(notes)
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
@@ -441,7 +443,7 @@ def _hook_forks() -> None:
 
 
 def _before_fork() -> None:
-    """Wait until the thread leaves NVML and torch. A child could never release their locks."""
+    """Wait until the reading thread leaves NVML and torch, because a child could never release their locks."""
     running = _running
     _forking.gauges = running if running is not None and running.inside.acquire(timeout=FORK_WAIT_S) else None
 
@@ -461,7 +463,7 @@ _PROCESS_CLOCK = 2
 
 
 MOST_THREADS = 256
-"""The maximum number of threads of a process whose waits for a processor are read."""
+"""The most threads of a process whose waits for a processor are read."""
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
@@ -469,34 +471,32 @@ class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
 
 
 class Host:
-    """The host's gauges for this process or another one.
-
-    Shares refer to the time since the last reading. The constructor and `read` raise `Gone` for a process that ended.
-    """
+    """Reads the host's gauges for this process or another one. A share is a share of the time since the last reading.
+    The constructor and `read` raise `Gone` for a process that ended."""
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
         self._folder = PROC / ("self" if pid is None else str(pid))
-        self._process_ns, self._at_ns = self._processor_ns(), time.monotonic_ns()
-        self._busy, self._idle, self._stolen = self._system_times()
-        self._waits_ns, self._memory_waits_us = self._processor_waits(), memory_waits_us(self._pid)
+        self._process_ns, self._at_ns = self._read_processor_ns(), time.monotonic_ns()
+        self._busy, self._idle, self._stolen = self._read_system_times()
+        self._waits_ns, self._memory_waits_us = self._read_processor_waits(), memory_waits_us(self._pid)
 
     def read(self, now_ns: int, rarely: bool) -> Values:
         """Read the gauges. `rarely` adds the gauges that seldom change."""
         values: Values = {"cores": cores(self._pid)} if rarely else {}
-        process_ns = self._processor_ns()
+        process_ns = self._read_processor_ns()
         elapsed_ns = now_ns - self._at_ns
         values["process_cpu"] = 100 * (process_ns - self._process_ns) / elapsed_ns if elapsed_ns > 0 else None
-        values["process_memory"] = resident_bytes = self._resident_bytes()
+        values["process_memory"] = resident_bytes = self._read_resident_bytes()
         if self._pid is not None and not resident_bytes:
             raise Gone  # a zombie has no memory
-        values["process_memory_peak"] = self._peak_bytes()
-        busy, idle, stolen = self._system_times()
+        values["process_memory_peak"] = self._read_peak_bytes()
+        busy, idle, stolen = self._read_system_times()
         passed = busy - self._busy + idle - self._idle
         # The time of waits for disks may decrease (man 5 proc), so the sum may, too.
         share = 100 * (busy - self._busy) / passed if passed > 0 else None
         values["system_cpu"] = None if share is None else min(max(share, 0.0), 100.0)
-        waits_ns, waits_us = self._processor_waits(), memory_waits_us(self._pid)
+        waits_ns, waits_us = self._read_processor_waits(), memory_waits_us(self._pid)
         new_ns = sum(max(ns - self._waits_ns.get(thread, 0), 0) for thread, ns in waits_ns.items())
         if 0 < (stolen_ticks := stolen - self._stolen) < busy - self._busy:
             # A thread that the hypervisor stopped ran for the kernel. The process had its share of that time.
@@ -510,7 +510,7 @@ class Host:
         self._busy, self._idle, self._stolen = busy, idle, stolen
         return values
 
-    def _processor_ns(self) -> int:
+    def _read_processor_ns(self) -> int:
         """Read the process's processor time in ns. Other processes may read it, too (man clock_getcpuclockid)."""
         if self._pid is None:
             return time.process_time_ns()
@@ -519,14 +519,14 @@ class Host:
         except OSError as error:
             raise Gone from error
 
-    def _resident_bytes(self) -> float | None:
+    def _read_resident_bytes(self) -> float | None:
         try:
             return int((self._folder / "statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         except (OSError, ValueError, IndexError):
             return None
 
-    def _peak_bytes(self) -> float | None:
-        """Read the peak memory of the process, as the system stores it. Return None without it."""
+    def _read_peak_bytes(self) -> float | None:
+        """Read the peak memory of the process, which the system stores. Return None if it does not."""
         try:
             status = (self._folder / "status").read_bytes()
         except OSError:
@@ -534,11 +534,9 @@ class Host:
         _, label, text = status.partition(b"\nVmHWM:")
         return int(text.split(None, 1)[0]) * 1024 if label else None
 
-    def _processor_waits(self) -> dict[str, int]:
-        """Read the time that each thread has waited for a processor.
-
-        The result is empty if unreadable. The time of a stop by a quota is included.
-        """
+    def _read_processor_waits(self) -> dict[str, int]:
+        """Read the time that each thread has waited for a processor. The result is empty if unreadable. Time in which a
+        quota stopped a thread is included."""
         waits_ns = {}
         with suppress(OSError), os.scandir(self._folder / "task") as tasks:
             for task in islice(tasks, MOST_THREADS):
@@ -546,11 +544,9 @@ class Host:
                     waits_ns[task.name] = int(Path(task.path, "schedstat").read_bytes().split()[1])
         return waits_ns
 
-    def _system_times(self) -> tuple[float, float, float]:
-        """Read busy and idle time of all cores since the machine's start in ticks, zeros if unreadable.
-
-        The third number is the busy time that the hypervisor gave to other machines (steal).
-        """
+    def _read_system_times(self) -> tuple[float, float, float]:
+        """Read the busy and idle time of all cores in ticks since the machine's start, zeros if unreadable. The third
+        number is the busy time in which the hypervisor ran other machines (steal)."""
         try:
             with (PROC / "stat").open("rb") as file:
                 ticks = [int(number) for number in file.readline().split()[1:9]]

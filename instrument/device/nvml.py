@@ -1,11 +1,11 @@
-"""NVML, NVIDIA's management library: gauges of GPUs without CUDA, in parallel with any other tool.
+"""Reads gauges of GPUs by NVML, NVIDIA's management library, without CUDA and next to any other tool.
 
-One thread calls all functions except `why_unavailable` and `why_unreadable`. A call may take milliseconds, or hang with
-the driver; `pynvml` releases the GIL in each of them.
+One thread calls all functions except `explain_unavailable` and `why_unreadable`. A call may take milliseconds, or hang
+with the driver; `pynvml` releases the GIL in each of them.
 
 The GPUs are those that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI buses, found
-without initialising CUDA. The observed rules of CUDA are: numbers and UUIDs (or their start) up to the first invalid
-one, no GPU if one comes twice, and only the first MIG instance.
+without initialising CUDA. By CUDA's observed rules, the variable has numbers and UUIDs (or their start). Entries count
+up to the first invalid one, no GPU is shown if an entry comes twice, and only the first MIG instance is.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ NO_DRIVER = f"no NVIDIA driver is visible here ({LIBRARY} is not found)"
 VARIABLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 GPM_NS = 100 * 10**6
-"""The minimum time between two samples of GPM (NVML reference, `nvmlGpmSampleGet`)."""
+"""The least ns between two samples of GPM, NVML's performance counters (NVML reference, `nvmlGpmSampleGet`)."""
 
 ENERGY_NS = 400 * 10**6
-"""The minimum time between two readings of the energy counter for an average power. It changes every 20 to 100 ms."""
+"""The least ns between two readings of the energy counter for an average power. The counter changes every 20 to 100
+ms."""
 
 MIB = 2**20
 
@@ -43,7 +44,7 @@ GPM_METRICS: dict[str, tuple[str, float]] = {
     "nvlink_sent": ("NVLINK_TOTAL_TX_PER_SEC", MIB),
     "nvlink_received": ("NVLINK_TOTAL_RX_PER_SEC", MIB),
 }
-"""The gauges of GPM, from Hopper on: NVML's name, and the factor to our unit."""
+"""The gauges of GPM (GPUs from Hopper on), each with NVML's name and the factor to our unit."""
 
 Values = dict[str, float | None]
 
@@ -53,14 +54,12 @@ class NvmlError(Exception):
 
 
 class Closed(Exception):  # noqa: N818 - no error: NVML must be opened again
-    """A signal that other code of the process has shut NVML down."""
+    """An exception that reports that other code of the process has shut NVML down."""
 
 
-def why_unavailable() -> str:
-    """Return the reason why NVML cannot be opened, "" if it can. Without an NVIDIA driver it costs a failed `dlopen`.
-
-    With a driver it imports `pynvml`, in 20 to 40 ms. No fork may happen during the import.
-    """
+def explain_unavailable() -> str:
+    """Return the reason why NVML cannot be opened, "" if it can. Without an NVIDIA driver the call costs a failed
+    `dlopen`. With a driver it imports `pynvml`, in 20 to 40 ms. No fork may happen during the import."""
     try:
         dlopen(LIBRARY, 0)  # `ctypes` itself takes longer to load than all of this module
     except OSError:
@@ -76,7 +75,7 @@ def why_unavailable() -> str:
 
 def why_unreadable() -> str:
     """Return the reason why no GPU can be read, "" if one can be. Opens and closes NVML, which may take seconds."""
-    problem = why_unavailable()
+    problem = explain_unavailable()
     if problem:
         return problem
     nvml = Nvml()
@@ -109,10 +108,10 @@ class NvmlDevice:
 
 
 class Nvml:
-    """NVML between `open` and `close`. `gpus` are the GPUs that are read, `notes` are sentences on them.
+    """Reads GPUs by NVML between `open` and `close`. `gpus` are the GPUs that are read, `notes` are sentences on them.
 
     `failures` counts calls that failed for unknown reasons. `pid` is the process whose GPUs and memory are read.
-    `environ` has its variables that choose its GPUs.
+    `environ` has the variables of that process that select its GPUs.
     """
 
     def __init__(self, pid: int | None = None, environ: Mapping[str, str] = os.environ) -> None:
@@ -134,9 +133,9 @@ class Nvml:
         try:
             pynvml.nvmlInit()
             self._open = True
-            self._find(pynvml)
+            self._find_gpus(pynvml)
         except pynvml.NVMLError as error:
-            raise NvmlError(_error_text(pynvml, error)) from error
+            raise NvmlError(_describe_error(pynvml, error)) from error
 
     def close(self) -> None:
         """Shut NVML down. Never raises."""
@@ -155,17 +154,15 @@ class Nvml:
         self._shown, self._devices = [], []
 
     def read(self, now_ns: int, rarely: bool) -> list[tuple[int, Values]]:
-        """Read the gauges of each GPU. `rarely` adds gauges that change slowly or are expensive.
-
-        Raises `NvmlError` when the driver has gone, and `Closed` when NVML must be opened again.
-        """
+        """Read the gauges of each GPU. `rarely` adds gauges that change slowly or are expensive. Raises `NvmlError`
+        when the driver has gone, and `Closed` when NVML must be opened again."""
         import pynvml
 
         if self._environ.get(VARIABLE) != self._variable:
             self._choose_visible()
         readings = [*_OFTEN, *(_RARELY if rarely else ())]
         return [
-            (gpu.device, self._read_one(pynvml, gpu, device, readings, now_ns))
+            (gpu.device, self._read_gpu(pynvml, gpu, device, readings, now_ns))
             for gpu, device in zip(self.gpus, self._shown, strict=True)
         ]
 
@@ -176,44 +173,44 @@ class Nvml:
 
     # ------------------------------------------------------------ the choice of GPUs
 
-    def _find(self, nvml: Any) -> None:
+    def _find_gpus(self, nvml: Any) -> None:
         places: list[tuple[tuple[int, int, int], NvmlDevice]] = []
         for index in range(nvml.nvmlDeviceGetCount()):
             try:
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 pci = nvml.nvmlDeviceGetPciInfo(handle)
                 device = NvmlDevice(handle, nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle))
-                device.instances = list(_instances(nvml, handle))
+                device.instances = list(_find_instances(nvml, handle))
             except nvml.NVMLError as error:
-                self._note(f"GPU {index} of NVML is left out: {_error_text(nvml, error)}")
+                self._add_note(f"GPU {index} of NVML is left out: {_describe_error(nvml, error)}")
                 continue
             places.append(((pci.domain, pci.bus, pci.device), device))
         self._devices = [device for _, device in sorted(places, key=lambda place: place[0])]
         self._choose_visible()
 
     def _choose_visible(self) -> None:
-        """Choose the GPUs by the current value of `CUDA_VISIBLE_DEVICES`, which the service may set late."""
+        """Select the GPUs by the current value of `CUDA_VISIBLE_DEVICES`, which the service may set late."""
         self._variable = self._environ.get(VARIABLE)
         for device in self._shown:
             device.energy_mj = device.first_energy_mj = None
-        self._shown = visible_devices(self._variable, self._devices)
+        self._shown = select_visible(self._variable, self._devices)
         self.gpus = [Gpu(number, device.model, device.uuid) for number, device in enumerate(self._shown)]
         if self._devices and not self._shown:
-            self._note(f"{VARIABLE}={self._variable!r} shows none of {len(self._devices)} GPUs; no GPU is read")
+            self._add_note(f"{VARIABLE}={self._variable!r} shows none of {len(self._devices)} GPUs; no GPU is read")
         ordered = self._environ.get(ORDER) == "PCI_BUS_ID"
         if not ordered and len({device.model for device in self._devices}) > 1 and self._shown:
-            self._note(
+            self._add_note(
                 "GPUs of several models: they are numbered by PCI bus here, and fastest first by CUDA; "
                 "CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same"
             )
 
-    def _note(self, note: str) -> None:
+    def _add_note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
 
     # ------------------------------------------------------------ the gauges
 
-    def _read_one(self, nvml: Any, gpu: Gpu, device: NvmlDevice, readings: Sequence[_Reading], now_ns: int) -> Values:
+    def _read_gpu(self, nvml: Any, gpu: Gpu, device: NvmlDevice, readings: Sequence[_Reading], now_ns: int) -> Values:
         values: Values = {}
         for reading in readings:
             names = [name for name in reading.names if name not in device.absent]
@@ -231,15 +228,16 @@ class Nvml:
         return values
 
     def _stop_failed(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
-        """Stop reading after a failed call: all gauges, one GPU's, or the gauges of that call, by the error."""
+        """Stop reading what a failed call read: all gauges, those of one GPU, or those of the call, depending on the
+        error."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
             raise Closed from error
         if code in (nvml.NVML_ERROR_DRIVER_NOT_LOADED, nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH):
-            raise NvmlError(_error_text(nvml, error)) from error
+            raise NvmlError(_describe_error(nvml, error)) from error
         if code in (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_RESET_REQUIRED):
             device.lost = True
-            self._note(f"GPU {gpu.device} ({device.model}, {device.uuid}) is no longer read: {error}")
+            self._add_note(f"GPU {gpu.device} ({device.model}, {device.uuid}) is no longer read: {error}")
         elif code in (
             nvml.NVML_ERROR_NOT_SUPPORTED,
             nvml.NVML_ERROR_NO_PERMISSION,
@@ -252,21 +250,21 @@ class Nvml:
         elif code not in (nvml.NVML_ERROR_NOT_FOUND, nvml.NVML_ERROR_NO_DATA, nvml.NVML_ERROR_NOT_READY):
             self.failures += 1
 
-    def _utilization(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+    def _read_utilization(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
         rates = nvml.nvmlDeviceGetUtilizationRates(device.handle)
         return {"utilization": rates.gpu, "memory_active": rates.memory}
 
-    def _memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        memory = _memory_info(nvml, device)
+    def _read_memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+        memory = _read_memory_info(nvml, device)
         return {"memory_used": memory.used, "memory_total": memory.total}
 
-    def _power(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the power, unless the difference of two energy readings gives it."""
+    def _read_power(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
+        """Read the power, unless it is computed from two readings of the energy."""
         if device.energy_mj is not None and now_ns - device.energy_ns >= ENERGY_NS:
-            return {}  # `_energy` has it
+            return {}  # `_read_energy` has it
         return {"power": nvml.nvmlDeviceGetPowerUsage(device.handle) / 1e3}
 
-    def _energy(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
+    def _read_energy(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
         before_mj, before_ns = device.energy_mj, device.energy_ns
         energy_mj = nvml.nvmlDeviceGetTotalEnergyConsumption(device.handle)
         if before_mj is None or energy_mj < before_mj:  # the first reading, or the driver was reloaded
@@ -277,23 +275,23 @@ class Nvml:
             values["power"] = (energy_mj - before_mj) * 1e6 / (now_ns - before_ns) if energy_mj >= before_mj else None
         return values
 
-    def _temperature(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+    def _read_temperature(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
         return {"temperature": nvml.nvmlDeviceGetTemperature(device.handle, nvml.NVML_TEMPERATURE_GPU)}
 
-    def _clocks(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+    def _read_clocks(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
         return {
             "sm_clock": nvml.nvmlDeviceGetClockInfo(device.handle, nvml.NVML_CLOCK_SM),
             "memory_clock": nvml.nvmlDeviceGetClockInfo(device.handle, nvml.NVML_CLOCK_MEM),
         }
 
-    def _memory_of_process(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
+    def _read_process_memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
         """Read the memory of the process. NVML does not know processes of other pid namespaces (containers)."""
         used = [p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(device.handle) if p.pid == self._pid]
         sizes = [size for size in used if size is not None]
         return {"memory_of_process": sum(sizes) if sizes else None}
 
-    def _gpm(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the device's counters since the last sample, nothing if that is too recent."""
+    def _read_gpm(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
+        """Read the device's performance counters since the last sample, nothing if that sample is too recent."""
         handle = device.handle if device.parent is None else device.parent
         if not device.gpm:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
@@ -309,9 +307,9 @@ class Nvml:
             nvml.nvmlGpmMigSampleGet(handle, device.gpu_instance, fresh)
         is_first, device.gpm_ns = not device.gpm_ns, now_ns
         device.gpm = [fresh, before]
-        return {} if is_first else self._gpm_values(nvml, device, before, fresh)
+        return {} if is_first else self._convert_gpm(nvml, device, before, fresh)
 
-    def _gpm_values(self, nvml: Any, device: NvmlDevice, before: Any, fresh: Any) -> Values:
+    def _convert_gpm(self, nvml: Any, device: NvmlDevice, before: Any, fresh: Any) -> Values:
         metrics_read = [(name, *GPM_METRICS[name]) for name in GPM_METRICS if name not in device.absent]
         metrics = self._metrics = self._metrics or nvml.c_nvmlGpmMetricsGet_t()  # 19 KB, made once
         metrics.version = nvml.NVML_GPM_METRICS_GET_VERSION
@@ -338,28 +336,29 @@ class _Reading:
 
 
 _OFTEN = (
-    _Reading(("utilization", "memory_active"), Nvml._utilization),
-    _Reading(("memory_used", "memory_total"), Nvml._memory),
-    _Reading(("power",), Nvml._power),
-    _Reading(("energy",), Nvml._energy),
-    _Reading(tuple(GPM_METRICS), Nvml._gpm),
+    _Reading(("utilization", "memory_active"), Nvml._read_utilization),
+    _Reading(("memory_used", "memory_total"), Nvml._read_memory),
+    _Reading(("power",), Nvml._read_power),
+    _Reading(("energy",), Nvml._read_energy),
+    _Reading(tuple(GPM_METRICS), Nvml._read_gpm),
 )
 _RARELY = (
-    _Reading(("temperature",), Nvml._temperature),
-    _Reading(("sm_clock", "memory_clock"), Nvml._clocks),
-    _Reading(("memory_of_process",), Nvml._memory_of_process),
+    _Reading(("temperature",), Nvml._read_temperature),
+    _Reading(("sm_clock", "memory_clock"), Nvml._read_clocks),
+    _Reading(("memory_of_process",), Nvml._read_process_memory),
 )
 
 
-def visible_devices(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
-    """Return the GPUs or MIG instances that CUDA shows for the variable, from all in the order of PCI buses."""
+def select_visible(variable: str | None, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
+    """Return the GPUs or MIG instances that CUDA shows for `variable`. `devices` has all of them in the order of PCI
+    buses."""
     if variable is None:
         chosen = list(devices)
     elif variable.startswith("MIG-"):
         instances = [instance for gpu in devices for instance in gpu.instances]
-        return _by_start(variable, "MIG-", instances)[:1]
+        return _select_by_start(variable, "MIG-", instances)[:1]
     elif variable.startswith("GPU-"):
-        chosen = _by_start(variable, "GPU-", devices)
+        chosen = _select_by_start(variable, "GPU-", devices)
     else:
         chosen = []
         for part in variable.split(","):
@@ -374,7 +373,7 @@ def visible_devices(variable: str | None, devices: Sequence[NvmlDevice]) -> list
     return instances[:1] or chosen
 
 
-def _by_start(variable: str, prefix: str, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
+def _select_by_start(variable: str, prefix: str, devices: Sequence[NvmlDevice]) -> list[NvmlDevice]:
     chosen: list[NvmlDevice] = []
     for part in variable.split(","):
         matching = [device for device in devices if device.uuid.startswith(part)]
@@ -386,7 +385,7 @@ def _by_start(variable: str, prefix: str, devices: Sequence[NvmlDevice]) -> list
     return chosen
 
 
-def _instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
+def _find_instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
     """Return the MIG instances of a GPU."""
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
@@ -404,8 +403,9 @@ def _instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
     return instances
 
 
-def _memory_info(nvml: Any, device: NvmlDevice) -> Any:
-    """Read memory by NVML's second version, which like nvidia-smi omits the driver's own memory, else by the first."""
+def _read_memory_info(nvml: Any, device: NvmlDevice) -> Any:
+    """Read the memory by the second version of NVML's call, which omits the driver's own memory as nvidia-smi does,
+    else by the first."""
     if "v2" not in device.absent:
         try:
             return nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
@@ -416,8 +416,8 @@ def _memory_info(nvml: Any, device: NvmlDevice) -> Any:
     return nvml.nvmlDeviceGetMemoryInfo(device.handle)
 
 
-def _error_text(nvml: Any, error: Exception) -> str:
-    """Return NVML's error in one line, with advice where there is any."""
+def _describe_error(nvml: Any, error: Exception) -> str:
+    """Return NVML's error in one line, with advice if there is any."""
     advice = {
         nvml.NVML_ERROR_LIBRARY_NOT_FOUND: f"{LIBRARY} is not found",
         nvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA kernel driver is not loaded, or the container has no access",

@@ -1,12 +1,13 @@
-"""NVTX: ranges of our spans for an attached tool, such as Nsight Systems, under the names in our reports.
+"""Shows spans as NVTX ranges in an attached tool, such as Nsight Systems, under the names in our reports.
 
-NVTX_INJECTION64_PATH attaches a tool when a process starts. If it is not set nothing is imported, called or recorded.
-If it is set, each span opens a range in the domain `instrument`, in the category of its kind. Ranges use start/end,
-since spans cross tasks and threads, which a stack per thread cannot represent. A generator has a range for each step.
-Copies have none: a call is known to copy only after its end, and such tools record copies themselves.
+The variable NVTX_INJECTION64_PATH attaches a tool when a process starts. If it is not set, nothing is imported, called
+or recorded. If it is set, each span opens a range in the domain `instrument`, in the category of its kind. Ranges use
+start/end, because spans cross tasks and threads, which a stack per thread cannot represent. A generator has a range for
+each step. Copies have no range, because a call is known to copy only after its end, and such tools record copies
+themselves.
 
-With the native core a span then costs a third of a microsecond more, plus the time of the tool itself.
-The package `nvtx` imports numpy if it is installed.
+With the native core a span then costs a third of a microsecond more, plus the time of the tool itself. The package
+`nvtx` imports numpy if it is installed.
 """
 
 from __future__ import annotations
@@ -22,17 +23,15 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""The most sites with their own NVTX name, as a tool never frees a name. Further sites share a name per kind."""
+"""The most sites with their own NVTX name, because a tool never frees a name. Further sites share one name per kind."""
 
 Begin = Callable[[Any, Any, int], Any]
 """A function that begins to time a span: (site, attributes, span id) -> pair or None."""
 
 
 class Ranges:
-    """A source of NVTX ranges for one recorder's spans. It also calls the device timer, if there is one.
-
-    `reason` is the reason why there are no ranges although a tool is attached, else "".
-    """
+    """Opens NVTX ranges for one recorder's spans. It also calls the device timer, if there is one. `reason` is the
+    reason why there are no ranges although a tool is attached, else ""."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -1,7 +1,8 @@
-"""Pairs of events that time spans on a device, the contexts that own the pairs, and their times on the host's clock.
+"""Defines pairs of events that time spans on a device, and the contexts that own them, and places pairs on the host's
+clock.
 
-The distance of an event to an anchor is known to about a microsecond. The order of events on a stream is certain.
-`Placing` combines both, so that intervals nest in a trace as they did on the device.
+The distance of an event to an anchor (see `anchors`) is known to about a microsecond. The order of events on a stream
+is certain. `Placing` combines both, so that intervals nest in a trace as they did on the device.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ T = TypeVar("T")
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The maximum number of streams of a context whose state is stored. Unneeded states are dropped first."""
+"""The number of a context's streams above which the state of idle ones is dropped, and the number that then remain at
+most."""
 
 
 class Driver(Protocol):
-    """The protocol of a driver: `instrument.device.cuda.CudaDriver`, or torch's own events if that is missing."""
+    """The interface of a driver: `instrument.device.cuda.CudaDriver`, or torch's own events if cuda-bindings is
+    missing."""
 
     CAPTURING: int
     NOT_READY: int
@@ -55,7 +58,7 @@ class Driver(Protocol):
 
 
 class Times(Protocol):
-    """The protocol of the timer that pairs call."""
+    """The interface of the timer that pairs call."""
 
     def begin(self, site: Any, attributes: Any, span_id: int, /) -> Pair | Untimed | None: ...
     def begin_again(self, whole: Pair, /) -> None: ...
@@ -66,7 +69,7 @@ class Times(Protocol):
 
 
 class DeferredTimes(NamedTuple):
-    """The interval of a pair of a span on several streams, stored until the span's end."""
+    """The device interval of one pair, stored until the end of a span that has pairs on several streams."""
 
     context: Context
     stream: int
@@ -80,11 +83,11 @@ class DeferredTimes(NamedTuple):
 class Pair:
     """A pair of events from a context's pool, before and after a span's work on a stream.
 
-    The recorder refers to an open span's first pair, the `whole`. A generator has a pair for each later step, which
-    refers to the `whole`. The `whole` returns to the pool last. The span's threads count `begun`, the resolver `taken`.
-    An ended span's device time is counted with its last pair. Host times are 0 until known. A `handle` may be reused
-    for another stream, while the number `stream` is unique. `thread_id` is set for a handle that means another stream
-    on each thread.
+    The recorder refers to an open span's first pair, the `whole`. A generator has a further pair for each later step,
+    which refers to the `whole`. The `whole` returns to the pool last. The span's threads count `begun` pairs, the
+    resolver `taken` ones. An ended span's device time is counted with its last pair. Host times are 0 until known. A
+    `handle` may be reused for another stream, but the number `stream` is unique. `thread_id` is set for a handle that
+    means another stream on each thread.
 
     A span that may use several streams has a pair on each. The `side_pairs` begin and end with the first pair, and all
     their intervals are `deferred` until the span's end.
@@ -130,7 +133,7 @@ class Pair:
             self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """Note the row of an ended span, with its ring and node (-1 if another span has its time)."""
+        """Note the row of an ended span, with its ring and node. The node is -1 if another span has its time."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
         pair = self.running
@@ -149,7 +152,7 @@ class Pair:
         self.timer.wake()  # or calls that do nothing would empty the pool
 
     def add(self, start_ns: int, end_ns: int) -> None:
-        """Add an interval to the span's device time. Intervals come in the order of time, and overlaps count once."""
+        """Add an interval to the span's device time. Intervals must come in the order of time. Overlaps count once."""
         if start_ns < self.last_ns:
             start_ns = self.last_ns
         if end_ns > start_ns:
@@ -160,7 +163,7 @@ class Pair:
 
 
 class Untimed:
-    """A substitute for the pair of a span without device time. Its label has the reason."""
+    """A substitute for the pair of a span that cannot be timed. The label has the reason."""
 
     __slots__ = ("_at_ns", "_label", "_place", "_timer")
 
@@ -191,17 +194,17 @@ class Context:
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.floors: dict[int, tuple[int, int, int]] = {}
-        """The times of the last begin, of the last end's record on the host, and of that end, by stream."""
+        """The times, by stream, of the last begin, of the record of the last end on the host, and of that end."""
         self.numbers: dict[int, int] = {}
         """The numbers of streams by handle."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
         """The last host time at which the oldest end in flight had not happened, by stream."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
-        """The time of the next try for an anchor on a device that is too busy, and the pause before it."""
+        """The time in ns of the next try for an anchor on a device that is too busy, and the pause before that try."""
         self.next_watch_ns = 0
         self.watched: int | None = None
-        """The stream on which an end was just observed, on a device that is too busy for anchors."""
+        """The stream on which an end was just observed, if the device is too busy for anchors."""
 
     def note_number(self, stream: int, number: int) -> None:
         """Note that a handle belongs to the stream of this number from now on."""
@@ -224,7 +227,7 @@ class Context:
         return 0
 
     def forget_streams(self, now_ns: int) -> None:
-        """Drop the state of idle streams, as their number may grow without limit.
+        """Drop the state of idle streams, because their number may grow without limit.
 
         An interval that ended before the begin of the oldest open pair cannot affect later intervals.
         """
@@ -245,7 +248,7 @@ class Context:
                     self.floors.pop(stream, None)
 
     def give_up(self) -> None:
-        """Drop all pairs, as this device gives no more results."""
+        """Drop all pairs, because this device gives no more results."""
         for pair in [*self.begun, *(pair for pairs in self.under_way.values() for pair in pairs)]:
             pair.whole = None
         for state in (self.recent, self.floors, self.begun, self.under_way, self.pending, self.free):
@@ -253,25 +256,30 @@ class Context:
 
 
 STALE_NS = 10**6
-"""An interval is `stale` if its uncertainty exceeds this time in ns, and a tenth of the interval's length."""
+"""The uncertainty of an interval in ns above which it is `stale`, if it also exceeds a tenth of the interval's
+length."""
 
 LAUNCH_NS = 20_000
-"""A span is launch-bound if its device interval ends within this time after it. A launch takes 3 to 10 us."""
+"""Nanoseconds after a span's end within which its device interval ends if it is launch-bound. A launch takes 3 to 10
+us."""
 
 SHORT = 20
-"""The least length of an interval that is not launch-bound, in lengths of an empty interval. Events take 5 % of it."""
+"""The length of an interval, in lengths of an empty interval, below which it is launch-bound. At that length events
+take 5 %."""
 
 RECENT = 256
-"""The number of a stream's newest intervals, kept to compare with other streams. Adjacent intervals are merged."""
+"""The number of newest intervals that are kept for each stream, to find overlaps with other streams. Adjacent ones are
+merged."""
 
 Answer = tuple[int, int, "int | None"]
-"""The driver's error, a pair's length in ns, and the ns from the newest anchor to the pair's begin, None if unknown."""
+"""The measurement of a pair: the driver's error, the length in ns, and the ns from the newest anchor to the begin, None
+if unknown."""
 
 _by_begin = attrgetter("begin_ns")
 
 
 class Placing:
-    """A placer of all contexts' pairs on the host's clock. It runs on the resolver's thread."""
+    """Places the pairs of all contexts on the host's clock, on the resolver's thread."""
 
     def __init__(self, driver: Driver, now: Callable[[], int]) -> None:
         self._driver = driver
@@ -316,10 +324,11 @@ class Placing:
             last_end_ns, last_at_ns = last.end_ns, last.place.at_ns + times[id(last)][0]
         context.floors[stream] = floor_ns, last_end_ns, last_at_ns
 
-    def labelled_interval(
+    def label_interval(
         self, context: Context, stream: int, pair: Pair, place: AnchoredMoment, device_ns: int, is_alone: bool
     ) -> tuple[int, int, str]:
-        """Return begin, end and label of an ended interval. `is_alone` is True if the context uses no other stream."""
+        """Return the begin, end and label of an ended pair's interval. `is_alone` is True if the context uses no other
+        stream."""
         start_ns = place.at_ns
         end_ns = start_ns + device_ns if device_ns > 0 else start_ns
         recent = context.recent.get(stream)
@@ -349,7 +358,7 @@ class Placing:
     def _is_overlapped(self, context: Context, stream: int, start_ns: int, end_ns: int) -> bool:
         """Return True if an interval of another stream overlaps by more than the resolution of events.
 
-        The answer is final, as work that has not begun yet will begin after this interval's end.
+        The answer is final, because work that has not begun yet will begin after this interval's end.
         """
         start_ns, end_ns = start_ns + RESOLUTION_NS, end_ns - RESOLUTION_NS
         if start_ns >= end_ns:
@@ -368,14 +377,14 @@ class Placing:
                     continue
                 if pair.whole.deferred is not None:  # the stream may have no work of it
                     continue
-                begun_ns = self._begun_at(context, pair)
+                begun_ns = self._find_begin(context, pair)
                 if begun_ns is None:
                     break  # nor have later pairs of its stream
                 if begun_ns < end_ns and self._ends_after(pair, begun_ns, start_ns):
                     return True
         return False
 
-    def _begun_at(self, context: Context, pair: Pair) -> int | None:
+    def _find_begin(self, context: Context, pair: Pair) -> int | None:
         """Return the host time at which a pair began on the device, None if unknown."""
         place = pair.place
         if place is None:

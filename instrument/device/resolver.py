@@ -1,6 +1,7 @@
-"""The resolver: the thread that computes device intervals from events that have happened.
+"""Computes device intervals from events that have happened, on a thread: the resolver.
 
-It polls for events instead of waiting for them, disturbs no capture of a graph, and sleeps while no pair is in flight.
+The resolver polls for events instead of waiting for them, disturbs no capture of a graph, and sleeps while no pair is
+in flight.
 """
 
 from __future__ import annotations
@@ -25,47 +26,50 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The size of a new pool, and the number of free pairs below which the resolver doubles a pool."""
+"""The number of pairs in a new pool, and the number of free pairs below which the resolver doubles a pool."""
 
 LOW = 64
 """The number of free pairs at which the resolver is woken early."""
 
 POOL_LIMIT = 8_192
-"""The most pairs of a context. A span without a free pair gets no device time. An event takes some hundred bytes."""
+"""The most pairs of a context, whose events take some hundred bytes each. A span without a free pair gets no device
+time."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
-"""The shortest and the longest pause between two polls for events, in seconds. A poll takes the lock of the interpreter
-from a busy service: for 20 us and 4 us a pair on an idle machine, for over 0.5 ms if cores must wake up. So polls are
-few, each of many pairs."""
+"""The shortest and the longest pause in seconds between two polls for events. A poll takes the interpreter's lock from
+a busy service: for 20 us plus 4 us a pair on an idle machine, for over 0.5 ms if cores must wake up. So polls are few,
+and each reads many pairs."""
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
-"""The ns between two anchors, and the first pause after a try on a busy device. Each further try doubles the pause."""
+"""Nanoseconds between two anchors, and the first pause after a failed try on a busy device. Each further try doubles
+the pause."""
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""The seconds between two polls for the next end on a busy device, and the maximum number of polls in a row."""
+"""Seconds between two polls for the next end on a busy device, and the most polls in a row."""
 
 MEASURED_AT_ONCE = 1000
-"""The maximum number of pairs in one measurement, which takes the driver a millisecond."""
+"""The most pairs that are measured in one call of the driver, which takes a millisecond."""
 
 DEFERRED_LIMIT = 512
-"""The maximum number of intervals of a span on several streams that wait for its end. More are added earlier, as in a
-generator that runs for days."""
+"""The most intervals of a span on several streams that wait for the span's end. Above that, they are added earlier,
+because a generator may run for days."""
 
 INTERRUPTED = -2
-"""The value in place of an error if a signal handler raised, so that the event's state is unknown."""
+"""The value in place of a driver's error if a signal handler raised, which leaves the event's state unknown."""
 
 ROW_NS = 10**7
-"""The most ns from a span's end to the second event of its pair. Newer spans may have no device time yet."""
+"""The most ns from a span's end to the record of its pair's second event. Newer spans may have no device time yet."""
 
 NOTE_NS = 2 * 10**7
-"""The ns between two writes of the settled time. All spans that ended before that time have device times."""
+"""Nanoseconds between two writes of the settled time. All spans that ended before the settled time have device
+times."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
-"""The maximum number of ns that `stop` waits for the device, and the seconds between its polls."""
+"""The most ns that `stop` waits for the device, and the seconds between its polls."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16
@@ -73,16 +77,16 @@ COST_ROUNDS, COST_PAIRS = 3, 16
 _by_end = attrgetter("end_ns")
 
 
-def _ended_at(pair: Pair) -> int:
-    """Return the host time at which a pair's span ended, else that of the pair's end, 0 or less without an end."""
+def _end_time(pair: Pair) -> int:
+    """Return the host time of a span's end, else that of its pair's end, 0 or less without an end."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
 
 class Resolver:
-    """The resolver of all contexts' pairs. One thread calls `start` and `stop`. The resolver's own thread resolves.
+    """Resolves the pairs of all contexts on a thread of its own. One thread of the service calls `start` and `stop`.
 
-    `counts` has the count of intervals by label, and of errors. `faults` has the reason for each abandoned device.
+    `counts` has the number of intervals by label, and of errors. `faults` has the reason for each abandoned device.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class Resolver:
         """Processor time of the resolver's thread, in ns."""
         self._placing = Placing(driver, now)
         self._ready: list[tuple[int, int, int, int, int, str, int]] = []
-        """The intervals of the next write into the recording."""
+        """The intervals that are written into the recording next."""
         self._settled_noted_ns = 0
         self._bound: tuple[int, int] | None = None
         self._waking = Event()
@@ -148,10 +152,10 @@ class Resolver:
             end_ns
             for context in list(self.contexts.values())
             for pair in [*context.begun, *(pair for pairs in list(context.under_way.values()) for pair in list(pairs))]
-            if (end_ns := _ended_at(pair)) > 0
+            if (end_ns := _end_time(pair)) > 0
         ]
         waiting += [at_ns for _, _, at_ns, _ in list(self.untimed)]
-        waiting += map(_ended_at, list(self.finished))
+        waiting += map(_end_time, list(self.finished))
         return min([now_ns - ROW_NS, *(end_ns - 1 for end_ns in waiting)])
 
     def _note_settled(self) -> None:
@@ -174,7 +178,7 @@ class Resolver:
             context.alive = False
             self.faults[context.device] = f"device {context.device} is no longer timed: the driver reports {name}"
 
-    def failure_label(self, context: Context, error: int) -> str:
+    def choose_failure_label(self, context: Context, error: int) -> str:
         """Return the label of a span whose event failed."""
         if error == self._driver.CAPTURING or error in cuda.CAPTURE_ERRORS:
             return "captured"
@@ -226,13 +230,13 @@ class Resolver:
             while self.resolve_ended(growing=False)[1] and time.monotonic_ns() < end_ns and self._has_ended_pairs():
                 sleep(STOP_POLL_S)
             self._drop_ended_pairs()
-            self._close()
+            self._release_all()
         except Exception as fault:
             FAULTS.note("device thread", fault)
 
     def resolve_ended(self, *, growing: bool = True) -> tuple[bool, bool]:
         """Resolve the events that have happened. Return True if there were any, and True if pairs are in flight."""
-        moved, driver = self._note_untimed(), self._driver
+        moved, driver = self._resolve_noted_untimed(), self._driver
         while self.finished:
             self._count_if_done(self.finished.popleft())
         self._write_intervals()
@@ -241,7 +245,7 @@ class Resolver:
             if not context.alive:
                 context.give_up()
                 continue
-            error = self._bind(context)
+            error = self._bind_context(context)
             if error:
                 self.count_error(context, error)
                 waits = True  # or the next poll would come at once, again and again
@@ -257,13 +261,13 @@ class Resolver:
                 if error:
                     self.count_error(context, error)
             if not self.pair_ns and context.anchors.newest_event is not None:
-                self.pair_ns = self._measured_cost(context)
-            moved = self._resolve(context) or moved
+                self.pair_ns = self._measure_cost(context)
+            moved = self._resolve_context(context) or moved
             waits = waits or any(context.under_way.values())
             context.forget_streams(self._now())
         return moved, waits
 
-    def _bind(self, context: Context) -> int:
+    def _bind_context(self, context: Context) -> int:
         """Make a context permanently current on this thread. Return the driver's error."""
         bound = get_ident(), context.handle
         error = 0 if bound == self._bound else self._driver.bind(context.handle)
@@ -276,7 +280,7 @@ class Resolver:
             for context in list(self.contexts.values())
         )
 
-    def _note_untimed(self) -> bool:
+    def _resolve_noted_untimed(self) -> bool:
         noted = list(self.untimed)
         for span_id, (device, stream), at_ns, label in noted:
             context = self.contexts.get(device)
@@ -307,12 +311,12 @@ class Resolver:
     def watch(self) -> bool:
         """Watch the next ends on devices that are too busy for anchors.
 
-        Return True if an end was observed. If it is read at once, it can be an anchor.
+        Return True if an end was observed. Such an end can serve as an anchor if it is read at once.
         """
-        watched = [self._watch(context) for context in list(self.contexts.values()) if context.alive]
+        watched = [self._watch_context(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
 
-    def _watch(self, context: Context) -> bool:
+    def _watch_context(self, context: Context) -> bool:
         newest_ns, now_ns = context.anchors.newest_ns, self._now()
         is_fresh = newest_ns is not None and now_ns - newest_ns < ANCHOR_NS and not context.anchors.is_loose
         if is_fresh or not context.anchor_pause_ns or now_ns < context.next_watch_ns:
@@ -324,7 +328,7 @@ class Resolver:
             for stream, pairs in context.under_way.items()
             if (waiting := [pair for pair in pairs if pair.end_ns and pair.whole is not None and not pair.error])
         ]
-        if self._bind(context):
+        if self._bind_context(context):
             return False
         next_ends = [(stream, event) for stream, event in next_ends if query(event) == not_ready]
         for _ in range(WATCHES if next_ends else 0):
@@ -339,7 +343,7 @@ class Resolver:
             sleep(WATCH_S)
         return False
 
-    def _measured_cost(self, context: Context) -> float:
+    def _measure_cost(self, context: Context) -> float:
         """Measure the processor ns of `begin` and `end` of a pair on our stream.
 
         Return the least of some rounds, 0 if none succeeds. Waits for the interpreter's lock do not count.
@@ -357,12 +361,12 @@ class Resolver:
             spent_ns = (time.thread_time_ns() - begin_ns) / max(len(pairs), 1)
             for pair in pairs:
                 context.begun.remove(pair)
-                self._give_back(pair)
+                self._return_pair(pair)
             if len(pairs) >= COST_PAIRS // 4:  # else the pool is nearly empty, and the next poll measures
                 best_ns = min(best_ns or spent_ns, spent_ns)
         return best_ns
 
-    def _resolve(self, context: Context) -> bool:
+    def _resolve_context(self, context: Context) -> bool:
         """Resolve the pairs that have ended on each stream, in the order of their ends."""
         moved = False
         watched, context.watched = context.watched, None
@@ -406,8 +410,8 @@ class Resolver:
     def _anchor_by_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
         """Use the end that was just observed as an anchor, on a device that is too busy for anchors.
 
-        The end happened after its record, after the last poll without it, and before now. Returns the answers without
-        offsets from an older anchor.
+        The end happened after its record, after the last poll that did not find it, and before now. Returns the answers
+        without offsets from an older anchor.
         """
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:
@@ -429,7 +433,7 @@ class Resolver:
         if error or place is None:
             self._resolve_untimed(context, stream, pair, error)
             return
-        start_ns, end_ns, label = self._placing.labelled_interval(context, stream, pair, place, device_ns, is_alone)
+        start_ns, end_ns, label = self._placing.label_interval(context, stream, pair, place, device_ns, is_alone)
         self.pairs += 1
         if whole.deferred is None:
             self._add_interval(whole, context, stream, start_ns, end_ns, label, place.uncertainty_ns)
@@ -441,7 +445,7 @@ class Resolver:
                 whole.deferred.clear()
         whole.taken += 1
         if pair is not whole:
-            self._give_back(pair)
+            self._return_pair(pair)
         self._count_if_done(whole)
 
     def _add_interval(
@@ -454,8 +458,8 @@ class Resolver:
     def _add_deferred(self, whole: Pair) -> None:
         """Add the intervals of a span on several streams.
 
-        Launch-bound intervals are left out, as their streams may have had no work. If all are launch-bound, those of
-        the main stream count.
+        Launch-bound intervals are left out, because their streams may have had no work. If all are launch-bound, those
+        of the main stream count.
         """
         deferred = whole.deferred or []
         worked = [times for times in deferred if times.label != "launch-bound"]
@@ -475,17 +479,17 @@ class Resolver:
         """Resolve a pair that was not timed, or whose span was not recorded."""
         whole = pair.whole
         if whole is None:
-            self._give_back(pair)
+            self._return_pair(pair)
             return
         self.pairs += 1
-        label = self.failure_label(context, error) or "dropped"
+        label = self.choose_failure_label(context, error) or "dropped"
         self._store_interval(whole.span_id, context.device, stream, pair.begin_ns, pair.begin_ns, label, 0)
         whole.taken += 1
         if pair is not whole:
-            self._give_back(pair)
+            self._return_pair(pair)
         self._count_if_done(whole)
 
-    def _give_back(self, pair: Pair) -> None:
+    def _return_pair(self, pair: Pair) -> None:
         pair.clear()
         if pair.context.alive:
             pair.context.free.append(pair)
@@ -502,7 +506,7 @@ class Resolver:
                 if not self._recorder.count_device(ring, index, host_ns, whole.device_ns, host_ns + whole.beyond_ns):
                     self.counts["device times whose thread's totals had been merged away"] += 1
         finally:
-            self._give_back(whole)
+            self._return_pair(whole)
 
     def _store_interval(
         self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int
@@ -529,7 +533,7 @@ class Resolver:
                     pairs.remove(pair)
         self._write_intervals()
 
-    def _close(self) -> None:
+    def _release_all(self) -> None:
         """Release all events and streams."""
         driver = self._driver
         for context in list(self.contexts.values()):

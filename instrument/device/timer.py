@@ -1,13 +1,13 @@
-"""The timer: device time of spans by pairs of events. No thread of the service waits for the device.
+"""Measures the device time of spans by pairs of events (the timer). No thread of the service waits for the device.
 
-A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread
-of ours, the resolver, polls for events that have happened, places the interval between them on the host's clock and
-adds it to the tally. The interval is a part of the stream, not a kernel: it includes all work of the stream in between.
-Labels (`instrument.recording.slot_ring.LABELS`) mark such intervals.
+A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread of
+ours, the resolver, polls for events that have happened, places the interval between them on the host's clock and adds
+it to the tally. The interval is a part of the stream, not a kernel: it includes all work of the stream in between.
+Labels (`instrument.recording.slot_ring.LABELS`) report this.
 
 Events come from a pool for each context, which is filled outside of the calls that use it. Nothing is recorded on a
 stream that is being captured into a graph. An error of the driver loses a device time, which is counted. A fatal error
-loses all later ones of the device, and is reported.
+loses all later device times of that device, and is reported.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NO_CONTEXT_YET = "spans that began before their device had a context"
 
 
 class Timer:
-    """A timer of spans on the devices of one driver. The recorder calls `begin`.
+    """Times spans on the devices of one driver. The recorder calls `begin`.
 
-    All methods run on threads of the service, in a microsecond or two.
+    All methods run on threads of the service, in one to two microseconds.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Timer:
         self._mark = driver.mark
         self._meeting = Lock()
         self._devices: dict[int, int] = {}
-        """The device of each stream that the service's code passes, by the stream's handle."""
+        """The device of each stream that the service passed to a call, by the stream's handle."""
         self._contexts = self.resolver.contexts
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Pair | Untimed | None:
         """Record the first event of a span. Return None if no device is in use, or if the device has been abandoned."""
-        places = self._places(site, attributes)
+        places = self._find_streams(site, attributes)
         if not places:
             return None
         pair = self._begin_at(places[0], span_id) if len(places) == 1 else self._begin_on(places, span_id)
@@ -98,7 +98,7 @@ class Timer:
         if context is None:
             captured = self.driver.capture(stream)
             is_captured = captured == cuda.CAPTURING or captured in cuda.CAPTURE_ERRORS
-            context = None if is_captured else self.driver.run_relaxed(partial(self._context_of, device))
+            context = None if is_captured else self.driver.run_relaxed(partial(self._find_context, device))
             if context is None:
                 self.resolver.start()
                 if not is_captured:  # the service is about to make one
@@ -116,7 +116,7 @@ class Timer:
             pair.begin_ns = self._now()
             number = self._mark(pair.begin_key, stream)
             if number < 0:
-                number = self._mark_again(context, pair.begin_key, stream, number)
+                number = self._record_again(context, pair.begin_key, stream, number)
                 if number < 0:
                     label = self._failure_label(context, stream, -number)
                     refused = Untimed(self, place, label, pair.begin_ns) if label else None
@@ -141,15 +141,15 @@ class Timer:
                 context.begun.append(pair)
             raise
 
-    def _places(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
-        """Return the streams for the work of a span that begins. Return none if no device is in use.
+    def _find_streams(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
+        """Return the streams on which the work of a span may run, none if no device is in use.
 
         A span with a known framework and devices uses that framework's current streams on them. Any other span uses the
         current stream of each framework.
         """
         work = None if attributes is None else attributes.get(STREAM)
         if work is not None and work.__class__ is not Work:
-            device = self._device_of(work)
+            device = self._find_device(work)
             return () if device < 0 else ((device, work),)
         if work is None and site is not None and site.work is not None:
             work = site.work()
@@ -157,10 +157,10 @@ class Timer:
             places = [place for device in work.devices or (None,) if (place := current(device)) is not None]
         else:
             places = [place for source in self.sources if (place := source()) is not None and place[0] >= 0]
-        return places if len(places) < 2 else cuda.likely_streams(places)
+        return places if len(places) < 2 else cuda.select_streams(places)
 
-    def _device_of(self, stream: int) -> int:
-        """Return the device of a stream that the service passes. Return -1 if no device is in use."""
+    def _find_device(self, stream: int) -> int:
+        """Return the device of a stream that the service passed to a call, -1 if no device is in use."""
         device = self._devices.get(stream)
         if device is None:
             driver = self.driver
@@ -178,7 +178,7 @@ class Timer:
         """Return the label of a span whose first event failed, "" if the device has been abandoned."""
         if error == cuda.BAD_HANDLE:  # the handle may now be of a stream of another device
             self._devices.pop(stream, None)
-        return self.resolver.failure_label(context, error)
+        return self.resolver.choose_failure_label(context, error)
 
     def begin_again(self, whole: Pair) -> None:
         """Begin another step of a generator's span, with its own pair. A step that cannot be timed is counted."""
@@ -197,13 +197,13 @@ class Timer:
     def end_pair(self, pair: Pair) -> None:
         """Record the second event, for the resolver to read."""
         try:
-            self._end(pair)
+            self._record_end(pair)
         finally:
             for side_pair in pair.side_pairs:
-                self._end(side_pair)
+                self._record_end(side_pair)
         self.wake()
 
-    def _end(self, pair: Pair) -> None:
+    def _record_end(self, pair: Pair) -> None:
         context = pair.context
         try:
             if context.alive:
@@ -214,7 +214,7 @@ class Timer:
                 else:
                     number = self._mark(pair.end_key, pair.handle)
                     if number < 0:
-                        number = self._mark_again(context, pair.end_key, pair.handle, number)
+                        number = self._record_again(context, pair.end_key, pair.handle, number)
                         pair.error = max(-number, 0)
             pair.end_ns = self._now()
         except BaseException:  # of a signal handler: without an end the pair would stay open for ever
@@ -232,7 +232,7 @@ class Timer:
         self.resolver.finished.append(pair)
         self.wake()
 
-    def _mark_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
+    def _record_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
         """Record an event again in its own context.
 
         Return the driver's answer, or `refused`, the answer to the first try, if another context would not help.
@@ -249,7 +249,7 @@ class Timer:
         finally:
             driver.pop()
 
-    def _context_of(self, device: int) -> Context | None:
+    def _find_context(self, device: int) -> Context | None:
         """Return the context of a device. A new context has few events, and the resolver creates more."""
         driver = self.driver
         with self._meeting:

@@ -1,4 +1,4 @@
-"""Device timing for one session. Its timer starts once the service imports a library that uses a device."""
+"""Times the spans of one session on devices. The timer starts once the service imports a library that uses a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ else:
     cuda = LazyModule("instrument.device.cuda")
 
 MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
-"""The modules by which a service uses CUDA. Only the first three have a current stream."""
+"""The modules by which a service uses CUDA. Their import starts the timer. Only the first three have a current
+stream."""
 
 LOOK_S = 0.002
 """Seconds between two polls for device times, while a thread waits for them."""
@@ -37,7 +38,8 @@ if hasattr(time, "CLOCK_MONOTONIC_RAW"):
 
 
 class Timing:
-    """Device timing for one session. It creates a timer once the service has imported a library that uses a device.
+    """Switches device times on and off for one session. A timer is made once the service imports a library that uses a
+    device.
 
     `reason` is the reason, in one line, why device time is missing or costs more, else "".
     """
@@ -83,7 +85,7 @@ class Timing:
         self._hosts.append(module)
         hosts = [module]
         if self.timer is None:
-            driver = self._driver_for(module)
+            driver = self._find_driver(module)
             if driver is None:
                 return
             hosts = self._hosts  # earlier ones may have had no driver
@@ -100,8 +102,8 @@ class Timing:
                 self.timer.sources.insert(0 if name == "torch" else len(self.timer.sources), source)
         self._ranges.time_by(self.timer.begin)
 
-    def _driver_for(self, module: ModuleType) -> Driver | None:
-        """Return a driver by cuda-python, else by torch's own events, else None. Sets `reason`."""
+    def _find_driver(self, module: ModuleType) -> Driver | None:
+        """Return a driver that uses cuda-python, else one that uses torch's own events, else None. Sets `reason`."""
         from instrument.device.torch_events import TorchDriver
 
         is_torch = module.__name__ == "torch"
@@ -150,9 +152,9 @@ class Timing:
 
     def columns_of(self, span_id: Int64s) -> DeviceIntervals:
         """Return the known device intervals of spans as columns, by the spans' ids."""
-        from instrument.trace.columns import cells_in, device_intervals
+        from instrument.trace.columns import device_intervals, view_cells
 
-        return device_intervals(cells_in(self.intervals.packed()), span_id)
+        return device_intervals(view_cells(self.intervals.packed()), span_id)
 
     def is_settled(self, at_ns: int) -> bool:
         """Return True if no span that ended before `at_ns` waits for a device time."""

@@ -1,8 +1,9 @@
-"""torch's own events, for hosts without cuda-bindings and for ROCm: a second driver besides `instrument.device.cuda`.
+"""Uses torch's own events as a driver, for hosts without cuda-bindings and for ROCm, in place of
+`instrument.device.cuda`.
 
-A context is the number of its device, plus one. Nothing initialises CUDA: torch makes a device's context before our
-first call for it. A thread that works on another device for a moment returns by those calls of torch that create no
-context, as torch's guards do.
+A context is represented by the number of its device, plus one. Nothing initialises CUDA: torch makes a device's context
+before our first call for it. A thread that works on another device for a moment returns by those calls of torch that
+create no context, as torch's guards do.
 
 torch creates an event when it is recorded for the first time, and destroys it with its object. A forked process must
 not destroy its parent's events, so they are kept until `destroy_event`. Recording an event costs more than with
@@ -51,7 +52,7 @@ TEXTS = {
     907: "operation not permitted on an event last recorded in a capturing stream",
     999: "unknown error",
 }
-"""The texts of CUDA's and ROCm's errors by number. torch before 2.8 gives the text without the number."""
+"""The error texts of CUDA and ROCm by number, because torch before 2.8 raises the text without the number."""
 
 OWN_TEXTS = {
     "must be completed before calculating elapsed time": cuda.NOT_READY,
@@ -63,7 +64,7 @@ OWN_TEXTS = {
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
-"""Events in use. The references stop a forked child that clears inherited objects from destroying them."""
+"""The events in use. The references prevent a forked child that clears inherited objects from destroying the events."""
 
 
 class TorchDriver:
@@ -90,10 +91,10 @@ class TorchDriver:
             raise ImportError(f"torch {torch.__version__} is not supported; use 2.1 or newer ({error})") from error
         self._torch = torch
         self._native = native
-        self._exchange_mode = _mode_exchange(is_rocm=bool(getattr(torch.version, "hip", None)))
+        self._exchange_mode = _find_mode_exchange(is_rocm=bool(getattr(torch.version, "hip", None)))
         self._streams: dict[tuple[int, int], Any] = {}
         self._thread = threading.local()
-        self.mark: Callable[[Any, Any], int] = self._mark
+        self.mark: Callable[[Any, Any], int] = self._record_uncaptured
 
     def name(self, error: int) -> str:
         """Return the driver's text for an error."""
@@ -101,13 +102,13 @@ class TorchDriver:
 
     # ---------------------------------------------------------------- on a thread of the service
 
-    def _mark(self, event: tuple[Any, int], stream: int) -> int:
+    def _record_uncaptured(self, event: tuple[Any, int], stream: int) -> int:
         """Record an event on a stream that is not captured. Return the stream's address, or an error below 0."""
         torch_event, device = event
         try:
             target = self._streams.get((device, stream))
             if target is None:
-                target = self._stream(device, stream)
+                target = self._find_stream(device, stream)
             if self._is_captured(device, target, stream):
                 return -cuda.CAPTURING
             torch_event.record(target)
@@ -115,7 +116,7 @@ class TorchDriver:
             return -error_of(error)
         return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers that vendors' tools use
 
-    def _stream(self, device: int, stream: int) -> Any:
+    def _find_stream(self, device: int, stream: int) -> Any:
         """Return torch's object for a stream's handle, without a wait. Handle 0 means the default stream."""
         if len(self._streams) > 1024:
             self._streams.clear()
@@ -125,7 +126,8 @@ class TorchDriver:
         return stream_object
 
     def _is_captured(self, device: int, target: Any, stream: int) -> bool:
-        """Return True for a captured stream. Makes it current for the test, as torch tests only that one."""
+        """Return True for a captured stream. It is made current for the test, because torch tests only the current
+        stream."""
         if self._device() == device and self._current(device) == stream:
             return self._captures()
         native = self._native
@@ -144,7 +146,7 @@ class TorchDriver:
         """Return `CAPTURING` for a stream that is captured into a graph, else the error or 0."""
         device = self._device()
         try:
-            return cuda.CAPTURING if self._is_captured(device, self._stream(device, stream), stream) else 0
+            return cuda.CAPTURING if self._is_captured(device, self._find_stream(device, stream), stream) else 0
         except RuntimeError as error:
             return error_of(error)
 
@@ -228,7 +230,7 @@ class TorchDriver:
         return 0, stream.cuda_stream
 
     def destroy_stream(self, stream: int) -> None:
-        """Do nothing, as torch reuses its streams."""
+        """Do nothing, because torch reuses its streams."""
 
     def query(self, event: Any) -> int:
         """Return 0 for an event that has happened, `NOT_READY` for a pending one."""
@@ -252,7 +254,7 @@ class TorchDriver:
         return answers
 
     def reading(self, recorder: Any, now: Callable[[], int]) -> None:
-        """Return None, as torch records events with the interpreter's lock."""
+        """Return None, because torch keeps the interpreter's lock while it records an event."""
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
         """Return the error, and the device time in ns between two events that have happened."""
@@ -278,7 +280,7 @@ def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int
     native._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
-def _mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
+def _find_mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
     """Return the vendor library's function that sets the calling thread's capture mode. torch has none."""
     if not is_rocm:
         exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode

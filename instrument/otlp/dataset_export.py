@@ -29,7 +29,7 @@ from instrument.recording.export_checkpoint import losses_by_name
 from instrument.recording.memory_layout import OVERWRITTEN
 from instrument.runtime import atomic, run_folder
 from instrument.runtime.faults import logger
-from instrument.trace.dataset import DatasetProcess, ProcessWindow, pyarrow, tables_of_windows
+from instrument.trace.dataset import DatasetProcess, ProcessWindow, make_window_tables, pyarrow
 from instrument.trace.dataset_files import DatasetWriter, Folder
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.of_recording import origin_of
@@ -173,7 +173,7 @@ class DatasetExport:
         samples = [sample for sample in member.mapped.samples(since_ns) if since_ns < sample.at_ns <= facts.end_ns]
         window = replace(facts, start_ns=since_ns or facts.start_ns, losses=dict(losses - before), samples=samples)
         self._windows[member] = facts.end_ns, losses
-        self.put(tables_of_windows([ProcessWindow(0, window, process.offset_ns)], [process]))
+        self.put(make_window_tables([ProcessWindow(0, window, process.offset_ns)], [process]))
 
     def forget(self, member: ReadRecording) -> None:
         """Add the last window of a recording, and forget the recording."""

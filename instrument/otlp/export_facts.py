@@ -45,7 +45,7 @@ class Ids:
         self._seed, self._trace_seeds = parts[0], (parts[1], parts[2])
         # Another process that sends with the same seeds has other numbers.
         self._device_number = (1 << 63) + (int.from_bytes(os.urandom(7), "big") if seeds else 0)
-        self.instance = instance or _random_uuid()
+        self.instance = instance or _make_uuid()
         self.run = run
 
     @property
@@ -87,10 +87,10 @@ class Ids:
     def many(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
         """Return the span ids of the recorder's numbers. With part 1 or 2, return the upper or lower halves of trace
         ids."""
-        return span_ids_of(self.seeds[part], numbers)
+        return mix_span_ids(self.seeds[part], numbers)
 
 
-def _random_uuid() -> str:
+def _make_uuid() -> str:
     """Return a random UUID, version 4, without the modules and patterns that `uuid` loads."""
     number = int.from_bytes(os.urandom(16), "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62
     text = f"{number:032x}"
@@ -105,7 +105,7 @@ def mix_bits(value: Any) -> Any:
     return value ^ value >> 31
 
 
-def span_ids_of(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix_span_ids(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return a span id for each number, mixed with a seed as in `Ids.span_id`."""
     import numpy as np
 
@@ -178,7 +178,7 @@ def facts_as_json(
     }
 
 
-def facts_from(document: Any) -> ExportFacts | None:
+def decode_facts(document: Any) -> ExportFacts | None:
     """Return the facts of a process, None if they are missing or malformed."""
     import msgspec  # which a service that an agent exports for has no use for
 

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
-from instrument.otlp.packing import Body, halves_of
+from instrument.otlp.packing import Body, split_request
 from instrument.otlp.points import Series
 from instrument.otlp.resource import (
-    child_attributes,
-    detected_attributes,
+    detect_attributes,
+    drop_parent_id,
     provider_attributes,
     resource_attributes,
 )
-from instrument.otlp.senders import THREAD_NAME, Response, Sender, metrics_url, sender_for
+from instrument.otlp.senders import THREAD_NAME, Response, Sender, make_metrics_url, make_sender
 from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedRequest, RequestQueue, Source
 from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin
@@ -103,7 +103,7 @@ class Exporter:
         self._sends = sends
         self._threads = threads
         self.settled = settled
-        self._sender = sender_for(settings)
+        self._sender = make_sender(settings)
         self._detected: Mapping[str, object] | None = None if detects else {}
         self._is_in_service = detects
         self._reset_sources(origin)
@@ -136,7 +136,7 @@ class Exporter:
     def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
         """Return the metrics of a process with this environment, for the same collector."""
         endpoint = self._settings.endpoint
-        url = endpoint if self._settings.protocol == "grpc" else metrics_url(endpoint)
+        url = endpoint if self._settings.protocol == "grpc" else make_metrics_url(endpoint)
         return Metrics(url if self._sends else None, environ)
 
     def add_metrics(self, source: Source) -> None:
@@ -189,7 +189,7 @@ class Exporter:
         for name in self._sender.modules:
             import_module(name)
         if self._detected is None:
-            self._detected = detected_attributes()
+            self._detected = detect_attributes()
 
     def _is_current(self, sender: Sender) -> bool:
         """Return True until `stop`, or until another sender replaces this one."""
@@ -198,7 +198,7 @@ class Exporter:
     def _open_sender(self) -> Sender:
         """Open the queue and a new sender, also after `stop`. The caller has the lock."""
         self._queue.is_closed, self._stop_at_ns, self._halt = False, _NEVER_NS, SimpleQueue()
-        self._sender = sender_for(self._settings)
+        self._sender = make_sender(self._settings)
         return self._sender
 
     def send(self, bodies: Iterable[Body]) -> Delivery:
@@ -340,7 +340,7 @@ class Exporter:
         self._sender.after_fork_in_child()
         self._reset_sources(self.own.origin)
         if self._detected is not None:
-            self._detected = child_attributes(self._detected)
+            self._detected = drop_parent_id(self._detected)
 
     def _run(self, sender: Sender) -> None:
         """Run the export thread: send the waiting spans every second, when enough bytes wait, or on request."""
@@ -483,7 +483,7 @@ class Exporter:
             self._halvings += 1
             self.request_bytes = max(LEAST_REQUEST_BYTES, len(request.data) // 2)
             with self._queue.lock:
-                halves = self._queue.split(request, halves_of(request.data))
+                halves = self._queue.split(request, split_request(request.data))
             for half in halves:
                 self._deliver(sender, half)
             return

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
-from instrument.otlp.metrics import series_of
+from instrument.otlp.metrics import convert_samples
 from instrument.recording.distributions import (
     COUNTER,
     GAUGE,
@@ -171,7 +171,7 @@ def _gauges(parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | Non
         newest = {(sample.name, sample.device): sample for sample in part.samples}
         # A share's base, such as `cores`, is read more seldom, and may come after what is divided by it.
         values = {key: sample.value for key, sample in newest.items() if sample.value is not None}
-        for series in series_of(newest.values(), {gpu.device: gpu for gpu in part.gpus}, part.origin, values, {}):
+        for series in convert_samples(newest.values(), {gpu.device: gpu for gpu in part.gpus}, part.origin, values, {}):
             is_of_process = series.name.startswith(OF_PROCESSES) or is_own(series.name)
             if of_processes not in (None, is_of_process):
                 continue

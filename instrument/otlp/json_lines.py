@@ -100,7 +100,7 @@ def hexadecimal(ids: NDArray[Any]) -> NDArray[Any]:
     return _HEX[ids.astype(">u8").view(np.uint8)].view("V16")
 
 
-def decimal_widths(numbers: NDArray[Any]) -> Int64s:
+def count_digits(numbers: NDArray[Any]) -> Int64s:
     """Return the number of decimal digits of each number."""
     return np.asarray(np.searchsorted(_POWERS, np.abs(numbers), side="right") + 1 + (numbers < 0))
 
@@ -124,7 +124,7 @@ class JsonForm:
     around = 0
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
-        return decimal_widths(values)
+        return count_digits(values)
 
     def length_widths(self, lengths: Int64s) -> Int64s:
         return np.zeros(len(lengths), dtype=np.int64)

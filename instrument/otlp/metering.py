@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from instrument.otlp.export_facts import ExportFacts, facts_from
+from instrument.otlp.export_facts import ExportFacts, decode_facts
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
 from instrument.otlp.metrics import DELAY_NS
@@ -70,10 +70,8 @@ def _label_errors(component: str, counts: Mapping[str, float]) -> dict[Labels, f
 
 @dataclass(eq=False)
 class Metering:
-    """Counts the metrics of one session in a recording, for the recording's exporter.
-
-    The sending thread calls `note_sent`, the reading thread the other methods.
-    """
+    """Counts the metrics of one session in a recording, for the recording's exporter. The sending thread calls
+    `note_sent`, the reading thread the other methods."""
 
     _mapped: Mapped
     _facts: ExportFacts
@@ -207,7 +205,7 @@ class Metering:
 
     def _make_snapshot(self) -> Snapshot | None:
         """Return the current totals; None if there are none to send."""
-        if (newest := facts_from(self._mapped.header.facts.get("export"))) is not None:
+        if (newest := decode_facts(self._mapped.header.facts.get("export"))) is not None:
             self.change(newest)
         facts = self._facts.metered
         numbers = tuple(metrics_of(numbers_in(self._mapped)[1]))

@@ -366,7 +366,7 @@ class Metrics:
             samples = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._request_samples))]
             self._oldest_ns = time.monotonic_ns()
             gpus = dict(self._gpus)
-        series = series_of(samples, gpus, origin, self._newest, self._begun_ns)
+        series = convert_samples(samples, gpus, origin, self._newest, self._begun_ns)
         return series, len(samples)
 
     def settle(self, samples: int, lost: int, verdict: Response) -> None:
@@ -418,18 +418,15 @@ class Metrics:
         return [*notes, f"export.otlp: metrics did not get through: {self._reason}"] if self._reason else notes
 
 
-def series_of(
+def convert_samples(
     samples: Iterable[Sample],
     gpus: Mapping[int, Gpu],
     origin: Origin,
     newest: dict[tuple[str, int], float],
     begun_ns: dict[int, int],
 ) -> list[Series]:
-    """Convert samples of gauges to metrics.
-
-    `newest` collects the last reading of each gauge. `begun_ns` collects the wall time of each device's first reading,
-    the start of its sums.
-    """
+    """Convert samples of gauges to metrics. `newest` collects the last reading of each gauge. `begun_ns` collects the
+    wall time of each device's first reading, the start of its sums."""
     series_by_name: dict[str, Series] = {}
     for sample in samples:
         if sample.value is None:
@@ -437,7 +434,7 @@ def series_of(
         newest[sample.name, sample.device] = sample.value
         at_ns = origin.realtime_of(sample.at_ns)
         first_ns = begun_ns.setdefault(sample.device, at_ns)
-        for measure in _OF_GAUGE.get(sample.name) or _measures_of_number(sample.name):
+        for measure in _OF_GAUGE.get(sample.name) or _find_measures(sample.name):
             base = newest.get((measure.per, sample.device)) if measure.per else 1.0
             if base:
                 series = series_by_name.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
@@ -452,7 +449,7 @@ def series_of(
     return list(series_by_name.values())
 
 
-def _measures_of_number(name: str) -> list[Measure]:
+def _find_measures(name: str) -> list[Measure]:
     """Return the measure of one of the service's own gauges. Its counters and sums are in snapshots."""
     is_gauge = is_own(name) and not GAUGES[name].grows
     return [Measure(name, name, GAUGES[name].unit)] if is_gauge else []

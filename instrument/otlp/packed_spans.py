@@ -24,18 +24,18 @@ from instrument.otlp.packing import (
     LINK_NAMES,
     SERVER_KIND,
     Body,
-    cause_of,
     device_attributes,
     device_name,
-    events_of,
-    int_head,
+    find_cause,
     own_attributes,
     pack_attributes,
     pack_event,
+    pack_int_head,
     pack_link,
     pack_status,
     pack_text,
     request_of,
+    select_events,
     site_attributes,
     status_of,
     thread_attributes,
@@ -46,7 +46,7 @@ from instrument.recording.remote_parents import LinkedSpan
 from instrument.recording.spans import AttributeValue, Origin, Span
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
-from instrument.trace.groups import numbered, stable_order
+from instrument.trace.groups import numbered, sort_stably
 from instrument.trace.trace import MergedProcess
 
 Objects = NDArray[np.object_]
@@ -150,7 +150,7 @@ class SpanPacker:
     def _pack_block(self, rows: Int64s) -> PackedRows:
         trace, count = self._trace, len(rows)
         ids, (number, sets) = self._ids.of(rows), trace.attributes.distinct(rows)
-        pieces, size = self._pieces_without_heads(rows, ids, number, sets)
+        pieces, size = self._make_pieces_without_heads(rows, ids, number, sets)
         starts, ends = trace.start_ns[rows], trace.end_ns[rows]
         task, active = trace.task_id[rows], trace.active_ns[rows]
         numbers = {
@@ -167,7 +167,7 @@ class SpanPacker:
         ends = np.arange(1, count + 1) + np.searchsorted(of, np.arange(count), side="right")
         return PackedRows(np.concatenate([pieces, its_pieces])[order], np.concatenate([sizes, its_sizes])[order], ends)
 
-    def _pieces_without_heads(
+    def _make_pieces_without_heads(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Objects, Int64s]:
         """Return the pieces of rows without their heads, and the bytes per row."""
@@ -182,13 +182,15 @@ class SpanPacker:
             more = np.where(self._with_more[place] == rows, place + 1, 0)
         pieces = np.empty((count, 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _pieces_by_row(self._pack_site, site, is_server, thread)
+        pieces[:, 2], size = _make_pieces_by_row(self._pack_site, site, is_server, thread)
         size += len(form.end)
         rare = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
         if len(rare):
             group, firsts = numbered(number[rare] + 1, site[rare], error[rare] + 1, clipped[rare], more[rare])
             parts = [
-                self._row_pieces(int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at]))
+                self._make_row_pieces(
+                    int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at])
+                )
                 for at in rare[firsts].tolist()
             ]
             for packed, column in (([part[0] for part in parts], 1), ([part[1] for part in parts], 3)):
@@ -208,7 +210,9 @@ class SpanPacker:
         """Add the `tracestate` of each tree to the last pieces of its entries."""
         stated = np.flatnonzero(self._ids.have_states[remote])
         if len(stated):
-            states, lengths = _pieces_by_row(lambda number: self._form.state(self._ids.state(number)), remote[stated])
+            states, lengths = _make_pieces_by_row(
+                lambda number: self._form.state(self._ids.state(number)), remote[stated]
+            )
             pieces[stated, 3] = states + pieces[stated, 3]
             size[stated] += lengths
 
@@ -226,7 +230,7 @@ class SpanPacker:
                 self._facts[key] = packed
         return packed
 
-    def _row_pieces(
+    def _make_row_pieces(
         self, row: int, values: Mapping[str, AttributeValue], has_more: bool
     ) -> tuple[bytes, bytes, frozenset[str]]:
         """Return a row's packed attributes and members, and the names of the site's attributes that they replace."""
@@ -235,11 +239,11 @@ class SpanPacker:
         failed = None if error == NONE else trace.errors[error]
         attributes = own_attributes(site, values, failed, bool(trace.clipped[row]))
         links = list(self._links.get(row, ())) if has_more else []
-        cause = cause_of(values, lambda *ids: self._ids.links([ids], row)[0]) if LINK_NAMES & values.keys() else None
+        cause = find_cause(values, lambda *ids: self._ids.links([ids], row)[0]) if LINK_NAMES & values.keys() else None
         if cause is not None:
             links.insert(0, cause)
         interruptions = self._interruptions.get(row, ()) if has_more else ()
-        events, dropped = events_of(interruptions)
+        events, dropped = select_events(interruptions)
         placed = [(at_ns + self._offset_ns, name, facts) for at_ns, name, facts in events]
         members = RareMembers(status_of(failed, values), links, placed, dropped)
         hidden = frozenset(attributes) & site_attributes(site).keys() if values else frozenset()
@@ -266,7 +270,7 @@ class SpanPacker:
 
         pieces = np.empty((len(of), 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
-        pieces[:, 2], size = _pieces_by_row(
+        pieces[:, 2], size = _make_pieces_by_row(
             facts_of, trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at]
         )
         new_ids = self._ids.device_ids(len(of), int(rows[0]))
@@ -305,7 +309,7 @@ class SpanPacker:
         columns["length"] = bare[kind] + size - form.around
         length_widths = form.length_widths(columns["length"])
         groups, firsts = numbered(kind, length_widths)
-        order = stable_order(groups, len(firsts))
+        order = sort_stably(groups, len(firsts))
         bounds = np.searchsorted(groups[order], np.arange(len(firsts) + 1)).tolist()
         for group, first in enumerate(firsts.tolist()):
             some = order[bounds[group] : bounds[group + 1]]
@@ -351,7 +355,7 @@ def _make_table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
     return pieces, np.array(list(map(len, values)), dtype=np.int64)
 
 
-def _pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
+def _make_pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
     """Return the piece of each row, and its size. `make` is called once per distinct combination of the columns'
     values."""
     group, firsts = numbered(*columns)
@@ -374,7 +378,7 @@ def varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
     return digits.view(f"V{width}").reshape(-1)
 
 
-def varint_widths(numbers: NDArray[Any]) -> Int64s:
+def count_varint_bytes(numbers: NDArray[Any]) -> Int64s:
     """Return the number of bytes of each number as a varint."""
     widths = np.ones(len(numbers), dtype=np.int64)
     values = numbers.astype(np.uint64)
@@ -394,10 +398,10 @@ class ProtobufForm:
     around = 1
     """The byte of the tag in front of the length."""
 
-    length_widths = staticmethod(varint_widths)
+    length_widths = staticmethod(count_varint_bytes)
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
-        return np.zeros(len(values), dtype=np.int64) if name in _TYPES else varint_widths(values)
+        return np.zeros(len(values), dtype=np.int64) if name in _TYPES else count_varint_bytes(values)
 
     def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
         parts: list[Part] = [("", b"\x12"), ("length", widths["length"]), ("", b"\x0a\x10"), ("high", 8), ("low", 8)]
@@ -406,7 +410,7 @@ class ProtobufForm:
         parts += [("", b"\x39"), ("start", 8), ("", b"\x41"), ("end", 8), ("", b"\x85\x01"), ("flags", 4)]
         for name, width in widths.items():
             if width and name.startswith("instrument."):
-                parts += [("", int_head(b"\x4a", name, width)), (name, width)]
+                parts += [("", pack_int_head(b"\x4a", name, width)), (name, width)]
         return [part for part in parts if part[1]]
 
     def field(self, name: str, width: int) -> str:

@@ -52,7 +52,7 @@ _FILLED = frozenset(
 )
 
 
-def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
+def find_cause(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
     """Return the link that a span's attributes store: to the ended span that started its task or thread, or to the
     caller's span. `linked` finds a span by its number and its root's number."""
     state = attributes.get(LINK_STATE)
@@ -73,7 +73,7 @@ def cause_of(attributes: Mapping[str, object], linked: Callable[[int, int], Link
     return LinkedSpan(number, cause.span_id, state) if 0 < number < 1 << 128 else None
 
 
-def events_of(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
+def select_events(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
     """Return a span's longest interruptions as events (time, name, attributes), and the count of the others."""
     longest = sorted(interruptions, key=lambda span: -span.total_ns)[:EVENT_LIMIT]
     longest.sort(key=attrgetter("start_ns"))
@@ -191,7 +191,7 @@ class Body(NamedTuple):
     spans: int
 
 
-def halves_of(request: bytes) -> Sequence[Body]:
+def split_request(request: bytes) -> Sequence[Body]:
     """Split a request that `request_of` made into two."""
     (of_resource,) = _split_fields(request, 0, len(request))
     resource, of_scope = _split_fields(request, *of_resource[1:])
@@ -252,7 +252,7 @@ def _pack_attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
     """Return an attribute as a KeyValue of a repeated field, by default `Span.attributes`."""
     if type(value) is int and 0 <= value < 1 << 63:
         number = varint(value)
-        return int_head(tag, key, len(number)) + number
+        return pack_int_head(tag, key, len(number)) + number
     return pack_field(tag, _pack_key(key) + pack_field(b"\x12", _pack_value(value)))
 
 
@@ -262,7 +262,7 @@ def _pack_key(key: str) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
+def pack_int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
     """Return the bytes of a KeyValue before an integer whose varint takes `varint_bytes`."""
     head = _pack_key(key) + b"\x12" + varint(varint_bytes + 1) + b"\x18"
     return tag + varint(len(head) + varint_bytes) + head

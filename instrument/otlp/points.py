@@ -45,7 +45,7 @@ def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
         if index == 0:
             zero_count += count
         else:
-            at = _finest_bucket(index)
+            at = _find_finest_bucket(index)
             count_by_place[at] = count_by_place.get(at, 0) + count
     scale, first, last = FINEST_SCALE, min(count_by_place, default=0), max(count_by_place, default=-1)
     while last - first >= MOST_BUCKETS:
@@ -67,7 +67,7 @@ def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
 
 
 @lru_cache(maxsize=4096)
-def _finest_bucket(index: int) -> int:
+def _find_finest_bucket(index: int) -> int:
     """Return the bucket at the finest scale that contains the middle of a bucket of the tally, both in s."""
     return math.ceil(math.log2(bucket_middle(index) / 1e9) * (1 << FINEST_SCALE)) - 1
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from instrument import clock
-from instrument.otlp.export_facts import ExportFacts, Ids, facts_from
+from instrument.otlp.export_facts import ExportFacts, Ids, decode_facts
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
 from instrument.otlp.kept_files import KeptFiles
@@ -263,7 +263,7 @@ class RecordingExport:
         if now < self._facts_at:
             return self._facts
         header = self._mapped.header
-        facts = facts_from(header.facts.get("export"))
+        facts = decode_facts(header.facts.get("export"))
         self._facts_at = now + FACTS_S if facts is not None else 0.0
         reading = self._reading
         if facts is None or header.generation != self._generation:
@@ -283,7 +283,7 @@ class RecordingExport:
             self._reported_fates, progress.is_reported = Counter(progress.fates), False
         unsettled, unanswered = progress.unsettled, progress.unanswered
         reading = _Reading(
-            self._mapped, progress, facts, _origin_now(header), self._exporter, self._place, sends=self._sends
+            self._mapped, progress, facts, _read_origin_now(header), self._exporter, self._place, sends=self._sends
         )
         with self._lock:
             self._progress, self._reading = progress, reading
@@ -573,7 +573,7 @@ class _Reading:
             self.reader.rows.sampler.change(facts.capture)
 
 
-def _origin_now(header: Header) -> Origin:
+def _read_origin_now(header: Header) -> Origin:
     """Return the origin of a recording's process, with both of the machine's clocks read anew."""
     monotonic_ns, realtime_ns = clock.pair()
     return replace(origin_of(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)

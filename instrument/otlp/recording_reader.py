@@ -19,7 +19,7 @@ from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacke
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Columns, DeviceIntervals, Int64s, device_intervals
-from instrument.trace.of_recording import first_request_ns, origin_of
+from instrument.trace.of_recording import find_first_request, origin_of
 from instrument.trace.unsettled import Details, TailSampler, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
@@ -55,7 +55,7 @@ class RecordingReader:
         self.rows = UnsettledRows(facts.ids, self._site_of_node, sampler, facts.spans_per_request)
         self.rows.caller = origin_of(mapped.header).remote
         if self.rows.caller is not None:
-            self.rows.served_from_ns = first_request_ns(mapped)
+            self.rows.served_from_ns = find_first_request(mapped)
         self._details_at = 0
         self._marks: set[int] = set()
         self._watched: list[Row] | None = None
@@ -71,7 +71,7 @@ class RecordingReader:
 
     def open_rows(self) -> list[tuple[int, Row]]:
         """Return the open spans, as rows without an end."""
-        return [(span.thread_id, row_of_open(span)) for span in self._mapped.open_spans()]
+        return [(span.thread_id, make_open_row(span)) for span in self._mapped.open_spans()]
 
     def site_of(self, row: Row) -> Site:
         """Return the site of a row that was read."""
@@ -203,7 +203,7 @@ class DeviceTimes:
         return device_intervals(cells[np.isin(cells["span_id"].astype(np.int64), span_id[asking])], span_id)
 
 
-def row_of_open(span: OpenSpan) -> Row:
+def make_open_row(span: OpenSpan) -> Row:
     """Return an open span as a row, without its attributes."""
     return row_of(span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns, end_ns=0)
 

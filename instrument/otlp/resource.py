@@ -16,7 +16,7 @@ from instrument.runtime.faults import FAULTS
 _UNNAMED = "unknown_service"
 
 
-def detected_attributes() -> dict[str, object]:
+def detect_attributes() -> dict[str, object]:
     """Return the attributes that OpenTelemetry's SDK detects, with those of `OTEL_RESOURCE_ATTRIBUTES`.
 
     Imports the SDK and runs the configured detectors: about 0.1 s, once, when a session starts. The SDK refuses while
@@ -33,7 +33,7 @@ def detected_attributes() -> dict[str, object]:
         return {}
 
 
-def child_attributes(detected: Mapping[str, object]) -> dict[str, object]:
+def drop_parent_id(detected: Mapping[str, object]) -> dict[str, object]:
     """Return the attributes that the parent had detected, without the instance id that the SDK made for the parent."""
     variable = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     return {key: value for key, value in detected.items() if key != "service.instance.id" or key in variable}

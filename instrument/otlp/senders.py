@@ -175,12 +175,12 @@ class HttpSender(Sender):
             lines.append(f"Proxy-Authorization: {proxy.authorization}")
         if " " in path or not all(line.isascii() and line.isprintable() for line in lines):
             raise ExportError("a header or the path of the OTLP endpoint has characters that are not allowed")
-        lines += [f"User-Agent: {_user_agent()}", "Content-Type: application/x-protobuf"]
+        lines += [f"User-Agent: {_make_user_agent()}", "Content-Type: application/x-protobuf"]
         self._gzip = settings.compression == "gzip"
         lines += ["Content-Encoding: gzip"] if self._gzip else []
         head = "\r\n".join(["", *lines, "Content-Length: "])
         spans = f"POST {path} HTTP/1.1{head}".encode()
-        metrics = urlsplit(metrics_url(settings.endpoint) or settings.endpoint)
+        metrics = urlsplit(make_metrics_url(settings.endpoint) or settings.endpoint)
         path = before + metrics.path + (f"?{metrics.query}" if metrics.query else "")
         self._places = spans, f"POST {path} HTTP/1.1{head}".encode()
         self._connection: TcpConnection | None = None
@@ -206,7 +206,7 @@ class HttpSender(Sender):
             return Response(False, reason=f"an answer that is not HTTP ({type(fault).__name__})")
         if response.status in (429, 502, 503, 504):
             reason = f"HTTP {response.status} {response.reason[:100]}"
-            raise _UnavailableError(reason, _retry_after_s(response.getheader("Retry-After")))
+            raise _UnavailableError(reason, _parse_retry_after(response.getheader("Retry-After")))
         return _judge_response(response, content, count)
 
     def _post(self, head: bytes, body: bytes, left_s: Callable[[], float]) -> tuple[HTTPResponse, bytes]:
@@ -250,14 +250,14 @@ class HttpSender(Sender):
             connection.abort()
 
 
-def metrics_url(traces_url: str) -> str | None:
+def make_metrics_url(traces_url: str) -> str | None:
     """Return the URL for metrics that matches the URL for spans, None if that does not end in `/v1/traces`."""
     path, question, query = traces_url.partition("?")
     path = path.rstrip("/")
     return f"{path[: -len('/v1/traces')]}/v1/metrics{question}{query}" if path.endswith("/v1/traces") else None
 
 
-def _user_agent() -> str:
+def _make_user_agent() -> str:
     """Return our User-Agent."""
     return f"instrument-sdk/{packing.version()}"
 
@@ -287,7 +287,7 @@ def _decode_varint(varint: bytes) -> int:
     return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(varint))
 
 
-def _retry_after_s(text: str | None) -> float:
+def _parse_retry_after(text: str | None) -> float:
     """Return the seconds of a Retry-After header, which has a number or a date; 0 for any other text."""
     from email.utils import parsedate_to_datetime
 
@@ -355,7 +355,7 @@ class GrpcSender(Sender):
         except grpc.RpcError as fault:
             status, details = fault.code().name, fault.details() or ""
             reason = f"gRPC {status}: {details[:200]}"
-            asked_s = _retry_info_s(fault.trailing_metadata())
+            asked_s = _find_retry_info(fault.trailing_metadata())
             exhausted = status == "RESOURCE_EXHAUSTED" and asked_s is None
             too_large = (exhausted or status == "OUT_OF_RANGE") and _TOO_LARGE.search(details) is not None
             if too_large or exhausted or status not in _PASSING:
@@ -373,7 +373,7 @@ class GrpcSender(Sender):
         compression = grpc.Compression.Gzip if settings.compression == "gzip" else grpc.Compression.NoCompression
         facts = {
             "compression": compression,
-            "options": [("grpc.primary_user_agent", _user_agent())],
+            "options": [("grpc.primary_user_agent", _make_user_agent())],
         }
         target = urlsplit(settings.endpoint).netloc or settings.endpoint
         if not settings.endpoint.startswith("https:"):
@@ -399,7 +399,7 @@ class GrpcSender(Sender):
         self._channel = None
 
 
-def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float | None:
+def _find_retry_info(metadata: Sequence[tuple[str, str | bytes]] | None) -> float | None:
     """Return the seconds until a retry in the details of a status, None for none."""
     for name, value in metadata or ():
         if name in _RETRY_INFO and isinstance(value, bytes):
@@ -409,7 +409,7 @@ def _retry_info_s(metadata: Sequence[tuple[str, str | bytes]] | None) -> float |
     return None
 
 
-def sender_for(settings: Otlp) -> Sender:
+def make_sender(settings: Otlp) -> Sender:
     """Return the sender for the profile's protocol. Raises `ExportError` for settings that cannot work."""
     if settings.protocol == "grpc":
         return GrpcSender(settings)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.export_facts import Ids, span_ids_of
+from instrument.otlp.export_facts import Ids, mix_span_ids
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE
 from instrument.recording.remote_parents import OF_OURS, LinkedSpan, RemoteParent
 from instrument.trace.by_process import outer_spans
@@ -111,20 +111,20 @@ class SpanIds:
         """Return new ids for device intervals of a row's process."""
         number = 0 if self._process is None else int(self._process[row])
         first = self._ids[number].take_device_numbers(count)
-        return span_ids_of(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
+        return mix_span_ids(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
 
     def _mix_numbers(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
         """Return the span ids, or one half of the trace ids, for the recorder's numbers."""
         process, trace = self._process, self._trace
         if process is None or self._order is None:
-            return span_ids_of(self._seeds[0, part], numbers.astype(np.uint64))
+            return mix_span_ids(self._seeds[0, part], numbers.astype(np.uint64))
         at = self._order[np.searchsorted(trace.span_id, numbers, sorter=self._order).clip(max=len(trace) - 1)]
         is_known = trace.span_id[at] == numbers
         own_numbers = np.where(is_known, trace.own_id[at], numbers)
         for place in np.flatnonzero(~is_known).tolist():
             own_numbers[place] = self._absent.get(int(numbers[place]), int(numbers[place]))
         of_process = np.where(is_known, process[at], process[rows])
-        return span_ids_of(self._seeds[of_process, part], own_numbers.astype(np.uint64))
+        return mix_span_ids(self._seeds[of_process, part], own_numbers.astype(np.uint64))
 
 
 _MASK = (1 << 64) - 1

@@ -18,7 +18,7 @@ from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of, topmost_rows
 from instrument.trace.groups import ranked
 from instrument.trace.trace import MergedProcess, Trace
-from instrument.trace.watched import moved_watched
+from instrument.trace.watched import move_watched
 
 
 class DistinctNumbers:
@@ -44,7 +44,7 @@ class DistinctNumbers:
         """Return the distinct number for each of an owner's numbers."""
         return _renumber(numbers, lambda number: self.number(number, owner))
 
-    def own_numbers_of(self, owner: Hashable) -> dict[int, int]:
+    def map_to_own_numbers(self, owner: Hashable) -> dict[int, int]:
         """Return a map from distinct numbers to an owner's numbers."""
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
 
@@ -87,7 +87,7 @@ def _join_sites(same: Sequence[Site]) -> Site:
 _FLAGS = [item.name for item in fields(Site) if item.type == "bool"]
 
 
-def linked_ids(link: Any) -> Int64s | None:
+def parse_link(link: Any) -> Int64s | None:
     """Return the ids of the linked span and of its root, None if the value is no link."""
     if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
         return None
@@ -147,7 +147,7 @@ class Numbers:
         """Return the joined site for a site."""
         return self.sites[self._sites.place(site)]
 
-    def merged_sites_of(self, part: MergedFile) -> Int64s:
+    def find_merged_sites(self, part: MergedFile) -> Int64s:
         """Return the index of the joined site of each row."""
         places = [self._sites.place(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
@@ -187,9 +187,9 @@ class Numbers:
     def of_process(self, process: int) -> dict[str, dict[int, int]]:
         """Return maps from merged numbers to a process's own numbers of threads, devices and streams."""
         return {
-            "threads": self._threads.own_numbers_of(process),
+            "threads": self._threads.map_to_own_numbers(process),
             "devices": self._own_devices.get(process, {}),
-            "streams": self._streams.own_numbers_of(process),
+            "streams": self._streams.map_to_own_numbers(process),
         }
 
 
@@ -282,7 +282,7 @@ def _restore_attributes(trace: Columns, rows: Int64s, process: MergedProcess) ->
     """Return the attributes of some rows of a process, with the process's own ids in links."""
 
     def relink(_: int, link: Any) -> Any:
-        ids = linked_ids(link)
+        ids = parse_link(link)
         return link if ids is None else tuple(_restore_ids(trace, ids, process).tolist())
 
     return ComposedAttributes([trace.attributes], np.zeros(len(rows), dtype=np.int32), rows, relink)
@@ -330,7 +330,7 @@ def _select_facts(facts: Trace, number: int) -> Trace:
         ],
         gpus=[replace(gpu, device=devices[gpu.device]) for gpu in facts.gpus if gpu.device in devices],
         **(
-            moved_watched(
+            move_watched(
                 facts,
                 lambda numbers: _restore_numbers(numbers, process.devices),
                 lambda numbers: _restore_numbers(numbers, process.threads),

@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import is_blocked_loop
-from instrument.trace.blame import blocking_rows
+from instrument.trace.blame import find_blocking_rows
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
 from instrument.trace.intervals import Unions, union_by_group
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, own_and_waiting, portion
+from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, divide_own_and_waiting, portion
 from instrument.trace.self_times import turns
 
 BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
@@ -55,7 +55,7 @@ class Lanes:
         blocked = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
         rows = np.concatenate([batches, blocked]).astype(np.int64)
         requests = np.full(len(rows), NONE, dtype=np.int64)
-        requests[len(batches) :] = joined.of[blocking_rows(trace, blocked)]
+        requests[len(batches) :] = joined.of[find_blocking_rows(trace, blocked)]
         threads = distinct(trace.thread_id[rows])
         lanes = np.searchsorted(threads, trace.thread_id[rows])
         ranks = np.empty(len(rows), dtype=np.int64)
@@ -185,7 +185,7 @@ class Account:
         """Return the time that requests waited in batches for other members, by waiting and by causing group."""
         served, rows = self._joined.served, self._charged_turns
         rows = rows[self._turns.pair[rows] != NONE]
-        pairs, _, waited_ns = own_and_waiting(given_ns, self._turns.pair[rows], self._turns.length_ns[rows])
+        pairs, _, waited_ns = divide_own_and_waiting(given_ns, self._turns.pair[rows], self._turns.length_ns[rows])
         own_group, weight, batch = self._group[served.request[pairs]], served.weight[pairs], self._of_pair[pairs]
         groups, other_weights = Groups(own_group, self._count), self._sums[batch] - weight
         upto = np.zeros((self._count, self._count + 1), dtype=np.int64)

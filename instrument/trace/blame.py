@@ -20,7 +20,7 @@ from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.intervals import Union, union
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, last_before, timeline
+from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, find_last_before, timeline
 
 BETWEEN = (QUEUE, STALL)
 """The parts in which a request waits for the threads of its batches."""
@@ -171,14 +171,14 @@ def _name_spans(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
     shown = [(trace.sites[site].name, row) for site, row in zip(trace.site[rows].tolist(), rows.tolist(), strict=True)]
     is_blocked = np.array([is_blocked_loop(site) for site in trace.sites] or [False])[trace.site[rows]]
     places = np.flatnonzero(is_blocked)
-    names, blocking = trace.attributes.values(BLOCKED_BY, rows[places]), blocking_rows(trace, rows[places])
+    names, blocking = trace.attributes.values(BLOCKED_BY, rows[places]), find_blocking_rows(trace, rows[places])
     for index, blocking_name, row in zip(places.tolist(), names, blocking.tolist(), strict=True):
         if blocking_name:
             shown[index] = str(blocking_name), row
     return shown
 
 
-def blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
+def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
     """Return the row of the span that blocked each event loop, else the blocked loop's own row. The blocking span is
     the innermost one of the recorded name on that thread in the middle of the blocked time."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
@@ -194,7 +194,9 @@ def blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
     order = np.lexsort((trace.start_ns[candidates], groups[: len(candidates)]))
     candidates = candidates[order]
     middles = trace.start_ns[blocked_rows] + trace.total_ns[blocked_rows] // 2
-    last = last_before(groups[: len(candidates)][order], trace.start_ns[candidates], groups[len(candidates) :], middles)
+    last = find_last_before(
+        groups[: len(candidates)][order], trace.start_ns[candidates], groups[len(candidates) :], middles
+    )
     blocking = np.append(candidates, NONE)[last]
     return np.where(
         (last != NONE) & (number_of_row != NONE) & (trace.end_ns[blocking] > middles), blocking, blocked_rows

@@ -58,7 +58,7 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
         origin = replace(facts.origin, monotonic_ns=base.monotonic_ns, realtime_ns=base.realtime_ns)
         threads = {thread_id: name for part in process_parts for thread_id, name in part.saved.trace.threads.items()}
         rows = order[(process[order] == number) & ~is_interrupting[order]]
-        hits = interruptions_of(trace, rows, np.flatnonzero(is_interrupting & (process == number)))
+        hits = find_interruptions(trace, rows, np.flatnonzero(is_interrupting & (process == number)))
         process_numbers = merged.saved.trace.processes[number] if merged.saved.trace.processes else None
         yield ProcessRows(replace(facts, origin=origin, threads=threads), process_numbers, rows, hits)
 
@@ -86,7 +86,7 @@ def outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]
     return origins
 
 
-def interruptions_of(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
+def find_interruptions(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
     """Return the interruptions of each request and each root among some rows of one process."""
     by_end = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
     hit = rows[trace.of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
@@ -128,6 +128,6 @@ class Interruptions:
             alone &= (sizes == 1)[trees.reshape(-1)]
         rows, alone_rows = np.flatnonzero(~alone), np.flatnonzero(alone)
         extended = with_spans(trace, self._newest)
-        hits = interruptions_of(extended, rows, np.concatenate([alone_rows, np.arange(len(trace), len(extended))]))
+        hits = find_interruptions(extended, rows, np.concatenate([alone_rows, np.arange(len(trace), len(extended))]))
         self._newest = sorted([*self._newest, *spans_of(trace, alone_rows)], key=attrgetter("end_ns"))[-NEWEST:]
         return rows, hits

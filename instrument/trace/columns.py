@@ -383,7 +383,7 @@ CELL = np.dtype(
 """A packed device interval, as `instrument.recording.slot_ring` stores it. A stream is an address or a small number."""
 
 
-def cells_in(packed: bytes) -> NDArray[np.void]:
+def view_cells(packed: bytes) -> NDArray[np.void]:
     """Return the packed device intervals of a ring as an array of records."""
     return np.frombuffer(packed, dtype=CELL)
 

@@ -126,7 +126,7 @@ def attributes_of(trace: Columns, rows: Int64s) -> Values:
         by_type: dict[str, dict[str, Any]] = {name: {} for name in ATTRIBUTES}
         for name, value in items.items():
             if name != LINK:
-                kind, stored = typed_value(value)
+                kind, stored = choose_column(value)
                 by_type[kind][clean(str(name))] = stored
         for name, values in by_type.items():
             typed[name].append(values)
@@ -138,7 +138,7 @@ def _is_int64(value: object) -> bool:
     return type(value) is int and -1 << 63 <= value < 1 << 63
 
 
-def typed_value(value: AttributeValue) -> tuple[str, Any]:
+def choose_column(value: AttributeValue) -> tuple[str, Any]:
     """Return the name of the column for an attribute's value, and the value to store in it."""
     if isinstance(value, str):
         return "attributes_text", clean(value)
@@ -219,7 +219,7 @@ def table(name: str, columns: Values, process: Int64s, members: Sequence[Dataset
 # Rows of a trace
 
 
-def span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: Int64s) -> Values:
+def make_span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: Int64s) -> Values:
     """Return the columns of spans, except those of threads and links. Times plus `base_ns` count from 1970."""
     sites, site, error = trace.sites, trace.site[rows], trace.error[rows]
     return {
@@ -245,7 +245,7 @@ _PARTS = {**PARTS, SUB_REQUESTS: "sub_requests"}
 _TOKENS = {"input_tokens": INPUT_TOKENS, "output_tokens": OUTPUT_TOKENS}
 
 
-def request_columns(
+def make_request_columns(
     trace: Columns, joined: Joined, places: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
     """Return the columns of the requests with the indices `places`, except their ids."""
@@ -288,7 +288,7 @@ def _measure_length(interval: tuple[int, int] | None) -> int | None:
     return None if interval is None else interval[1] - interval[0]
 
 
-def member_columns(
+def make_member_columns(
     trace: Columns, joined: Joined, pairs: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
     """Return the columns of some pairs of a batch and a request, except their ids."""
@@ -309,7 +309,7 @@ def member_columns(
     }
 
 
-def batch_columns(
+def make_batch_columns(
     trace: Columns, joined: Joined, rows: Int64s, parts: Ledger, device: DeviceLedger, base_ns: Int64s
 ) -> Values:
     """Return the columns of the batches in some rows, except their ids."""
@@ -325,7 +325,7 @@ def batch_columns(
     }
 
 
-def interval_columns(trace: Columns, places: Int64s, base_ns: Int64s) -> Values:
+def make_interval_columns(trace: Columns, places: Int64s, base_ns: Int64s) -> Values:
     """Return the columns of some device intervals, except the ids of their spans and devices."""
     device = trace.device
     return {
@@ -388,18 +388,18 @@ class TraceRows(ABC):
 
     def spans(self, rows: Int64s) -> Any:
         """Return the table of some spans, given by row."""
-        columns = span_columns(self.trace, rows, self.keys, self._make_bases(rows))
+        columns = make_span_columns(self.trace, rows, self.keys, self._make_bases(rows))
         return self._make_table("spans", rows, {**columns, **self._make_links(rows), **self._threads(rows)})
 
     def requests(self, places: Int64s, is_complete: Bools) -> Any:
         """Return the table of some requests, given by index. `is_complete` is by row of the trace."""
         rows = self._joined.rows[places]
-        columns = request_columns(self.trace, self._joined, places, *self._ledgers, self._make_bases(rows))
+        columns = make_request_columns(self.trace, self._joined, places, *self._ledgers, self._make_bases(rows))
         return self._make_table("requests", rows, {**columns, "is_complete": is_complete[rows]})
 
     def batches(self, rows: Int64s) -> Any:
         """Return the table of some batches, given by row."""
-        columns = batch_columns(self.trace, self._joined, rows, *self._ledgers, self._make_bases(rows))
+        columns = make_batch_columns(self.trace, self._joined, rows, *self._ledgers, self._make_bases(rows))
         return self._make_table("batches", rows, columns)
 
     def batch_members(self, pairs: Int64s) -> Any:
@@ -408,7 +408,7 @@ class TraceRows(ABC):
         rows, places = served.batch[pairs], served.request[pairs]
         requests = np.append(self._joined.rows, 0)[places]
         high, low, span = (np.where(places == NONE, np.uint64(0), ids[requests]) for ids in self.keys[:3])
-        columns = member_columns(self.trace, self._joined, pairs, *self._ledgers, self._make_bases(rows))
+        columns = make_member_columns(self.trace, self._joined, pairs, *self._ledgers, self._make_bases(rows))
         of_requests = {"request_trace_id": ids_of(high, low), "request_span_id": ids_of(span)}
         return self._make_table("members", rows, {**columns, **of_requests})
 
@@ -417,7 +417,7 @@ class TraceRows(ABC):
         device = self.trace.device
         rows = device.row[places].astype(np.int64)
         devices, uuids = self._devices(device.device[places], self.process[rows])
-        columns = interval_columns(self.trace, places, self._make_bases(rows))
+        columns = make_interval_columns(self.trace, places, self._make_bases(rows))
         return self._make_table("intervals", rows, {**columns, "device": devices, "device_uuid": uuids})
 
     def _make_parts(self, name: str, numbers: Int64s, part: Callable[[Int64s], Any]) -> Iterator[tuple[str, Any]]:
@@ -465,7 +465,7 @@ class DatasetRows(TraceRows):
             for number, parts in enumerate(self._parts)
             for part in parts
         ]
-        yield from tables_of_windows(windows, self.members)
+        yield from make_window_tables(windows, self.members)
 
     def _threads(self, rows: Int64s) -> Values:
         distinct, places = ranked(self.trace.thread_id[rows])
@@ -496,7 +496,9 @@ class ProcessWindow(NamedTuple):
     apart_ns: int = 0
 
 
-def tables_of_windows(windows: Sequence[ProcessWindow], members: Sequence[DatasetProcess]) -> Iterator[tuple[str, Any]]:
+def make_window_tables(
+    windows: Sequence[ProcessWindow], members: Sequence[DatasetProcess]
+) -> Iterator[tuple[str, Any]]:
     """Yield the tables of gauges, losses and processes of some windows."""
     gauges: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     losses: list[tuple[Any, ...]] = []
@@ -510,7 +512,7 @@ def tables_of_windows(windows: Sequence[ProcessWindow], members: Sequence[Datase
                 gauges[key] = uuid_of.get(sample.device), float(sample.value), unit
         begin_ns = facts.start_ns + offset_ns
         losses += [(number, begin_ns, clean(reason), count) for reason, count in facts.losses.items()]
-        processes.append((number, *window_values(facts, begin_ns, offset_ns, apart_ns)))
+        processes.append((number, *list_window_values(facts, begin_ns, offset_ns, apart_ns)))
     columns: dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]] = {
         "gauges": (("start_unix_ns", "name", "device", "device_uuid", "value", "unit"),
                    [(*key, *values) for key, values in gauges.items()]),
@@ -518,7 +520,7 @@ def tables_of_windows(windows: Sequence[ProcessWindow], members: Sequence[Datase
         "processes": (WINDOW_COLUMNS, processes),
     }  # fmt: skip
     for name, (names, rows) in columns.items():
-        yield name, table_of_rows(name, names, rows, members)
+        yield name, make_table_of_rows(name, names, rows, members)
 
 
 WINDOW_COLUMNS = (
@@ -527,7 +529,7 @@ WINDOW_COLUMNS = (
 )  # fmt: skip
 
 
-def window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) -> tuple[Any, ...]:
+def list_window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) -> tuple[Any, ...]:
     """Return one row of the table `processes`, in the order of `WINDOW_COLUMNS`."""
     origin = facts.origin
     held_ns = facts.held_from_ns + offset_ns if facts.held_from_ns else None
@@ -537,7 +539,7 @@ def window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) ->
     )  # fmt: skip
 
 
-def table_of_rows(
+def make_table_of_rows(
     name: str, names: Sequence[str], rows: Sequence[Sequence[Any]], members: Sequence[DatasetProcess]
 ) -> Any:
     """Return a table of rows. The first value of each row is the index of its process among `members`."""

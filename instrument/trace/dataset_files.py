@@ -31,7 +31,7 @@ PLAIN = frozenset({
 """The columns that Parquet stores without a dictionary, because most of their values are distinct."""
 
 
-def folder_of(service: str, hour: int) -> str:
+def make_folder_path(service: str, hour: int) -> str:
     """Return the path of the folder for a service's rows that began in `hour`, counted from 1970."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", clean(service)) or "_"
     return time.strftime(f"service=s-{name}/date=d%Y-%m-%d/hour=h%H", time.gmtime(hour * 3600))
@@ -199,5 +199,5 @@ def _split_by_folder(rows: Any) -> Iterator[tuple[str, Any]]:
     pairs, places = np.unique(np.stack([services.indices.to_numpy(), hours]), axis=1, return_inverse=True)
     for number, (service, hour) in enumerate(pairs.T.tolist()):
         some = np.flatnonzero(places.reshape(-1) == number)
-        folder = folder_of(services.dictionary[service].as_py(), hour)
+        folder = make_folder_path(services.dictionary[service].as_py(), hour)
         yield folder, rows if len(some) == len(rows) else rows.take(some)

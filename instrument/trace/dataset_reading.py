@@ -15,8 +15,8 @@ from instrument.trace.columns import AttributesOfRows, Columns, DeviceIntervals,
 from instrument.trace.dataset import ATTRIBUTES, SpanKeys, UInt64s, pyarrow, schema
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, levels, rows_of, topmost_rows
-from instrument.trace.layout import as_tuples
-from instrument.trace.metadata import site_from
+from instrument.trace.layout import convert_lists
+from instrument.trace.metadata import read_site
 from instrument.trace.trace import SpanViews, Trace
 
 
@@ -91,7 +91,7 @@ def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) 
     durations = _read_ints(spans, "duration_ns")
     sites, site = _number_values(spans.column("site"))
     errors, error = _number_values(spans.column("error"))
-    places = tuple(site_from(json.loads(text)) for text in sites)
+    places = tuple(read_site(json.loads(text)) for text in sites)
     is_root = (columns["span_id"] == columns["root_id"]) & (ids.span == ids.root)
     remote = {
         row: RemoteParent(int(ids.high[row]) << 64 | int(ids.low[row]), int(ids.parent[row]))
@@ -171,7 +171,7 @@ def _read_attributes(
         for row, items in zip(rows.tolist(), column.take(rows).to_pylist(), strict=True):
             static = of_sites[site[row]]
             for key, value in items:
-                stored = as_tuples(json.loads(value)) if name == "attributes_json" else value
+                stored = convert_lists(json.loads(value)) if name == "attributes_json" else value
                 if key not in static or static[key] != stored:
                     attributes_by_row.setdefault(row, {})[key] = stored
     (linked,) = _read_ids(spans.column("link_span_id")).T

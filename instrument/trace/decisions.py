@@ -24,7 +24,7 @@ from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceInt
 from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import numbered
 from instrument.trace.joined import grafted, join
-from instrument.trace.of_recording import active_times_in
+from instrument.trace.of_recording import find_active_times
 from instrument.trace.unsettled import (
     ADOPTED,
     NO_DETAIL,
@@ -33,7 +33,7 @@ from instrument.trace.unsettled import (
     WAITING,
     EndedRequest,
     UnsettledRows,
-    detail_of_open,
+    read_open_detail,
 )
 
 OPEN_NS = 1 << 61
@@ -113,7 +113,7 @@ class Gathered:
         nodes, inverse = np.unique(node, return_inverse=True)
         sites = [self._sites.setdefault(member.site_of(number), len(self._sites)) for number in nodes.tolist()]
         active_ns = np.full(len(node), -1, np.int64)
-        places, numbers = active_times_in(rows)
+        places, numbers = find_active_times(rows)
         active_ns[places] = numbers
         none = np.full(len(opened), NONE, np.int64)
         return {
@@ -147,7 +147,7 @@ class Gathered:
             if detail.active_ns >= 0:
                 self._active.append((row, detail.active_ns))
         for at in np.flatnonzero(place == NONE).tolist():
-            detail = detail_of_open(member.opened[int(part["own"][at])])
+            detail = read_open_detail(member.opened[int(part["own"][at])])
             if detail.attributes:
                 self._attributes[first + at] = detail.attributes
             if detail.remote is not None:
@@ -316,7 +316,7 @@ class Decisions:
             return remote.trace_id
         return self.member(root).ids.trace_id(int(self.gathered.own[root]))
 
-    def caller_of_absent(self, row: int) -> RemoteParent | None:
+    def find_absent_caller(self, row: int) -> RemoteParent | None:
         """Return the caller of a row's tree if its root has been settled and released."""
         member, root_id = self.member(row), int(self.gathered.own_root[row])
         decided = member.decided.get(root_id)
@@ -453,7 +453,7 @@ class Decisions:
         state = self.gathered.state
         return np.asarray(((state == WAITING) | (state == PASSED)) & ~self.out & ~self.gone)
 
-    def rows_of_trees(self, units: set[int]) -> Bools:
+    def find_rows_of_trees(self, units: set[int]) -> Bools:
         """Return an array over the rows, True for rows of some trees."""
         is_marked = np.zeros(len(self.unit) + 1, np.bool_)
         is_marked[np.fromiter(units, np.int64, len(units))] = True
@@ -468,8 +468,8 @@ class Decisions:
         for unit in units[self.is_root[units] & (gathered.state[units] == SETTLED)].tolist():
             decided = self.member(unit).decided.get(int(gathered.own[unit]))
             late[decided is not None and decided.is_kept].add(unit)
-        self.out |= undecided & self.rows_of_trees(kept_roots | late[True])
-        self.gone |= undecided & self.rows_of_trees(passed | late[False])
+        self.out |= undecided & self.find_rows_of_trees(kept_roots | late[True])
+        self.gone |= undecided & self.find_rows_of_trees(passed | late[False])
         # Late rows of requests that are not here any more.
         rootless = undecided & (self.unit == NONE) & (gathered.own_root & REQUEST_BIT != 0)
         for row in np.flatnonzero(rootless).tolist():
@@ -524,7 +524,7 @@ class Decisions:
             roots_by_batch.setdefault(batch, []).append(root)
         return roots_by_batch
 
-    def fate_of(self, root: int) -> bool | None:
+    def find_fate(self, root: int) -> bool | None:
         """Return True for a kept request, False for a dropped one, None for an undecided one."""
         if self.gathered.state[root] == SETTLED:
             decided = self.member(root).decided.get(int(self.gathered.own[root]))
@@ -541,7 +541,7 @@ class Decisions:
         for batch in self.found.attributes.having(BATCH_KEYS).tolist():
             if not due[batch]:
                 continue
-            fates = [None if root == NONE else self.fate_of(root) for root in served.get(batch, ())]
+            fates = [None if root == NONE else self.find_fate(root) for root in served.get(batch, ())]
             is_open = [root != NONE and state[root] == OPEN for root in served.get(batch, ())]
             is_patient = not hurries and end_ns[batch] > self._horizon_ns - PATIENCE_NS
             if is_patient and any(fate is None and not opened for fate, opened in zip(fates, is_open, strict=True)):

@@ -33,7 +33,7 @@ from instrument.trace.layout import Column, pack_columns, unpack_columns
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
 from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, checked, encode, safe
 from instrument.trace.trace import SpanViews, Trace
-from instrument.trace.watched import packed_allocations, packed_kernels, unpacked_allocations, unpacked_kernels
+from instrument.trace.watched import pack_allocations, pack_kernels, unpack_allocations, unpack_kernels
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -117,8 +117,8 @@ def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
     arrays["site"] = places[arrays["site"]].astype(arrays["site"].dtype) if len(places) else arrays["site"]
     base_ns = facts.start_ns
     more["samples"] = [[s.name, s.device, s.at_ns - base_ns, s.value] for s in facts.samples if s.value is not None]
-    kernels, names = packed_kernels(facts.kernels, base_ns)
-    arrays |= kernels | packed_allocations(facts.allocations, base_ns)
+    kernels, names = pack_kernels(facts.kernels, base_ns)
+    arrays |= kernels | pack_allocations(facts.allocations, base_ns)
     more["kernel_names"] = names
     facts_json = "".join(metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
     text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{facts_json}}}'
@@ -156,12 +156,12 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         columns = unpack_columns(arrays, more, read.sites)
         facts = read.trace(SpanViews(columns), [_read_sample(read.base_ns, *sample) for sample in more["samples"]])
         names = [checked(name, str) for name in more["kernel_names"]]
-        facts.kernels = unpacked_kernels(arrays, names, read.base_ns)
-        facts.allocations = unpacked_allocations(arrays, read.base_ns)
-        return without_endless(Saved(facts, read.tally()))
+        facts.kernels = unpack_kernels(arrays, names, read.base_ns)
+        facts.allocations = unpack_allocations(arrays, read.base_ns)
+        return refuse_endless(Saved(facts, read.tally()))
 
 
-def without_endless(saved: Saved) -> Saved:
+def refuse_endless(saved: Saved) -> Saved:
     """Return the recording. If its call paths are long, count its tally now, within a bound for hostile files. Raises
     `ValueError` and `TraceError` for calls nested deeper than any program's."""
     level = saved.trace.columns.level

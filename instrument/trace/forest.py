@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.trace.groups import distinct, stable_order
+from instrument.trace.groups import distinct, sort_stably
 
 NONE = -1
 """The index that means no row."""
@@ -112,5 +112,5 @@ def least_below(parents: list[int], numbers: list[int]) -> list[int]:
 
 def by_level(level: NDArray[np.int32]) -> list[NDArray[np.int64]]:
     """Return the rows of each level, the topmost level first, in ascending order within a level."""
-    order = stable_order(level, int(level.max(initial=0)) + 1)
+    order = sort_stably(level, int(level.max(initial=0)) + 1)
     return np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []

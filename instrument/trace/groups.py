@@ -14,7 +14,7 @@ class Groups:
     """The group of each number in a column: from 0 to below `count`, negative for a number that does not count."""
 
     def __init__(self, groups: NDArray[Any], count: int) -> None:
-        order = stable_order(groups, count)
+        order = sort_stably(groups, count)
         ascending = groups[order]
         first = int(np.searchsorted(ascending, 0))
         order, ascending = order[first:], ascending[first:]
@@ -60,7 +60,7 @@ class Members:
     """The members of each group, in order: indices, or the given numbers."""
 
     def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
-        order = stable_order(groups, count)
+        order = sort_stably(groups, count)
         self._numbers = order if numbers is None else numbers[order]
         self._starts = np.searchsorted(groups[order], np.arange(count + 1)).tolist()
 
@@ -75,7 +75,7 @@ def places_of(rows: NDArray[Any], count: int) -> Int64s:
     return places
 
 
-def stable_order(numbers: NDArray[Any], end: int) -> Int64s:
+def sort_stably(numbers: NDArray[Any], end: int) -> Int64s:
     """Return the indices that sort numbers below `end`. Equal numbers keep their order. Numbers of 16 bits sort
     fastest."""
     if end < 1 << 16 and len(numbers) and int(numbers.min()) >= -1:
@@ -134,18 +134,18 @@ def firsts_of(groups: NDArray[Any]) -> Int64s:
     return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])[: len(groups)])
 
 
-def running_most(numbers: Int64s, groups: Int64s) -> Int64s:
+def compute_running_most(numbers: Int64s, groups: Int64s) -> Int64s:
     """Return the running maximum of numbers within each group. Numbers must be ordered by group."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
         values, places = np.unique(numbers, return_inverse=True)
-        return values[running_most(places.astype(np.int64), groups)]
+        return values[compute_running_most(places.astype(np.int64), groups)]
     base = groups * (int(numbers.max()) + 1)
     return np.asarray(np.maximum.accumulate(numbers + base) - base)
 
 
-def counts_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
+def count_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
     """Count the numbers of a group up to a limit, for each pair of a group in `of` and a limit in `upto`."""
     all_groups = np.concatenate([groups, of])
     order = np.lexsort((np.arange(len(all_groups)), np.concatenate([numbers, upto]), all_groups))

@@ -26,7 +26,7 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, F
 from instrument.trace.columns import Attributes, Bools, Columns, Int32s, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, nearest, rows_of, topmost_rows
-from instrument.trace.groups import counts_up_to, running_most
+from instrument.trace.groups import compute_running_most, count_up_to
 from instrument.trace.request_facts import with_facts
 from instrument.trace.trace import Trace
 
@@ -222,10 +222,10 @@ class _Bound:
         around = owner[first.rows].astype(np.int64)
         around = whole_of[np.where(around == NONE, first.rows, around)]
         ends = np.maximum(first.ends, first.starts + 1)
-        begun_counts = counts_up_to(first.keys, first.starts, keys, since_ns)
-        ended_counts = counts_up_to(first.keys, ends, keys, trace.start_ns[whole])
+        begun_counts = count_up_to(first.keys, first.starts, keys, since_ns)
+        ended_counts = count_up_to(first.keys, ends, keys, trace.start_ns[whole])
         of_own = first.keys * len(trace) + around
-        own_counts = counts_up_to(of_own, first.starts, keys * len(trace) + whole, since_ns)
+        own_counts = count_up_to(of_own, first.starts, keys * len(trace) + whole, since_ns)
         is_theirs = begun_counts - ended_counts > own_counts
         from_ns[further[is_theirs]] = since_ns[is_theirs] + 1
         return from_ns
@@ -241,7 +241,7 @@ class _Bound:
 
     def _find_begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
         """Return the row of the last request with each key that had begun by a time, `NONE` without one."""
-        begun_counts = counts_up_to(self._keys, self._starts, keys, times_ns)
+        begun_counts = count_up_to(self._keys, self._starts, keys, times_ns)
         last = np.searchsorted(self._keys, keys) + begun_counts - 1
         return np.where(begun_counts > 0, np.append(self._requests, NONE)[last], NONE)
 
@@ -271,9 +271,9 @@ def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ..
     """Return the batch, the weight and the key of every member."""
     if (members := _members_of.get(attributes)) is None:
         rows = attributes.having(BATCH_KEYS)
-        of_rows = [batch_keys(value) for value in attributes.values(BATCH_KEYS, rows)]
+        of_rows = [read_batch_keys(value) for value in attributes.values(BATCH_KEYS, rows)]
         counts = np.fromiter(map(len, of_rows), np.int64, len(of_rows))
-        weights = batch_weights(attributes.values(BATCH_WEIGHTS, rows), counts)
+        weights = read_batch_weights(attributes.values(BATCH_WEIGHTS, rows), counts)
         keys = tuple(chain.from_iterable(of_rows))
         members = _members_of[attributes] = np.repeat(rows, counts), weights, keys
     return members
@@ -305,13 +305,13 @@ def merge_repeated(served: Served) -> Served:
     return Served(served.batch[rows], served.request[rows], weight, tuple(served.key[at] for at in rows.tolist()))
 
 
-def batch_keys(value: Any) -> Sequence[str]:
+def read_batch_keys(value: Any) -> Sequence[str]:
     """Return the keys in the value of a batch's attribute, at most `BATCH_LIMIT`."""
     keys = value if isinstance(value, (list, tuple)) else ()
     return [key for key in keys[:BATCH_LIMIT] if isinstance(key, str)]
 
 
-def batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
+def read_batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
     """Return the weight of each key in thousandths. If a batch has no weight above 0, its keys have equal weights."""
     items = list(
         chain.from_iterable(
@@ -383,7 +383,7 @@ class FirstKeys:
         order = np.lexsort((trace.start_ns[rows], first))
         self.rows, self.keys = rows[order].astype(np.int64), first[order]
         self.starts, self.ends = trace.start_ns[self.rows], trace.end_ns[self.rows]
-        self._reach = running_most(self.ends, self.keys)
+        self._reach = compute_running_most(self.ends, self.keys)
 
     def are_first(self, rows: Int64s, keys: Int64s) -> Bools:
         """Return True for each request whose first key is the given one."""
@@ -395,7 +395,7 @@ class FirstKeys:
         The request in question began at `start_ns`, and had the key from `at_ns` on, not as its first. The other
         request was open at `at_ns`, or began later than the one in question.
         """
-        begun_counts = counts_up_to(self.keys, self.starts, keys, at_ns)
+        begun_counts = count_up_to(self.keys, self.starts, keys, at_ns)
         last = np.searchsorted(self.keys, keys) + begun_counts - 1
         if not len(self.keys):
             return np.zeros(len(keys), dtype=np.bool_)
@@ -476,7 +476,7 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
     root_id[served_rows[is_below]] = trace.root_id[around[is_below]]
     remote = {row: remote_parent for row, remote_parent in trace.remote.items() if root_id[row] == trace.root_id[row]}
     if run:
-        remote |= remotes_by_key(trace, joined, run, root_id, remote)
+        remote |= make_remotes_by_key(trace, joined, run, root_id, remote)
     return replace(trace, parent_id=parent_id, root_id=root_id, remote=remote)
 
 
@@ -567,7 +567,7 @@ def _are_cyclic(parent: Int32s) -> Bools:
     return np.asarray(above != NONE)
 
 
-def remotes_by_key(
+def make_remotes_by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
     """Return trace ids made from keys: for requests from their first keys, and for roots whose key no request here has.

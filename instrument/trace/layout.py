@@ -148,9 +148,7 @@ def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
     has[trace.attributes.rows()] = True
     rows = np.flatnonzero(has[order])
     table: dict[str, int] = {}
-    numbers = [
-        table.setdefault(text, len(table)) for text in attribute_texts(trace, order[rows].tolist(), finite=False)
-    ]
+    numbers = [table.setdefault(text, len(table)) for text in encode_rows(trace, order[rows].tolist(), finite=False)]
     texts = [text.encode() for text in table]
     return {
         "attributes_row_steps": steps(rows),
@@ -164,7 +162,7 @@ PLAIN = {str, int, bool}
 """The types whose equal values have equal JSON. Floats are no such type, because 0.0 equals -0.0."""
 
 
-def attribute_texts(trace: Columns, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
+def encode_rows(trace: Columns, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
     """Yield the JSON of each row's attributes. Equal attributes are encoded once. With `finite`, infinities and NaN
     become texts, because viewers cannot read them."""
     text_by_key: dict[object, str] = {}
@@ -267,7 +265,7 @@ def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
         raise TraceError(f"the attributes of its spans are damaged ({problem!s:.80}); record it again") from problem
     if not all(isinstance(attributes, dict) for attributes in objects):
         raise TraceError("its attributes are not valid; record it again")
-    return [{key: as_tuples(value) for key, value in attributes.items()} for attributes in objects]
+    return [{key: convert_lists(value) for key, value in attributes.items()} for attributes in objects]
 
 
 @lru_cache(maxsize=64)
@@ -276,7 +274,7 @@ def _make_reader(name: str) -> Callable[[bytes], Any]:
 
     def value_in(text: bytes) -> Any:
         try:
-            return as_tuples(decode(text).value)
+            return convert_lists(decode(text).value)
         except msgspec.MsgspecError:  # JSON has no infinity, and attributes may
             return decode_texts([text])[0].get(name)
 
@@ -288,11 +286,11 @@ def _make_reader(name: str) -> Callable[[bytes], Any]:
     return value_in
 
 
-def as_tuples(value: Any) -> Any:
+def convert_lists(value: Any) -> Any:
     """Return an attribute's value with lists as tuples."""
     if not isinstance(value, list):
         return value
-    return tuple([as_tuples(item) if isinstance(item, list) else item for item in value])
+    return tuple([convert_lists(item) if isinstance(item, list) else item for item in value])
 
 
 def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:

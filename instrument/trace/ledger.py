@@ -16,7 +16,7 @@ process, a batch that served it, or a time between these.
 
 The time in a batch counts as the request's own share, up to that share, then as waiting for other members. A batch's
 time is divided by weight: of `length` ns, the first k members with the weights w get `length * sum(w[:k]) // sum(w)`
-together. The time of a nested batch is not part of the outer one (see `own_lengths`).
+together. The time of a nested batch is not part of the outer one (see `measure_own_lengths`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from instrument.recording.spans import BATCH_KEYS, KEY, OUTCOME, Site
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, are_at_or_above, nearest, nearest_above
-from instrument.trace.groups import Groups, distinct, numbered, running_most
+from instrument.trace.groups import Groups, compute_running_most, distinct, numbered
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
 from instrument.trace.self_times import turns
@@ -108,7 +108,7 @@ def portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
     return np.asarray(amounts.astype(object) * weights.astype(object) // sums.astype(object), dtype=np.int64)
 
 
-def own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
+def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: Int64s, device: Int64s) -> Int64s:
     """Return, for each row of the trace, the time of the batch that no competing batch takes.
 
     `parts` has the intervals of batches by group. `batch` and `device` have the row and the device of each group. Two
@@ -171,7 +171,7 @@ def _may_overlap(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
     is_overlapping = np.zeros(len(groups), dtype=np.bool_)
     order = np.lexsort((starts, groups))
     group_numbers = np.cumsum(np.diff(groups[order], prepend=groups[order[:1]]) != 0)
-    begins_before = starts[order][1:] < running_most(ends[order], group_numbers)[:-1]
+    begins_before = starts[order][1:] < compute_running_most(ends[order], group_numbers)[:-1]
     later = np.flatnonzero(begins_before & (group_numbers[1:] == group_numbers[:-1])) + 1
     is_overlapping[order[later]] = is_overlapping[order[later - 1]] = True
     return is_overlapping
@@ -235,7 +235,7 @@ def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s
     return ranks
 
 
-def served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
+def find_served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
     """Return the batches of each request, and the times before and between them. Both are ordered by request, batches
     also by time. For a time without a batch, `row` is a code: 0 for the queue, 1 for a stall, 2 for transport."""
     batches = _find_batches(trace, joined)
@@ -248,12 +248,12 @@ def ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Le
     rows = distinct(joined.served.batch)
     spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
     given_ns = shares(
-        joined.served, own_lengths(trace, joined.served, spans, rows, np.zeros(len(rows), dtype=np.int64))
+        joined.served, measure_own_lengths(trace, joined.served, spans, rows, np.zeros(len(rows), dtype=np.int64))
     )
     numbers = {name: number for number, name in enumerate(all_turns.names)}
     unknown = numbers.setdefault(UNKNOWN, len(numbers))
     is_own = all_turns.pair == NONE
-    pairs, own_shares, waiting = own_and_waiting(given_ns, all_turns.pair[~is_own], all_turns.length_ns[~is_own])
+    pairs, own_shares, waiting = divide_own_and_waiting(given_ns, all_turns.pair[~is_own], all_turns.length_ns[~is_own])
     of_batches = joined.served.request[pairs]
     waits = numbers.setdefault(WAITING, len(numbers))
     request = np.concatenate([all_turns.request[is_own], of_batches, of_batches])
@@ -305,7 +305,7 @@ def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
     return moments
 
 
-def own_and_waiting(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def divide_own_and_waiting(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the pairs that have turns in batches, each pair's own share, and its waiting time."""
     groups, firsts = numbered(pairs)
     spent = Groups(groups, len(firsts)).sums(lengths)
@@ -370,7 +370,7 @@ def _find_gaps(
         return Intervals(nothing, nothing, nothing, nothing, nothing)
     is_first = np.concatenate([[True], batches.request[1:] != batches.request[:-1]])[: len(batches.request)]
     # A pipeline's batches overlap. A stall begins when all earlier batches have ended.
-    reach = running_most(batches.end_ns, np.cumsum(is_first) - 1)
+    reach = compute_running_most(batches.end_ns, np.cumsum(is_first) - 1)
     firsts = np.flatnonzero(is_first)
     hand_offs = _find_hand_offs(trace, joined)
     parts = [
@@ -424,10 +424,10 @@ def _find_queues(
     order = np.lexsort((edges, owners))
     owners, edges = owners[order], edges[order]
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
-    last = last_before(owners, edges, requests, upto)
+    last = find_last_before(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
     from_ns = np.where(last == NONE, begins, edges[last] if len(edges) else begins)
-    newest = last_before(hand_offs.request, hand_offs.start_ns, requests, upto)
+    newest = find_last_before(hand_offs.request, hand_offs.start_ns, requests, upto)
     handed_over = np.flatnonzero(newest != NONE)
     from_ns[handed_over] = _time_hand_offs(trace, hand_offs, newest[handed_over], upto[handed_over])
     return requests, np.maximum(from_ns, begins), upto, 0
@@ -440,7 +440,7 @@ def _find_lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batc
     is_lost[batches.request] = False
     requests = np.flatnonzero(is_lost)
     ends = trace.end_ns[rows[requests]]
-    newest = last_before(hand_offs.request, hand_offs.start_ns, requests, ends)
+    newest = find_last_before(hand_offs.request, hand_offs.start_ns, requests, ends)
     handed_over = np.flatnonzero(newest != NONE)
     requests, ends = requests[handed_over], ends[handed_over]
     from_ns = _time_hand_offs(trace, hand_offs, newest[handed_over], ends)
@@ -469,7 +469,7 @@ def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, b
     of_hand_offs = key_spans.request * len(numbers) + of_span[with_key]
     order = np.lexsort((np.arange(len(with_key)), key_spans.start_ns, of_hand_offs))
     key_spans = Intervals(*(column[order] for column in key_spans))
-    newest = last_before(of_hand_offs[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
+    newest = find_last_before(of_hand_offs[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
     queued = np.flatnonzero(newest != NONE)
     firsts = firsts[queued]
     upto = batches.start_ns[firsts]
@@ -506,7 +506,7 @@ def _find_transports(
     arrivals = accepted.start_ns[first[before]]
     requests = batches.request[firsts[before]]
     ends = np.lexsort((own_work.end_ns, own_work.request))
-    last_work = last_before(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
+    last_work = find_last_before(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
     departing = np.flatnonzero(last_work != NONE)
     parts.append((requests[departing], own_work.end_ns[ends][last_work[departing]], arrivals[departing], 2))
     return parts
@@ -519,7 +519,7 @@ def _find_next(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> In
     return _find_last_seen(order, len(queries), all_groups)
 
 
-def last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
+def find_last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
     """Return the index of the last time up to `at` in each queried group, -1 without one. Times are sorted."""
     all_groups = np.concatenate([queries, groups])
     is_query = np.arange(len(all_groups)) < len(queries)
@@ -572,7 +572,7 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     batch_ns = Groups(owners[of_batches.groups], len(trace)).sums(of_batches.ends - of_batches.starts).astype(np.int64)
     of_requests, requests, _ = _unite_device_intervals(trace, timed[request != NONE], request[request != NONE])
     own_ns = Groups(requests[of_requests.groups], len(joined.rows)).sums(of_requests.ends - of_requests.starts)
-    given_ns = shares(served, own_lengths(trace, served, of_batches, owners, devices))
+    given_ns = shares(served, measure_own_lengths(trace, served, of_batches, owners, devices))
     return DeviceLedger(
         own_ns.astype(np.int64), Groups(served.request, len(joined.rows)).sums(given_ns), batch_ns, given_ns
     )  # fmt: skip

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording.paths import OVERFLOW, CallPath
 from instrument.recording.tally import Tally
-from instrument.trace.apart import MergedFile, Numbers, linked_ids, processes_of
+from instrument.trace.apart import MergedFile, Numbers, parse_link, processes_of
 from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import places_of
-from instrument.trace.merged_facts import label_of, merged_facts, merged_processes, merged_tally
+from instrument.trace.merged_facts import label_of, merge_tally, merged_facts, merged_processes
 
 MONOTONIC, WALL = "monotonic", "wall"
 """The possible clocks of a merged trace: the monotonic clock of one machine, or the time of day, which differs slightly
@@ -132,7 +132,7 @@ def _join_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
         part[file.row[rows]], row_in_part[file.row[rows]] = number, rows
 
     def relink(number: int, link: Any) -> Any:
-        ids = linked_ids(link)
+        ids = parse_link(link)
         if ids is None:
             return link
         rows = rows_of(parts[number].trace.span_id, ids)
@@ -160,7 +160,7 @@ class _Merge:
         self._numbers = Numbers(self._parts)
         columns = self._merge_columns(first)
         facts = replace(merged_facts(self._parts, self._numbers), apart_ns=apart_ns)
-        tally = merged_tally(self._parts, self._numbers, columns, facts.threads)
+        tally = merge_tally(self._parts, self._numbers, columns, facts.threads)
         processes = merged_processes(self._parts, self._numbers, self._absent) if len(groups) > 1 else ()
         self.saved = Saved(replace(facts, processes=processes).with_columns(columns), tally)
 
@@ -168,7 +168,7 @@ class _Merge:
 
     def _merge_columns(self, count: int) -> Columns:
         parts = self._parts
-        site = _join_columns(self._numbers.merged_sites_of(part) for part in parts)
+        site = _join_columns(self._numbers.find_merged_sites(part) for part in parts)
         start_ns = _join_columns(part.trace.start_ns + part.moved_ns for part in parts)
         end_ns = _join_columns(part.trace.end_ns + part.moved_ns for part in parts)
         thread_id = _join_columns(self._numbers.threads_of(part) for part in parts)

@@ -20,7 +20,7 @@ from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
 from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.trace import MergedProcess, Trace
-from instrument.trace.watched import moved_watched
+from instrument.trace.watched import move_watched
 
 MOST_DEATHS = 3
 """The most abnormal ends of processes that the merged text describes one by one."""
@@ -54,7 +54,7 @@ def _choose_files(parts: Sequence[MergedFile]) -> list[MergedFile]:
     return counting if is_apart else []
 
 
-def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
+def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns, threads: Mapping[int, str]) -> Tally:
     """Return the tally of all calls. A process without usable saved tallies is counted from its spans."""
     counted, names = list[Tally](), dict(threads)
     for files in _group_by_process(parts):
@@ -78,10 +78,8 @@ def merged_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns
 
 
 def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
-    """Return a trace without spans that has the facts of all files.
-
-    Gauges of single processes and torch.profiler's data of several processes are not merged. A note reports that.
-    """
+    """Return a trace without spans that has the facts of all files. Gauges of single processes and torch.profiler's
+    data of several processes are not merged. A note reports that."""
     processes = list(_group_by_process(parts))
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
     watched = list(filter(None, map(_find_watched, processes)))
@@ -89,7 +87,7 @@ def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     if len(watched) == 1:
         part = watched[0]
         devices, threads = partial(numbers.devices, part=part), partial(numbers.threads, part=part)
-        profiled = moved_watched(part.saved.trace, devices, threads, part.moved_ns)
+        profiled = move_watched(part.saved.trace, devices, threads, part.moved_ns)
     losses: dict[str, int] = {}
     for part in newest:
         for reason, count in part.saved.trace.losses.items():

@@ -39,15 +39,15 @@ from instrument.recording.spans import (
     plain_fields,
 )
 from instrument.recording.tally import TOTALS, Tally, Totals, buckets_of
-from instrument.trace.layout import WIDTHS, Column, as_tuples
+from instrument.trace.layout import WIDTHS, Column, convert_lists
 from instrument.trace.text import INT64, LIMIT_SPANS, check_ints, checked, clean, encode, index, is_number, safe
 from instrument.trace.trace import Allocation, Allocations, MergedProcess, Trace
 from instrument.trace.watched import (
     KernelColumns,
-    packed_allocations,
-    packed_kernels,
-    unpacked_allocations,
-    unpacked_kernels,
+    pack_allocations,
+    pack_kernels,
+    unpack_allocations,
+    unpack_kernels,
 )
 
 FORMAT = 6
@@ -69,12 +69,12 @@ _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, i
 
 
 def _facts(thing: Any) -> dict[str, Any]:
-    """Return the fields of a flat dataclass as JSON values, without empty defaults. `dataclass_from` is the inverse."""
+    """Return the fields of a flat dataclass as JSON values, without empty defaults. `read_dataclass` is the inverse."""
     values = {item.name: (getattr(thing, item.name), item.default) for item in plain_fields(type(thing))}
     return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
-def dataclass_from(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
+def read_dataclass(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
     """Make a flat dataclass from the facts that it has fields for. Raises `ValueError` for a wrong type."""
     items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: checked(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
@@ -163,8 +163,8 @@ def _escape_del(text: str) -> str:
 
 def _pack_work(trace: Trace, base_ns: int) -> dict[str, Any]:
     """Return the kernels and allocations of torch.profiler's record, with columns as packed text."""
-    columns, names = packed_kernels(trace.kernels, base_ns)
-    columns |= packed_allocations(trace.allocations, base_ns)
+    columns, names = pack_kernels(trace.kernels, base_ns)
+    columns |= pack_allocations(trace.allocations, base_ns)
     texts = {name: base64.b64encode(zlib.compress(column.tobytes(), 1)).decode() for name, column in columns.items()}
     return {"kernel_names": names, "columns": {name: [columns[name].dtype.str, texts[name]] for name in columns}}
 
@@ -231,7 +231,7 @@ class Metadata:
             versions = f"its format is {facts['format']!r:.20}, and this version reads {READ[0]} to {FORMAT}"
             raise ValueError(f"{versions}; read it with the version of instrument that wrote it")
         self.base_ns: int = checked(facts["base_ns"], int)
-        self.sites = [site_from(entry) for entry in facts["sites"]]
+        self.sites = [read_site(entry) for entry in facts["sites"]]
         self._facts = facts
         learn_gauges(checked(facts.get("gauges", {}), dict))
 
@@ -249,7 +249,7 @@ class Metadata:
             _read_process(facts),
             spans=spans,
             samples=tuple(samples),
-            gpus=tuple(dataclass_from(Gpu, gpu) for gpu in facts.get("gpus", ())),
+            gpus=tuple(read_dataclass(Gpu, gpu) for gpu in facts.get("gpus", ())),
             kernels=kernels,
             allocations=allocations,
             watched=self._read_watched(),
@@ -298,8 +298,8 @@ class Metadata:
         if not texts:
             return self._read_listed_kernels(names), self._read_listed_allocations()
         columns = {name: _read_column(*of_name) for name, of_name in texts.items()}
-        kernels = unpacked_kernels(columns, names, self.base_ns)
-        return kernels, unpacked_allocations(columns, self.base_ns)
+        kernels = unpack_kernels(columns, names, self.base_ns)
+        return kernels, unpack_allocations(columns, self.base_ns)
 
     def _read_listed_kernels(self, names: Sequence[str]) -> Sequence[Kernel]:
         """Return the kernels of an earlier version: a list of numbers for each, with times from the base."""
@@ -381,7 +381,7 @@ def _check_cost(cost: Cost) -> Cost:
 
 def _read_process(facts: Mapping[str, Any]) -> Trace:
     return Trace(
-        origin=dataclass_from(Origin, facts["origin"]),
+        origin=read_dataclass(Origin, facts["origin"]),
         start_ns=checked(facts["start_ns"], int),
         end_ns=checked(facts["end_ns"], int),
         spans=[],
@@ -389,7 +389,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
         losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
         notes=tuple(checked(note, str) for note in facts["notes"]),
         window=checked(facts["window"], int),
-        cost=None if facts["cost"] is None else _check_cost(dataclass_from(Cost, facts["cost"])),
+        cost=None if facts["cost"] is None else _check_cost(read_dataclass(Cost, facts["cost"])),
         held_from_ns=checked(facts.get("held_from_ns", 0), int),
         died=checked(facts.get("died", ""), str),
         own_notes=own_notes_of(facts.get("own_notes", {})),
@@ -424,10 +424,10 @@ def _read_pairs(rows: Any) -> list[tuple[int, int]]:
     return [(first, second) for first, second in map(check_ints, rows)]
 
 
-def site_from(facts: dict[str, Any]) -> Site:
+def read_site(facts: dict[str, Any]) -> Site:
     """Return a site from its JSON. Raises `ValueError` for an invalid one."""
-    pairs = tuple((checked(key, str), as_tuples(value)) for key, value in facts.get("attributes", ()))
-    site: Site = dataclass_from(Site, facts, attributes=pairs)
+    pairs = tuple((checked(key, str), convert_lists(value)) for key, value in facts.get("attributes", ()))
+    site: Site = read_dataclass(Site, facts, attributes=pairs)
     if site.kind not in KINDS:
         raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which does not exist; it is damaged")
     return site

@@ -85,7 +85,7 @@ def _read_own_notes(header: Header) -> OwnNotes:
         return OwnNotes()
 
 
-def first_request_ns(mapped: Mapped) -> int:
+def find_first_request(mapped: Mapped) -> int:
     """Return the begin of the first request of a recording that has ended, `NEVER_NS` if there is none."""
     tree = mapped.tree()
     begins = [begin_ns for node, (begin_ns, _) in mapped.firsts().items() if is_request(tree.site(node))]
@@ -104,7 +104,7 @@ def origin_of(header: Header) -> Origin:
     return Origin(**{"service": "", **values})
 
 
-def active_times_in(rows: Records) -> tuple[Int64s, Int64s]:
+def find_active_times(rows: Records) -> tuple[Int64s, Int64s]:
     """Return the indices of rows that store their active time themselves, and these times in ns."""
     places = np.flatnonzero(rows["rare"] & 1)
     return places, (rows["rare"][places] >> 1).astype(np.int64)
@@ -153,7 +153,7 @@ class RowSnapshot:
         has_details = any(bool(have_details(ring.rows).any()) for ring in rings) or open_spans
         details, _ = mapped.copied_details(details_from) if has_details else ([], 0)
         wrapped, given_up = map(frozenset, mapped.overwritten_since(since_ns))
-        served_from_ns = NEVER_NS if remote is None else first_request_ns(mapped)
+        served_from_ns = NEVER_NS if remote is None else find_first_request(mapped)
         return cls(mapped.tree(), rings, open_spans, details, wrapped, given_up, read_ns, remote, served_from_ns)
 
     @property
@@ -221,7 +221,7 @@ class RowSnapshot:
         starts = column("start_ns", [span.start_ns for span in opened])
         ends = column("end_ns", [max(read_ns, span.start_ns) for span in opened])
         active_ns = ends - starts
-        places, numbers = active_times_in(rows)
+        places, numbers = find_active_times(rows)
         active_ns[places] = np.minimum(numbers, active_ns[places])
         for row, span in enumerate(opened, count):
             if span.active_ns >= 0:

@@ -203,7 +203,7 @@ class Steps:
         return np.arange(len(self.lead)) - np.repeat(self.first, self.count)
 
 
-def steps_of(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
+def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     """Return the steps that served each request. `kinds` has the kind and the representing name of each batch name."""
     series, per_name = parts.series, parts.named
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
@@ -365,7 +365,7 @@ def usual_ns(parts: Parts, steps: Steps) -> Int64s:
     return np.asarray(lengths[order][steps.first + steps.count // 2])
 
 
-def last_of_firsts(steps: Steps, counts: Int64s) -> Int64s:
+def find_end_of_firsts(steps: Steps, counts: Int64s) -> Int64s:
     """Return the time at which the first `counts` steps of each request had ended."""
     is_first: Bools = steps.ordinal < np.repeat(counts, steps.count)
     return np.asarray(np.maximum.reduceat(np.where(is_first, steps.end_ns, -FARTHEST), steps.first))

@@ -21,7 +21,7 @@ from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, Remem
 from instrument.trace.forest import NONE, are_at_or_above, nearest, nearest_above
 from instrument.trace.joined import trace_id_of
 from instrument.trace.request_steps import StepKinds
-from instrument.trace.stages import Stages, spans_of_stages, stages
+from instrument.trace.stages import Stages, make_stage_spans, stages
 from instrument.trace.trace import spans_of
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
 
@@ -110,7 +110,7 @@ class SentRows:
             decided = self._decisions.member(int(rows[at])).decided.get(int(root_id[at]))
             if decided is not None:
                 root_id[at], caller[at] = decided.root_id, NONE
-            remote = self._decisions.caller_of_absent(int(rows[at]))
+            remote = self._decisions.find_absent_caller(int(rows[at]))
             if remote is not None:
                 caller[at] = len(callers)
                 callers.append(remote)
@@ -217,7 +217,7 @@ class SentRows:
             if place not in linked:
                 row = int(self._joined.rows[place])
                 root = int(self._unit[row])
-                is_dropped = root == NONE or self._decisions.fate_of(root) is False
+                is_dropped = root == NONE or self._decisions.find_fate(root) is False
                 linked[place] = None if is_dropped else LinkedSpan(
                     self._decisions.trace_id(root), self._decisions.span_id(row)
                 )  # fmt: skip
@@ -245,7 +245,7 @@ class SentRows:
     def _find_stages(self, units: set[int]) -> list[Stages]:
         """Return the stages of the requests in some trees."""
         served = self._joined.served
-        theirs = np.append(self._decisions.rows_of_trees(units)[self._joined.rows], False)
+        theirs = np.append(self._decisions.find_rows_of_trees(units)[self._joined.rows], False)
         request = np.where(theirs[served.request], served.request, NONE)
         joined = replace(self._joined, served=replace(served, request=request))
         self._stage_view = joined
@@ -258,7 +258,7 @@ class SentRows:
         sent_stages = [entry for entry in its_stages if self._out[self._joined.rows[entry.place]]]
         if not sent_stages:
             return
-        for row, spans in sorted(spans_of_stages(self._found, self._stage_view, sent_stages).items()):
+        for row, spans in sorted(make_stage_spans(self._found, self._stage_view, sent_stages).items()):
             span_id, number = int(gathered.own[row]), self.caller_of[row]
             for place, span in enumerate(spans):
                 span.span_id = (DERIVED | (span_id << STAGES_BITS | place) & (1 << 62) - 1) - (1 << 64)
@@ -368,7 +368,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
         says_keys[trace.attributes.having(name)] = True
     says_keys = are_at_or_above(gathered.trace.parent, np.flatnonzero(says_keys))  # a key counts for all below it
     needed = np.zeros(len(says_keys), np.bool_)
-    waiting = [row for place in joined.keys if decisions.fate_of(row := int(joined.rows[place])) is None]
+    waiting = [row for place in joined.keys if decisions.find_fate(row := int(joined.rows[place])) is None]
     since_ns = int(trace.start_ns[waiting].min()) if waiting else OPEN_NS
     batches = np.fromiter(decisions.served, np.int64, len(decisions.served))
     needed[batches[trace.end_ns[batches] >= since_ns]] = True  # they serve such a request, or keep it waiting
@@ -401,7 +401,7 @@ def _may_be_needed(decisions: Decisions, units: set[int]) -> Bools:
     newest: dict[int, int] = {}
     for unit in units:
         newest[int(member[unit])] = max(newest.get(int(member[unit]), 0), int(end_ns[unit]))
-    return decisions.rows_of_trees(
+    return decisions.find_rows_of_trees(
         {
             unit
             for unit in units

@@ -18,7 +18,7 @@ from instrument.trace.dataset import DatasetProcess, TraceRows, Values, keys_of,
 from instrument.trace.decisions import OPEN, Decisions, RememberedTraces
 from instrument.trace.forest import NONE
 from instrument.trace.groups import numbered
-from instrument.trace.joined import remotes_by_key
+from instrument.trace.joined import make_remotes_by_key
 from instrument.trace.trace import MergedProcess
 from instrument.trace.unsettled import WAITING
 
@@ -108,7 +108,7 @@ class SettledRows(TraceRows):
 def _add_key_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
     """Return the trace with trace ids made from keys. Over all rounds, only the first request with a key gets the key's
     id."""
-    remotes = remotes_by_key(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
+    remotes = make_remotes_by_key(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
     rows = decisions.joined.rows
     for place, keys in decisions.joined.keys.items():
         row = int(rows[place])
@@ -159,6 +159,6 @@ def _find_absent_callers(decisions: Decisions) -> Mapping[int, RemoteParent]:
     trace = decisions.found
     callers: dict[int, RemoteParent] = {}
     for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():
-        if (remote := decisions.caller_of_absent(row)) is not None:
+        if (remote := decisions.find_absent_caller(row)) is not None:
             callers[int(trace.root_id[row])] = remote
     return callers

@@ -28,8 +28,8 @@ from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import firsts_of, numbered
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import QUEUE, STALL, Intervals, served_intervals
-from instrument.trace.request_steps import Parts, StepKinds, Steps, last_of_firsts, prefills, steps_of, usual_ns
+from instrument.trace.ledger import QUEUE, STALL, Intervals, find_served_intervals
+from instrument.trace.request_steps import Parts, StepKinds, Steps, find_end_of_firsts, find_steps, prefills, usual_ns
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
@@ -101,7 +101,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
 
     The kinds of steps are learned from these requests. `kinds` has the kinds learned earlier, and is updated.
     """
-    batches, between = served_intervals(trace, joined)
+    batches, between = find_served_intervals(trace, joined)
     queues = _find_queues(between)
     unserved = np.setdiff1d(np.array(list(queues), dtype=np.int64), batches.request)
     unserved = unserved[~trace.clipped[joined.rows[unserved]]]
@@ -129,13 +129,13 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     kinds.learn(parts)
     is_said = np.isin(joined.served.batch, trace.attributes.having(BATCH_WEIGHTS))
     kinds.weigh(names, of_names[trace.site[joined.served.batch[is_said]]], joined.served.weight[is_said])
-    steps = steps_of(parts, kinds.kinds())
+    steps = find_steps(parts, kinds.kinds())
     sent_ns = _find_first_parts(trace, joined.rows[place])
     counts = prefills(parts, steps, sent_ns.__getitem__, kinds.least)
     is_generation = np.isin(place, list(generating)) | ((sent_ns < FARTHEST) & _have_loops(parts, steps))
     is_whole = ~trace.clipped[joined.rows[place]]
     columns = (
-        place, parts.start_ns[first], last_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
+        place, parts.start_ns[first], find_end_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
         steps.count, counts, is_generation, is_whole,
     )  # fmt: skip
     stalls = _find_stalls(between, place, usual_ns(parts, steps))
@@ -232,10 +232,10 @@ class _Batches:
 
 def stage_spans(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
     """Return the spans of the stages of all requests, by the request's row."""
-    return spans_of_stages(trace, joined, stages(trace, joined))
+    return make_stage_spans(trace, joined, stages(trace, joined))
 
 
-def spans_of_stages(trace: Columns, joined: Joined, all_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
+def make_stage_spans(trace: Columns, joined: Joined, all_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:
     """Return spans for stages, by the request's row. The spans are children of the request on its thread and task.
     Their ids follow the largest id of the trace."""
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1

@@ -595,7 +595,7 @@ def _parse_detail(active_ns: int, text: bytes) -> RowDetail:
     return RowDetail(active_ns, error, *_split_remote(attributes))
 
 
-def detail_of_open(span: OpenSpan) -> RowDetail:
+def read_open_detail(span: OpenSpan) -> RowDetail:
     """Return the attributes and the caller's span of an open span."""
     return RowDetail(-1, None, *_split_remote(span.attributes))
 

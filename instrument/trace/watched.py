@@ -116,7 +116,7 @@ LEVELS = ("allocated_bytes", "reserved_bytes")
 """The fields of an allocation that change in almost every row. They are stored as differences."""
 
 
-def moved_watched(
+def move_watched(
     facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
 ) -> dict[str, Any]:
     """Return torch.profiler's data with all times moved by `moved_ns`, and with other numbers of devices and
@@ -147,7 +147,7 @@ def rows_and_times(allocations: Sequence[Allocation]) -> tuple[NDArray[Any], Int
     return rows, rows["at_ns"].clip(first, last) + base_ns
 
 
-def packed_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
+def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
     """Return the packed columns of kernels, with times from `base_ns`, and the table of their names."""
     work = KernelColumns.of(kernels)
     names: dict[str, int] = {}
@@ -167,7 +167,7 @@ def packed_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, C
     }, list(names)
 
 
-def unpacked_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
+def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
     """Return the kernels in packed columns. Raises `ValueError` and `LookupError` for damaged columns."""
     start_ns = summed(columns["kernel_start_ns_steps"]) + base_ns
     thread_id = _read_table(columns, "kernel_thread")
@@ -186,7 +186,7 @@ def unpacked_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> Ker
     return KernelColumns(tuple(names), WORK, name.astype(np.int32), kind.astype(np.int32), *numbers)
 
 
-def packed_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
+def pack_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
     """Return the packed columns of allocations, with times from `base_ns`."""
     packed = Allocations.of(allocations)
     rows = np.frombuffer(packed.rows, dtype=ROW)
@@ -201,7 +201,7 @@ def packed_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[
     }
 
 
-def unpacked_allocations(columns: Arrays, base_ns: int) -> Allocations:
+def unpack_allocations(columns: Arrays, base_ns: int) -> Allocations:
     thread_id = _read_table(columns, "allocation_thread")
     column_by_name: dict[str, NDArray[Any]] = {"device": columns["allocation_device"], "thread_id": thread_id}
     column_by_name |= {name: columns[f"allocation_{name}"] for name in PLAIN}

@@ -137,7 +137,7 @@ def allocations_of(trace: Trace, count: int) -> list[Allocation]:
     return found
 
 
-def flops_of(trace: Trace, count: int) -> list[Flops]:
+def count_flops(trace: Trace, count: int) -> list[Flops]:
     """Of so many operators that torch.profiler saw, each a little after a span began on its thread."""
     step = max(len(trace.spans) // count, 1)
     return [Flops(span.thread_id, span.start_ns + 10, 1_000) for span in trace.spans[::step]]
@@ -171,7 +171,7 @@ def write(path: str, count: int, beside: str, pid: int) -> None:
     if beside == "allocations":
         trace.allocations = allocations_of(trace, count)
     elif beside == "flops":
-        trace.flops = flops_of(trace, count // 20)
+        trace.flops = count_flops(trace, count // 20)
     elif beside == "kernels":
         trace.kernels = kernels_of(trace, count // 5)
     (file.dump if path.endswith(".npz") else chrome.dump)(path, trace)
