@@ -558,8 +558,7 @@ class NumberedIds(Protocol):
     """Converts the numbers of a process's spans to ids."""
 
     def many(self, numbers: UInt64s, part: int, /) -> UInt64s:
-        """Return the span ids for `part` 0, the upper halves of the trace ids of these roots for 1, the lower ones for
-        2."""
+        """Return the span ids for `part` 0. For 1 and 2, return the upper and lower halves of the roots' trace ids."""
 
 
 class ConsecutiveIds:
