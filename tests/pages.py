@@ -13,7 +13,7 @@ from typing import Any
 from interval_lists import assign_self_times
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Origin, Site, Span
-from instrument.report.page.html_page import html_page, page_document
+from instrument.report.page.html_page import page_document, render_page
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -21,7 +21,7 @@ US, MS = 1_000, 1_000_000
 
 
 def page_of(trace: Trace, options: Options | None = None, request: str | None = None) -> str:
-    return html_page(page_document(Recording.of_trace(trace), options or Options(), request))
+    return render_page(page_document(Recording.of_trace(trace), options or Options(), request))
 
 
 class Elements(HTMLParser):

@@ -24,7 +24,7 @@ from instrument import chrome
 from instrument.cli import main
 from instrument.recording.spans import KEY, Origin, Site, Span
 from instrument.report.comparison import COLOURS, FASTER, GONE, INCONCLUSIVE, NEW, SAME, SLOWER, Comparison, compare
-from instrument.report.effects import CallSample, effect, p99_limits
+from instrument.report.effects import CallSample, measure_effect, p99_limits
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.trace import Trace
@@ -54,7 +54,7 @@ def verdicts(found: Comparison) -> dict[str, str]:
 
 def test_an_effect_is_that_of_like_calls_whatever_their_sizes() -> None:
     for factor in (1.0, 1.05, 0.9):
-        found = effect(sample(1), sample(2, factor=factor, size=150))
+        found = measure_effect(sample(1), sample(2, factor=factor, size=150))
         assert found is not None
         low, high = found.interval(0.001)
         assert low < factor - 1 < high
@@ -63,8 +63,8 @@ def test_an_effect_is_that_of_like_calls_whatever_their_sizes() -> None:
 
 
 def test_too_few_calls_that_are_alike_have_no_effect() -> None:
-    assert effect(sample(1, calls=100), sample(2, calls=100)) is None
-    assert effect(sample(1), sample(2, size=1e6)) is None
+    assert measure_effect(sample(1, calls=100), sample(2, calls=100)) is None
+    assert measure_effect(sample(1), sample(2, size=1e6)) is None
 
 
 def test_three_runs_on_each_side_are_the_units() -> None:
@@ -78,9 +78,11 @@ def test_three_runs_on_each_side_are_the_units() -> None:
             np.concatenate([run.run for run in runs]),
         )
 
-    assert effect(sample(1, 60), sample(2, 60)) is None
-    assert effect(*(side(first, [1.0, 1.0, 1.0], 60) for first in (1, 5))) is not None  # no blocks, so few calls do
-    found = effect(side(1, [1, 1.2, 0.9]), side(5, [1.1, 0.95, 1.15]))  # runs differ more than calls within one
+    assert measure_effect(sample(1, 60), sample(2, 60)) is None
+    assert (
+        measure_effect(*(side(first, [1.0, 1.0, 1.0], 60) for first in (1, 5))) is not None
+    )  # no blocks, so few calls do
+    found = measure_effect(side(1, [1, 1.2, 0.9]), side(5, [1.1, 0.95, 1.15]))  # runs differ more than calls within one
     assert found is not None
     low, high = found.interval(0.05)
     assert low < 0 < high
@@ -91,7 +93,7 @@ def test_three_runs_on_each_side_are_the_units() -> None:
 def test_correlated_neighbours_raise_no_false_alarm() -> None:
     alarms = 0
     for seed in range(200):
-        found = effect(sample(2 * seed, 1_000, alike=0.9), sample(2 * seed + 1, 1_000, alike=0.9))
+        found = measure_effect(sample(2 * seed, 1_000, alike=0.9), sample(2 * seed + 1, 1_000, alike=0.9))
         assert found is not None
         low, high = found.interval(0.02)
         alarms += low > 0 or high < 0
@@ -136,7 +138,7 @@ def test_new_and_gone_call_paths_are_named() -> None:
     assert any(sentence.startswith("Gone: 1 of 13 call paths, most of all part 9") for sentence in found.sentences())
     new = compare([without], [Recording.of_trace(trace)], Options())
     assert verdicts(new)["part 9 in engine.step"] == NEW
-    assert [change.path[-1] for change in new.unsure(0.5)] == ["part 9"]  # a gate says neither yes nor no
+    assert [change.path[-1] for change in new.unclear_beyond(0.5)] == ["part 9"]  # a gate says neither yes nor no
     empty = Recording.of_trace(trace.with_columns(columns.only(np.zeros(len(columns), dtype=np.bool_))))
     assert compare([empty], [without], Options()).sentences()[0].startswith("New: 12 of 12 call paths")
 
@@ -295,8 +297,10 @@ def test_a_slower_function_of_the_demonstration_is_named_and_an_equal_one_is_not
         assert done.returncode == 0, done.stderr
     sides = {name: [instrument.load(tmp_path / name / "traces").recording] for name in ("before", "same", "slower")}
     planted = compare(sides["before"], sides["slower"], Options())
-    assert [change.path[-1] for change in planted.over(1.0)][:1] == ["sample"], planted.sentences()
-    assert "sample" not in [change.path[-1] for change in compare(sides["before"], sides["same"], Options()).over(1.0)]
+    assert [change.path[-1] for change in planted.slower_than(1.0)][:1] == ["sample"], planted.sentences()
+    assert "sample" not in [
+        change.path[-1] for change in compare(sides["before"], sides["same"], Options()).slower_than(1.0)
+    ]
 
 
 def test_a_baseline_keeps_the_last_runs_that_passed(

@@ -32,7 +32,7 @@ from instrument.report.overview_view import overview
 from instrument.report.phases_view import phases
 from instrument.report.self_times_view import classes, instances, ops
 from instrument.report.step_counts import Benchmark
-from instrument.report.utilisation import utilisation
+from instrument.report.utilisation import measure_utilisation
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -819,7 +819,7 @@ def test_the_copies_of_paddles_tree_and_the_use_of_its_device() -> None:
     assert f"{100 * copy.host_ns / (180 * MS):.2f}" == host[4]
     (use,) = (one for one in overview(recording, Options()).kinds if one.kind == "copy")
     assert (f"{100 * (use.step_ratio or 0):.2f}", use.ratio) == (host[4], 16 / 190)
-    (gpu,) = utilisation(recording).devices
+    (gpu,) = measure_utilisation(recording).devices
     assert re.search(r"(?m)^GPU0 +57.78", text) is not None
     (compute,) = (one for one in overview(recording, Options()).devices if one.work == "compute")
     assert f"{100 * (compute.step_ratio or 0):.2f}" == "57.78"

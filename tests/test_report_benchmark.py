@@ -15,7 +15,7 @@ from interval_lists import length, union
 import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
 from instrument.recording.spans import Origin, Site, Span
-from instrument.report.benchmark_view import Loops, benchmark, line_of, loops_of_benchmark
+from instrument.report.benchmark_view import Loops, benchmark, benchmark_line, show_benchmark
 from instrument.report.step_counts import Benchmark, LoopTimes, Spread
 from instrument.report.summary import summary_document
 from instrument.report.view import Options, Recording
@@ -99,11 +99,11 @@ def test_our_timer_equals_paddles_own_where_that_is_right() -> None:
 
 def test_one_line_says_the_averages_in_seconds() -> None:
     found = Benchmark()
-    assert line_of(found) == "batch_cost: - s ips: - steps/s"
+    assert benchmark_line(found) == "batch_cost: - s ips: - steps/s"
     for batch_ms, reader_ms, samples in CASES["20 iters, batch i ms (1..20), reader 0.1*i ms, 4 samples"]:
         found.add(round(batch_ms * MS), round(reader_ms * MS), samples)
-    assert line_of(found) == "reader_cost: 0.00155 s batch_cost: 0.01550 s ips: 258.065 samples/s"
-    assert line_of(found, "images").endswith(" images/s")
+    assert benchmark_line(found) == "reader_cost: 0.00155 s batch_cost: 0.01550 s ips: 258.065 samples/s"
+    assert benchmark_line(found, "images").endswith(" images/s")
 
 
 def test_one_step_without_samples_makes_it_steps_a_second() -> None:
@@ -281,7 +281,7 @@ def test_a_profiler_counts_all_its_steps_and_a_window_those_in_it() -> None:
 def test_without_steps_it_says_how_to_get_some() -> None:
     views = (
         benchmark(Recording.of_trace(trace_of(made(WORK, 0, 1))), Options()),
-        loops_of_benchmark(Benchmark(), Options()),
+        show_benchmark(Benchmark(), Options()),
     )
     for view in views:
         assert isinstance(view, Loops)

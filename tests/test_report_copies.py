@@ -14,8 +14,8 @@ from raw_spans import changed, points, traces
 from instrument.profile.model import DIRECTIONS
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
 from instrument.report import copies_view as view
-from instrument.report.copies_view import CopyUse, by_direction
-from instrument.report.copies_view import copy_uses as copy_uses_of_columns
+from instrument.report.copies_view import CopyUse, sum_by_direction
+from instrument.report.copies_view import sum_copies as copy_uses_of_columns
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
@@ -170,7 +170,7 @@ def test_directions_add_up_and_no_name_breaks_a_line(
     trace = trace_of(*spans)
     uses = copy_uses(trace)
     for name in ("calls", "moved_bytes", "host_ns", "timed", "device_ns", "timed_bytes", "staged"):
-        assert sum(getattr(use, name) for use in uses) == sum(getattr(use, name) for use in by_direction(uses))
+        assert sum(getattr(use, name) for use in uses) == sum(getattr(use, name) for use in sum_by_direction(uses))
     assert sum(use.calls for use in uses) == len(made)
     assert sum(use.moved_bytes for use in uses) == sum(size for *_, size in made)
     assert {use.direction for use in uses} == {way for way, *_ in made}
@@ -224,10 +224,10 @@ def test_every_number_is_that_of_the_raw_spans(trace: Trace, sizes: list[Any]) -
     sums = {key: [sum(column) for column in zip(*rows, strict=True)] for key, rows in expected.items()}
     uses = copy_uses(trace)
     assert sorted(uses, key=repr) == sorted((CopyUse(*key, *numbers) for key, numbers in sums.items()), key=repr)
-    for use in (*uses, *by_direction(uses)):
+    for use in (*uses, *sum_by_direction(uses)):
         over = {"device": (use.timed_bytes, use.device_ns), "host": (use.waited_bytes, use.waited_ns)}.get(use.base)
         assert use.rate_gb_s == (None if over is None else over[0] / over[1])
         assert use.base == ("device" if use.device_ns else "host" if use.waited_ns else "")
-    for one in by_direction(uses):
+    for one in sum_by_direction(uses):
         of_it = [numbers for (way, *_), numbers in sums.items() if way == one.direction]
         assert one == CopyUse(one.direction, "", None, None, *(sum(column) for column in zip(*of_it, strict=True)))

@@ -17,7 +17,7 @@ from instrument import chrome
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report import device_view as view
 from instrument.report.table import LINE, columns
-from instrument.report.utilisation import utilisation
+from instrument.report.utilisation import measure_utilisation
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -200,7 +200,7 @@ def test_no_name_breaks_a_line_or_its_width(given: list[str], label: str, unit: 
 def test_a_saved_file_says_the_same_as_the_trace_it_was_made_from(tmp_path: Path) -> None:
     trace = replace(service(), held_from_ns=10 * MS)
     loaded, _ = chrome.load(chrome.dump(tmp_path / "trace.json.gz", trace))
-    assert utilisation(Recording.of_trace(loaded)) == utilisation(Recording.of_trace(trace))
+    assert measure_utilisation(Recording.of_trace(loaded)) == measure_utilisation(Recording.of_trace(trace))
     assert device(loaded) == device(trace)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
 from instrument.report.device_view import DeviceRow, device_rows
-from instrument.report.device_view import device_summary as summary_of
+from instrument.report.device_view import summarise_gauges as summary_of
 from instrument.report.view import Options
 
 SECOND = 10**9

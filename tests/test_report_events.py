@@ -24,7 +24,7 @@ from instrument.recording.spans import Cost, DeviceInterval, Site, Span
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.summary import summary
-from instrument.report.table import LINE, columns, compact, safe, shorten, shortened, table
+from instrument.report.table import LINE, columns, compact, safe, shorten, shorten_distinctly, table
 from instrument.report.view import THREADS, Options, Recording, document
 from instrument.trace.trace import Trace
 
@@ -1043,13 +1043,13 @@ def test_a_shortened_text_keeps_its_room_and_each_mark_its_character(text: str, 
 
 def test_names_that_differ_in_a_mark_alone_are_parted_before_its_character() -> None:
     names = [f"{'a' * 30}e{mark}{'b' * 30}" for mark in "\u0300\u0301"]
-    assert shortened(names, 20) == [f"aaaaa...e{mark}bbbb...bbbb" for mark in "\u0300\u0301"]
+    assert shorten_distinctly(names, 20) == [f"aaaaa...e{mark}bbbb...bbbb" for mark in "\u0300\u0301"]
 
 
 def test_texts_that_would_look_alike_when_shortened_are_shown_from_where_they_part() -> None:
     layers = [f"request > generate > model.layers.{number}.self_attn.projection > Linear" for number in (3, 12, 13)]
     assert len({shorten(text, 40) for text in layers}) == 1
-    assert shortened([*layers, "short", layers[0]], 40) == [
+    assert shorten_distinctly([*layers, "short", layers[0]], 40) == [
         "request > ...3.self_attn....ion > Linear", "request > ...12.self_attn...ion > Linear",
         "request > ...13.self_attn...ion > Linear", "short", "request > ...3.self_attn....ion > Linear",
     ]  # fmt: skip
@@ -1059,20 +1059,23 @@ def test_a_text_that_others_begin_with_keeps_its_own_end() -> None:
     path = "request > generate > model.layers.self_attn.projection > Linear"
     longer = f"{path} > generate > model.layers.self_attn.projection > Linear"
     assert shorten(path, 30) == shorten(longer, 30)
-    assert shortened([path, longer], 30) == ["request > gene...tion > Linear", "request... > genera...> Linear"]
+    assert shorten_distinctly([path, longer], 30) == [
+        "request > gene...tion > Linear",
+        "request... > genera...> Linear",
+    ]
 
 
 def test_a_thousand_texts_that_each_begin_with_the_one_before_differ() -> None:
     for end in ("", " > the_same_end_of_all_of_them_which_is_longer_than_a_column"):
         texts = [" > ".join(["calls_itself"] * depth) + end for depth in range(1, 1000)]
-        short = shortened(texts, 40)
+        short = shorten_distinctly(texts, 40)
         assert len(set(short)) == len(texts)
         assert all(columns(one) <= 40 for one in short)
 
 
 @given(st.lists(st.text("ab測.", max_size=60), max_size=6), st.integers(16, 40))
 def test_shortened_texts_keep_their_room_and_are_the_same_where_the_texts_are(texts: list[str], limit: int) -> None:
-    short = shortened(texts, limit)
+    short = shorten_distinctly(texts, limit)
     assert all(columns(one) <= limit for one in short)
     assert len(set(short)) == len(set(texts))
     assert all(one == text for one, text in zip(short, texts, strict=True) if columns(text) <= limit)

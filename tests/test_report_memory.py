@@ -39,7 +39,7 @@ from instrument.report.memory_view import (
     memory,
 )
 from instrument.report.table import LINE, columns
-from instrument.report.units import NOWHERE, SHARED, UNKNOWN, places
+from instrument.report.units import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Allocation, Allocations, Trace
 
@@ -326,7 +326,7 @@ def counted_one_by_one(recording: Recording, state: str, apart: bool) -> Counted
     trace = recording.trace
     its = [one for one in trace.allocations if 0 <= one.at_ns <= 62]
     points = (np.array([getattr(one, name) for one in its], dtype=np.int64) for name in ("thread_id", "at_ns"))
-    where = places(recording, *points)
+    where = find_places(recording, *points)
     uses: dict[tuple[int, str, str, str], list[int]] = {}
     sums: dict[int, list[int]] = {}
     levels: dict[tuple[int, str], list[Any]] = {}

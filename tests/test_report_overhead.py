@@ -16,7 +16,7 @@ from instrument import chrome
 from instrument.instrumentors.targets import site_of
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import Origin, Site
-from instrument.report.event_rows import Overhead, overhead
+from instrument.report.event_rows import Overhead, split_overhead
 from instrument.report.events_view import events
 from instrument.report.self_times_view import SelfTimes, classes, instances, ops
 from instrument.report.view import Options, Recording
@@ -42,7 +42,7 @@ def split(*rows: tuple[tuple[Site, ...], int, int], state: str = "All") -> Overh
         )  # fmt: skip
     lines = made(tally)
     total_ns = sum(total_ns for path, total_ns, _ in rows if len(path) == 1)
-    return overhead(lines, total_ns, state)
+    return split_overhead(lines, total_ns, state)
 
 
 def parts(found: Overhead) -> tuple[int | None, int | None, int | None]:
@@ -90,7 +90,7 @@ def test_calls_that_have_not_ended_have_what_is_under_them() -> None:
     loop = Site("engine loop", "op", suspends=True)
     for path, total_ns in (((loop, COMPUTE), 60), ((loop, PREPARE), 40)):
         tally.totals(path, 1).merge(Totals(calls=1, total_ns=total_ns, elapsed_ns=total_ns, histogram={0: 1}))
-    assert parts(overhead(made(tally), 100, "CPU")) == (60, 0, 40)
+    assert parts(split_overhead(made(tally), 100, "CPU")) == (60, 0, 40)
 
 
 def test_a_total_without_computation_has_waiting_and_no_overhead() -> None:

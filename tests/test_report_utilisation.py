@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Interval, Origin, Site, Span
 from instrument.report.section import NO_EVENTS
-from instrument.report.utilisation import DeviceUse, Unanswered, Utilisation, utilisation
+from instrument.report.utilisation import DeviceUse, Unanswered, Utilisation, measure_utilisation
 from instrument.report.view import Recording
 from instrument.trace.trace import Trace
 
@@ -31,7 +31,7 @@ def trace_of(spans: list[Span], window: Interval = WINDOW, **facts: int) -> Trac
 
 
 def utilisation_of(trace: Trace) -> Utilisation:
-    return utilisation(Recording.of_trace(trace))
+    return measure_utilisation(Recording.of_trace(trace))
 
 
 def made(

@@ -16,7 +16,7 @@ from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
 from instrument.recording.spans import DeviceInterval, Site, Span
-from instrument.report.operator_rows import PlaceCalls, iterate_places, place_tree
+from instrument.report.operator_rows import PlaceCalls, build_call_tree, iterate_places
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
@@ -269,7 +269,7 @@ def facts(place: Any) -> list[Any]:
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
     window = trace.coverage if is_bounded else None
-    ours = list(iterate_places(place_tree(trace.columns, kinds, window)))
+    ours = list(iterate_places(build_call_tree(trace.columns, kinds, window)))
     theirs = list(call_trees_by_hand.every_place(call_trees_by_hand.call_tree(trace.spans, kinds, window)))
     assert list(map(facts, ours)) == list(map(facts, theirs))
     assert [one.parent and one.parent.site.key for one in ours] == [
@@ -281,8 +281,8 @@ def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kind
 def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace: Trace, chance: Any) -> None:
     columns = trace.columns
     some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
-    ours = list(iterate_places(place_tree(columns, OPERATORS, among=some)))
-    assert list(map(facts, ours)) == list(map(facts, iterate_places(place_tree(columns.only(some), OPERATORS))))
+    ours = list(iterate_places(build_call_tree(columns, OPERATORS, among=some)))
+    assert list(map(facts, ours)) == list(map(facts, iterate_places(build_call_tree(columns.only(some), OPERATORS))))
 
 
 @pytest.mark.parametrize("levels_of_it", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])

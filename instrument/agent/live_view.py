@@ -24,7 +24,7 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import is_interruption, is_request
 from instrument.recording.tally import Tally
-from instrument.report.function_times import are_topmost, topmost_by_name
+from instrument.report.function_times import mask_topmost, sum_topmost_by_name
 from instrument.report.headlines import in_flight_headline
 from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
@@ -281,13 +281,13 @@ def _endpoints(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) 
     """Return the ended requests by name. A rate is the sum of each process's rate in its own window."""
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
-        for name, totals in topmost_by_name(part, is_request).items():
+        for name, totals in sum_topmost_by_name(part, is_request).items():
             rates[name] += share(totals.calls, window_ns / 1e9) or 0.0
-    nodes, is_topmost = defaultdict[str, list[int]](list), are_topmost(tally, is_request)
+    nodes, is_topmost = defaultdict[str, list[int]](list), mask_topmost(tally, is_request)
     for node in np.flatnonzero(is_topmost).tolist():
         nodes[tally.paths[node][-1].name].append(node)
     endpoints = []
-    for name, ended in topmost_by_name(tally, is_request).items():
+    for name, ended in sum_topmost_by_name(tally, is_request).items():
         p50_ns, p99_ns = percentiles(tally.histogram(nodes[name]), (0.5, 0.99), ended.calls, ended.min_ns, ended.max_ns)
         endpoints.append(Endpoint(name, ended.calls, ended.errors, ended.cancelled, rates[name], p50_ns, p99_ns))
     return tuple(sorted(endpoints, key=lambda part: (-part.requests, part.name)))

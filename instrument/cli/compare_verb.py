@@ -154,7 +154,9 @@ def _verdict(comparison: Comparison, limit: float | None) -> int:
     if limit is None:
         return 0
     is_assessed = any(change.ratio is not None for change in comparison.changes)
-    return REGRESSION if comparison.over(limit) else INCONCLUSIVE if comparison.unsure(limit) or not is_assessed else 0
+    if comparison.slower_than(limit):
+        return REGRESSION
+    return INCONCLUSIVE if comparison.unclear_beyond(limit) or not is_assessed else 0
 
 
 def _baseline_runs(baseline: Path) -> list[Path]:
@@ -180,16 +182,16 @@ def _markdown(comparison: Comparison) -> str:
     if changed:
         lines += ["| Call path | Verdict | Change | Between | Cost, ms |", "|---|---|--:|---|--:|"]
     lines += [
-        f"| `{change.name.replace('|', chr(92) + '|')}` | {change.verdict} | {change.change()} | {change.limits()} | "
-        f"{(change.cost_ns or 0) / 1e6:.4g} |"
+        f"| `{change.name.replace('|', chr(92) + '|')}` | {change.verdict} | {change.change_text()} | "
+        f"{change.limits_text()} | {(change.cost_ns or 0) / 1e6:.4g} |"
         for change in changed
     ]
     return "\n".join([*lines, ""])
 
 
 def _junit(comparison: Comparison, limit: float | None) -> ElementTree.Element:
-    over = set(comparison.over(limit or 0.0))
-    unsure = set(comparison.unsure(limit or 0.0))
+    over = set(comparison.slower_than(limit or 0.0))
+    unsure = set(comparison.unclear_beyond(limit or 0.0))
     suite = ElementTree.Element(
         "testsuite",
         name="instrument compare",
@@ -200,7 +202,7 @@ def _junit(comparison: Comparison, limit: float | None) -> ElementTree.Element:
     for change in comparison.changes:
         case = ElementTree.SubElement(suite, "testcase", classname="instrument.compare", name=" > ".join(change.path))
         if change in over:
-            ElementTree.SubElement(case, "failure", message=f"{change.change()} ({change.limits()})")
+            ElementTree.SubElement(case, "failure", message=f"{change.change_text()} ({change.limits_text()})")
         elif change in unsure:
-            ElementTree.SubElement(case, "skipped", message=f"not ruled out: {change.limits()}")
+            ElementTree.SubElement(case, "skipped", message=f"not ruled out: {change.limits_text()}")
     return suite

@@ -41,7 +41,6 @@ class LoadedTrace:
 
     @cached_property
     def recording(self) -> Recording:
-        """The recording from which views are made."""
         from instrument.report.view import Recording
 
         return Recording.of_saved(self.saved)

@@ -86,7 +86,6 @@ def _require(text: str, names: Collection[str]) -> None:
 
 
 def seconds(text: str) -> float:
-    """Read a number of seconds."""
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", text):
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number of seconds")
     return float(text)

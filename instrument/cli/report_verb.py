@@ -120,9 +120,9 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
             f"report: --with needs one file of ours, and there are {problem}; give the file of the same process"
         )
     load_libraries()
-    from instrument.report.summary import prepare
+    from instrument.report.summary import import_views
 
-    prepare(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
+    import_views(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
     if run is not None:
         return _print_report(options, run)
     with within_memory("report", [options.traces[0], *filter(None, [options.torch_trace])], options.memory):
@@ -144,14 +144,14 @@ def _run_of(options: argparse.Namespace) -> RunRead | None:
 
 def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> int:
     from instrument.report.request_groups import refuse_unknown_group
-    from instrument.report.summary import summary, summary_document, views_for
+    from instrument.report.summary import default_views, summary, summary_document
     from instrument.report.view import Options, document
 
     values = {field.name: getattr(options, field.name, None) for field in fields(Options)}
     values["requests_by"] = None if options.by == PROCESS else options.by
     values["most"] = None if options.json or options.html is not None or options.rows == ALL else MOST
     values["rows"] = None if options.rows == ALL else options.rows
-    views, chosen = options.view or views_for(values), Options.of(values)
+    views, chosen = options.view or default_views(values), Options.of(values)
     if options.html is not None:
         return _write_page(options, chosen, run)
     documents = []

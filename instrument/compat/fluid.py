@@ -20,7 +20,7 @@ from instrument import chrome
 from instrument.errors import ProfileError
 from instrument.profile.model import STATES, TRACER_OPTIONS
 from instrument.report.events_view import events
-from instrument.report.section import instrumentation
+from instrument.report.section import instrumentation_lines
 from instrument.report.view import Options, Recording
 from instrument.sessions.profiler import join, leave, torch_profiler_for
 from instrument.sessions.session import Session
@@ -91,8 +91,8 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
 
 def _report_text(recording: Recording, options: Options) -> str:
     """Return the text of the report with full names. The last lines are the instrumentation's cost and losses."""
-    notes = instrumentation(recording)
-    return "\n".join([*events(recording, options).wide().lines(), *notes])
+    notes = instrumentation_lines(recording)
+    return "\n".join([*events(recording, options).widened().lines(), *notes])
 
 
 def reset_profiler() -> None:

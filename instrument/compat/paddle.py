@@ -25,7 +25,7 @@ from instrument.native import OFF
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.tally import Tally
-from instrument.report.benchmark_view import loops_of_benchmark
+from instrument.report.benchmark_view import show_benchmark
 from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
@@ -261,7 +261,7 @@ class Profiler(_Profiler):
         was_running = self._is_running
         super()._stop()
         if was_running and not OFF and self._benchmark.loop().steps:
-            print("\n".join(loops_of_benchmark(self._benchmark, Options()).lines()), flush=True)
+            print("\n".join(show_benchmark(self._benchmark, Options()).lines()), flush=True)
 
     def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:
         """Write the newest window as a Chrome trace. Raises `ProfileError` for a format other than json."""
@@ -280,7 +280,7 @@ class Profiler(_Profiler):
         views: SummaryView | Iterable[SummaryView] | None = None,
     ) -> str:
         """Print the views of the newest window and the times of the steps, and return the text."""
-        text = "\n".join(loops_of_benchmark(self._benchmark, Options(unit=time_unit)).lines())
+        text = "\n".join(show_benchmark(self._benchmark, Options(unit=time_unit)).lines())
         if self.window is not None:
             recording = Recording.of_trace(self.window.trace)
             text = f"{_views_text(recording, sorted_by, op_detail, thread_sep, time_unit, views)}\n{text}"

@@ -1,8 +1,8 @@
-"""The `batches` view: the sizes of batches, their times, and the unevenness of their items.
+"""The `batches` view: the sizes of batches, their times, and how unevenly the work is spread over their requests.
 
 A batch is a span that names the requests that it serves (`batch:` in a rule, or `scope(name, batch=...)`). A request's
 weight is its amount of work in the batch, such as its tokens. A batch is uneven if the weights differ. This wastes time
-only if the engine pads all items to the heaviest one. Engines with continuous batching pad nothing.
+only if the engine pads all items to the heaviest one. Engines with continuous batching do not pad.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ NO_BATCH = "No batch was recorded: a rule with `batch:` says which requests a ca
 
 @dataclass(frozen=True, slots=True)
 class NamedBatches:
-    """The batches of one name. `items` counts the requests in them; a request in two batches counts twice.
+    """The batches of one name. An item is a request in a batch. So a request in two batches counts as two `items`.
 
     `fill` is the mean size divided by the largest size. `per_item_ns` is the time of all batches divided by `items`.
-    `weight` is the sum of the known weights. `uneven` is the padding share if the engine pads all items to the heaviest
-    one. `unbound` items have keys that no request has. `device_ns` is the device time, `uneven_ns` the padding in it;
-    both are None without device time. A row with `remaining` replaces that many names.
+    `weight` is the sum of the known weights. `uneven` is the share of padding if the engine pads all items to the
+    heaviest one. `unbound` counts the items whose key belongs to no request. `device_ns` is the device time and
+    `uneven_ns` the padding within it, both None without device time. A row with `remaining` replaces that many names.
     """
 
     name: str
@@ -60,25 +60,24 @@ class NamedBatches:
     remaining: int = 0
 
     def a_second(self) -> float | None:
-        """Return the items per second of batch time, or their weight per second if it is known."""
+        """Return the items for each second of batches, or their weight if it is known."""
         return share((self.weight or self.items) * 1e9, self.summed_ns)
 
     def device_ratio(self) -> float | None:
-        """Return the device time as a share of the batches' host time."""
+        """Return the device time as a share of the host time of the batches."""
         return share(self.device_ns or 0, self.summed_ns)
 
     def device_per_item_ns(self) -> float | None:
-        """Return the mean device time per item."""
         return share(self.device_ns or 0, self.items)
 
     def uneven_ratio(self) -> float | None:
-        """Return the share of the device time that was padding."""
+        """Return the share of padding in the device time."""
         return None if self.uneven_ns is None else share(self.uneven_ns, self.device_ns or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTimes(View):
-    """The `batches` view: the sizes and times of all kept batches, by name."""
+    """The `batches` view: sizes and times of all kept batches, by name."""
 
     coverage: Coverage
     rows: tuple[NamedBatches, ...]
@@ -124,7 +123,7 @@ class BatchTimes(View):
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
-    """Return the view of the kept spans. `rows` and `least_ns` bound the tables, sorted by time."""
+    """Return the view of the kept spans, sorted by time. `rows` and `least_ns` limit the tables."""
     trace, served = recording.columns, recording.once(joined_requests).served
     device_ns = recording.once(request_device_ledger).batch_ns if len(trace.device) else np.zeros(len(trace), np.int64)
     rows = trace.attributes.having(BATCH_KEYS)
@@ -134,14 +133,14 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
     for place, name in enumerate(names):
         by_name.setdefault(name, []).append(place)
     rows_by_time = [
-        _batches(name, trace, served, rows[places], bool(has_weights[places].all()), device_ns)
+        _sum_batches(name, trace, served, rows[places], bool(has_weights[places].all()), device_ns)
         for name, places in by_name.items()
     ]
     rows_by_time.sort(key=lambda row: (-row.summed_ns, row.name))
 
     def rest(omitted: Sequence[NamedBatches]) -> NamedBatches:
         places = [place for row in omitted for place in by_name[row.name]]
-        return _batches(
+        return _sum_batches(
             "", trace, served, np.sort(rows[places]), all(has_weights[places]), device_ns, remaining=len(omitted)
         )
 
@@ -149,7 +148,7 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
     return BatchTimes(Coverage.of_recording(recording), shown, group_shares(recording, options), options)
 
 
-def _batches(
+def _sum_batches(
     name: str,
     trace: Columns,
     served: Served,

@@ -1,9 +1,8 @@
-"""The `benchmark` view: the costs of the steps of a loop, their waits for input, and their rate.
+"""The `benchmark` view: the durations of a loop's steps, their waits for input, and their rate.
 
-A step is a span of kind `step`, including its loop's wait for input right before it. The time between two calls of
-`Profiler.step` is a step, too. The batch cost is the step's host time. The reader cost is the part that loaders of its
-thread (or task) took. Averages leave out the first `skip` steps. A rate divides by elapsed time, in which parallel
-steps count once.
+A step is a span of kind `step`, including the loop's wait for input right before it, or the time between two calls of
+`Profiler.step`. The batch cost is the step's host time. The reader cost is the part of it that loaders on the same
+thread or task took. The first `skip` steps are left out. A rate divides by elapsed time, so parallel steps count once.
 
 `paddle.profiler` divides by one step less than it times, so twelve steps of 10 ms become 15 ms. It prints a minimum of
 `inf` if each step is longer than the one before. Here 10 ms is 10 ms.
@@ -22,7 +21,7 @@ from instrument.recording.spans import Interval
 from instrument.report.section import Coverage, Section, View, explain_empty, value_of
 from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
 from instrument.report.table import MISSING, number, tenths
-from instrument.report.units import LOADER, PROFILERS, begins_of, step_number, waits_of
+from instrument.report.units import LOADER, PROFILERS, include_waits, merge_waits, step_number
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import numbered, ranked
@@ -37,7 +36,7 @@ FIELDS = ("mean", "p50", "p99", "least", "most")
 
 @dataclass(frozen=True, slots=True)
 class Loops(View):
-    """The loops by the name of their steps. `coverage` is None for steps that a running loop has counted."""
+    """The `benchmark` view: the loops by the name of their steps. `coverage` is None for a loop that still runs."""
 
     coverage: Coverage | None
     loops: tuple[LoopTimes, ...]
@@ -54,11 +53,13 @@ class Loops(View):
         return [] if self.loops else explain_empty("step", NO_STEP, complete=complete)
 
     def sections(self) -> list[Section]:
-        """Return a table per loop, with a row per measure."""
+        """Return a table for each loop, with a row for each measure."""
         columns = "name=|spread.mean=Ave.|spread.p50=p50|spread.p99=p99|spread.least=Min.|spread.most=Max."
-        texts = {field: partial(_cell, field) for field in (f"spread.{name}" for name in FIELDS)}
+        texts = {field: partial(_spread_cell, field) for field in (f"spread.{name}" for name in FIELDS)}
         return [
-            Section(loop.name or "(no name)", _rows(loop), columns, (), texts, (16, *[10] * 5), _counts(loop))
+            Section(
+                loop.name or "(no name)", _spread_rows(loop), columns, (), texts, (16, *[10] * 5), _count_lines(loop)
+            )
             for loop in self.loops
         ]
 
@@ -66,14 +67,14 @@ class Loops(View):
         return ["p50, p99: within 0.8 %. Averages are over the steps that were timed."]
 
 
-def loops_of_benchmark(steps: Benchmark, options: Options) -> Loops:
+def show_benchmark(steps: Benchmark, options: Options) -> Loops:
     """Return the view of the steps that a running loop has counted."""
     loop = steps.loop()
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
 
-def line_of(steps: Benchmark, unit: str | None = None) -> str:
-    """Return the mean costs and rate in one line, in seconds. `unit` is the name of the samples."""
+def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
+    """Return the mean costs and the mean rate as one line, in seconds. `unit` is the name of the samples."""
     loop = steps.loop()
     of = "steps" if loop.samples is None else unit or "samples"
     reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
@@ -86,25 +87,25 @@ def line_of(steps: Benchmark, unit: str | None = None) -> str:
 
 
 class SpreadRow(NamedTuple):
-    """A row of a loop: the spread of a cost or, if `is_rate`, of the rate in steps or samples per second."""
+    """A row of a loop's table: the spread of a cost or, if `is_rate`, of the rate in steps or samples per second."""
 
     name: str
     spread: Spread | None
     is_rate: bool = False
 
 
-def _rows(loop: LoopTimes) -> list[SpreadRow]:
+def _spread_rows(loop: LoopTimes) -> list[SpreadRow]:
     reader = [] if loop.reader is None else [SpreadRow("reader_cost", loop.reader)]
     return [*reader, SpreadRow("batch_cost", loop.batch), SpreadRow(f"ips ({loop.rate_of})", loop.rate, is_rate=True)]
 
 
-def _cell(field: str, row: SpreadRow, unit: str) -> str:
+def _spread_cell(field: str, row: SpreadRow, unit: str) -> str:
     value = value_of(row, field)
     return number(value if row.is_rate or value is None else value / UNITS[unit])
 
 
-def _counts(loop: LoopTimes) -> list[str]:
-    """Return the lines on the numbers of steps."""
+def _count_lines(loop: LoopTimes) -> list[str]:
+    """Return the lines on the number of steps."""
     cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
     lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
     if loop.samples is not None:
@@ -115,19 +116,19 @@ def _counts(loop: LoopTimes) -> list[str]:
 
 
 def benchmark(recording: Recording, options: Options) -> Loops:
-    """Return the view: of all steps that a running `Profiler` has counted, else of the kept spans.
+    """Return the view of the steps that a running `Profiler` has counted or, without one, of the kept spans.
 
-    `skip_first` leaves out the first steps of each loop, by the step's own number or else in order of their begins. It
-    does not apply to the steps of a running `Profiler`.
+    `skip_first` leaves out the first steps of each loop, by the step's own number or else by its begin. It does not
+    apply to the steps of a running `Profiler`.
     """
     if recording.benchmark is not None:
-        return loops_of_benchmark(recording.benchmark, options)
-    loops = _loops(recording.columns, recording.trace.coverage, options.skip_first)
+        return show_benchmark(recording.benchmark, options)
+    loops = _measure_loops(recording.columns, recording.trace.coverage, options.skip_first)
     return Loops(Coverage.of_recording(recording), loops, options)
 
 
 class _Steps(NamedTuple):
-    """Steps as columns: their rows in the trace, begins, ends and waits for loaders in ns, and True for cut steps."""
+    """Steps as columns: rows in the trace, begins, ends and waits for input in ns, and True for cut steps."""
 
     row: Int64s
     start_ns: Int64s
@@ -136,29 +137,29 @@ class _Steps(NamedTuple):
     is_cut: Bools
 
     def at(self, places: Int64s) -> _Steps:
-        """Return the steps at some indices."""
+        """Return the steps with the given indices."""
         return _Steps(
             self.row[places], self.start_ns[places], self.end_ns[places], self.reader_ns[places], self.is_cut[places]
         )
 
 
-def _loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ...]:
-    """Return a loop per name of steps, in the order in which the names first occur."""
+def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ...]:
+    """Return the times of each loop, by the name of its steps, in the order in which the names first occur."""
     rows = np.flatnonzero(trace.of_kind("step"))
     if not len(rows):
         return ()
-    steps = _steps(trace, rows, interval)
+    steps = _find_steps(trace, rows, interval)
     names, number_of = trace.numbered_sites(attrgetter("name"))
     number = number_of[trace.site[steps.row]]
     order = np.lexsort((trace.span_id[steps.row], trace.start_ns[steps.row], number))
     of_names = np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
     steps_by_name = {int(number[places[0]]): steps.at(places) for places in of_names}
     first_seen = dict.fromkeys(number_of[trace.site[rows]].tolist())
-    return tuple(_loop(names[key], trace, steps_by_name[key], skip) for key in first_seen)
+    return tuple(_measure_loop(names[key], trace, steps_by_name[key], skip) for key in first_seen)
 
 
-def _steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
-    """Return the steps among some rows. A loader's time is a wait of the step in its task or on its thread."""
+def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
+    """Return the steps in the given rows, with the waits for loaders in the step's task or on its thread."""
     thread = ranked(trace.thread_id)[1]
     line, firsts = numbered(thread, trace.task_id)
     line = np.where(trace.task_id == 0, len(firsts) + thread, line)
@@ -166,17 +167,17 @@ def _steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
     of_tasks = loaders[trace.task_id[loaders] != 0]
     of_waits = np.concatenate([loaders, of_tasks])
     lines = np.concatenate([len(firsts) + thread[loaders], line[of_tasks]])
-    waits = waits_of(lines, trace.start_ns[of_waits], trace.end_ns[of_waits])
+    waits = merge_waits(lines, trace.start_ns[of_waits], trace.end_ns[of_waits])
     rows = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], line[rows]))]
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     is_profilers = trace.of_sites([site.function == PROFILERS for site in trace.sites])
-    begins = begins_of(steps, is_profilers[rows], waits)
+    begins = include_waits(steps, is_profilers[rows], waits)
     is_cut = trace.clipped[rows] | (begins < interval[0]) | (steps.ends > interval[1])
     return _Steps(rows, begins, steps.ends, waits.within(steps.groups, begins, steps.ends), is_cut)
 
 
-def _loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
-    """Return the times of a loop from its steps, which are in order."""
+def _measure_loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
+    """Return the times of one loop, from its steps in order."""
     counts, timed = Benchmark(skip=0), list[int]()
     attributes = (trace.attributes.values(key, steps.row) for key in ("step", "samples"))
     columns = (column.tolist() for column in (steps.end_ns - steps.start_ns, steps.reader_ns, steps.is_cut))

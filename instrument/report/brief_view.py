@@ -1,7 +1,7 @@
-"""The `brief` view: one screen on the served requests, their time, the device, the cost and the losses.
+"""The `brief` view: one screen on the served requests, where their time went, the devices, the cost and the losses.
 
-It computes nothing itself: its numbers are from the views `requests`, `ops` and `device`. A job with steps but without
-requests has those of `benchmark` and `phases`. It has at most `MOST_LINES` lines of `LINE` columns.
+It computes nothing itself. Its numbers are from the views `requests`, `ops` and `device` or, for a job with steps and
+without requests, from `benchmark` and `phases`. It has at most `MOST_LINES` lines of `LINE` columns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
 from instrument.report.benchmark_view import Loops, benchmark
 from instrument.report.device_view import DeviceView, device
-from instrument.report.headlines import Headline, headlines
+from instrument.report.headlines import Headline, find_headlines
 from instrument.report.phases_view import PhasesView, phases
 from instrument.report.requests_view import RequestTimes, requests
 from instrument.report.section import BLANK, Section, View
@@ -35,21 +35,21 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 MOST_LINES = 57
-"""The maximum number of lines of the view. With the names of process and file below it, a screen has 60."""
+"""The maximum number of lines of the view. With the names of process and file below it, it fills a screen of 60."""
 
 PLACES = 7
 """The maximum number of rows in the table of self times."""
 
 PARTS = 6
-"""The most endpoints in the table, and the most parts of a request or step. One more row sums up the rest."""
+"""The maximum number of endpoints, and of parts of each request or step. A last row sums up the others."""
 
 DEVICES = 3
 LAUNCH_BOUND_FROM = 0.1
-"""The minimum share of a device's busy time that is reported as launch-bound."""
+"""The minimum launch-bound share of a device's busy time that is reported."""
 
 LOSSES = 3
 NOTE_LINES, NOTE_LINES_BELOW_HEADLINES = 6, 4
-"""The most lines on what was not observed, without headlines and with them. The view `cost` has all such lines."""
+"""The maximum number of lines on what was not observed, without headlines and with them. `cost` has them all."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."
@@ -57,7 +57,7 @@ MORE = "More: `instrument report FILE --view {}`; `instrument help reports` expl
 
 @dataclass(frozen=True, slots=True)
 class Brief(View):
-    """The `brief` view. It has `requests` if there are any, else `steps` and their `phases` if there are any.
+    """The `brief` view. It has `requests` if there are any, else the `steps` and their `phases` if there are any.
 
     `places` has the largest self times of all calls, None if no call was counted.
     """
@@ -104,8 +104,8 @@ class Brief(View):
         other_notes = [note for note in self.notes if note != why]
         service = shorten(safe(self.service), LINE // 2)
         lines = title(f"Summary of {service}" if service else "Summary")
-        lines += [line for headline in self.headlines for line in _two_lines(headline.text)]
-        lines += [*[""] * bool(self.headlines), *self._served(), ""]
+        lines += [line for headline in self.headlines for line in _limit_to_two(headline.text)]
+        lines += [*[""] * bool(self.headlines), *self._window_lines(), ""]
         *served, places = self.sections()
         lines += [line for section in served for line in section.table(unit)]
         if self.requests.requests:
@@ -117,14 +117,14 @@ class Brief(View):
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
         lines += [*_cost_lines(self)]
         lines += [
-            *_losses(self.losses),
-            *_notes(other_notes, NOTE_LINES_BELOW_HEADLINES if self.headlines else NOTE_LINES),
+            *_loss_lines(self.losses),
+            *_note_lines(other_notes, NOTE_LINES_BELOW_HEADLINES if self.headlines else NOTE_LINES),
         ]
         views = "requests,events,cost" if self.requests.counted else "ops,events,cost"
         lines.append(MORE.format("benchmark,phases" if self.steps is not None else views))
         return [*lines, ""]
 
-    def _served(self) -> list[str]:
+    def _window_lines(self) -> list[str]:
         """Return the lines on the window, its requests or steps, and the requests that the tables leave out."""
         window = f"{number(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
@@ -150,27 +150,26 @@ class Brief(View):
 
     @property
     def cost_ratio(self) -> float | None:
-        """The cost of the instrumentation as a share of the window."""
         return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The cost as a share of the window if the processor's caches have none of the memory that the probes use."""
+        """The largest cost as a share of the window: the processor's caches have none of the probes' memory."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
 
 def brief(recording: Recording, options: Options) -> Brief:
-    """Return the view. `rows` may only lower its own limits. `sorted_by`, `least_ns`, `corrected` and `skip_first` are
-    passed to the views that it uses. `tracer_option`, `state` and `threads` have no effect."""
-    places = ops(recording, _at_most(PLACES, options)).functions
-    few = replace(_at_most(PARTS, options), at_most=min(options.at_most, PARTS))
+    """Return the view. `rows` can only lower its own limits. `sorted_by`, `least_ns`, `corrected` and `skip_first`
+    apply to the views that it uses. `tracer_option`, `state` and `threads` have no effect."""
+    places = ops(recording, _limit_rows(PLACES, options)).functions
+    few = replace(_limit_rows(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
     steps = None if served.requests else benchmark(recording, few)
     loops = steps if steps is not None and steps.loops else None
     of_steps = phases(recording, few) if loops is not None else None
     devices, cost = device(recording, few), recording.cost
     return Brief(
-        headlines=headlines(recording, options, served, loops, of_steps, devices),
+        headlines=find_headlines(recording, options, served, loops, of_steps, devices),
         service=recording.trace.origin.service,
         window_ns=(cost.window_ns if cost is not None else 0) or recording.window_ns or 0,
         recorder=recording.recorder,
@@ -186,7 +185,7 @@ def brief(recording: Recording, options: Options) -> Brief:
     )
 
 
-def _at_most(rows: int, options: Options) -> Options:
+def _limit_rows(rows: int, options: Options) -> Options:
     return replace(options, rows=min(options.rows or rows, rows))
 
 
@@ -194,7 +193,7 @@ def _at_most(rows: int, options: Options) -> Options:
 
 
 class WorkRow(NamedTuple):
-    """A table row: an endpoint or a loop with `depth` 0, or a part of one with `depth` 1."""
+    """A row of the table: an endpoint or a loop at `depth` 0, or one of its parts at `depth` 1."""
 
     name: str
     count: Any = BLANK
@@ -209,7 +208,7 @@ class WorkRow(NamedTuple):
 
 
 class RemainingPlaces(NamedTuple):
-    """The table row that sums up the omitted rows of self times."""
+    """The row of the table of self times that sums up the omitted rows."""
 
     remaining: int
     time_ns: int
@@ -223,7 +222,7 @@ class RemainingPlaces(NamedTuple):
 
 
 def _request_rows(times: RequestTimes) -> list[WorkRow]:
-    """Return rows of the endpoints and of the parts of the heaviest ones, as many as fit the table."""
+    """Return the rows of the endpoints, and of the parts of the busiest ones as far as they fit."""
     room = 2 * PARTS + 3 - len(times.endpoints) - len(times.groups)
     rows = []
     for endpoint in times.endpoints:
@@ -285,7 +284,7 @@ def _more_line(count: int, noun: str) -> list[str]:
 
 
 def _device_lines(view: DeviceView, why: str) -> list[str]:
-    """Return a line per device. Without a device return the reason: `why`, else that of the view `device`.
+    """Return a line for each device. Without a device return the reason: `why`, or else that of the view `device`.
 
     There is no line if no span asked for device time and no GPU is present.
     """
@@ -305,7 +304,7 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
 
 
 def _process_line(view: DeviceView) -> list[str]:
-    """Return one line on the processor use and the memory of the process, [] without readings."""
+    """Return one line on the process's use of processors and memory, [] without readings."""
     rows = {row.gauge: row for row in view.gauges.rows if row.samples} if view.gauges is not None else {}
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []
@@ -328,7 +327,7 @@ def _cost_lines(view: Brief) -> list[str]:
     return wrapped(f"Cost: {rough_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
 
 
-def _losses(losses: Mapping[str, int]) -> list[str]:
+def _loss_lines(losses: Mapping[str, int]) -> list[str]:
     if not losses:
         return ["Not kept: nothing was lost."]
     most_first = sorted(losses.items(), key=lambda loss: -loss[1])
@@ -338,24 +337,24 @@ def _losses(losses: Mapping[str, int]) -> list[str]:
     return [*lines[: LOSSES - 1], f"Not kept: ... ({len(lines) - LOSSES + 1} more: --view cost)"]
 
 
-def _notes(notes: Sequence[str], most_lines: int) -> list[str]:
-    """Return all notes in full if they fit `most_lines`, else the first line of each."""
+def _note_lines(notes: Sequence[str], most_lines: int) -> list[str]:
+    """Return the complete notes if they fit `most_lines`, else the first line of each."""
     blocks = [wrapped(f"Not observed: {safe(note)}") for note in notes]
     if sum(map(len, blocks)) <= most_lines:
         return [line for block in blocks for line in block]
-    lines = [block[0] if len(block) == 1 else _cut(block[0]) for block in blocks]
+    lines = [block[0] if len(block) == 1 else _cut_line(block[0]) for block in blocks]
     if len(lines) <= most_lines:
         return lines
     return [*lines[: most_lines - 1], f"Not observed: ... ({len(lines) - most_lines + 1} more: --view cost)"]
 
 
-def _two_lines(text: str) -> list[str]:
+def _limit_to_two(text: str) -> list[str]:
     first, *more = wrapped(text)
-    return [first, *more] if len(more) < 2 else [first, _cut(more[0])]
+    return [first, *more] if len(more) < 2 else [first, _cut_line(more[0])]
 
 
-def _cut(line: str) -> str:
-    """Cut a line after a word and add ` ...`, so that it has at most `LINE` columns."""
+def _cut_line(line: str) -> str:
+    """Return a line cut after a word, with ` ...` added, in at most `LINE` columns."""
     while columns(line) > LINE - 4:
         line = line.rpartition(" ")[0]
     return f"{line} ..."

@@ -1,8 +1,9 @@
-"""The causes that delay requests: the time that each cause took in a request, and the rows that prove it.
+"""The causes that delay requests: how long each cause took in a request, and the spans that prove it.
 
-`CAUSES` is the closed list. Each instant of a request counts for one cause, for its expected work, or as unknown. So
-the differences between a request and a typical one add up to the difference of their wall times. Interruptions come
-first. The ledger's part decides on all other time. `instrument.trace.step_costs` divides the time in engine steps.
+`CAUSES` lists all causes. Each moment of a request counts for one cause, for its expected work, or as unknown. So the
+differences between a request and a typical one add up to the difference of their wall times. A moment counts first for
+a garbage collection or a blocked event loop, then for the part of the request's time that it belongs to.
+`instrument.trace.step_costs` divides the time of engine steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, Site, is_blocked_loop, is_collection
-from instrument.report.comparison import size_numbers, sizes_in
+from instrument.report.comparison import size_names, size_numbers
 from instrument.report.request_groups import joined_requests
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
@@ -57,26 +58,26 @@ CAUSES: Mapping[str, str] = {
     TRANSPORTED: "the request was on its way between threads or processes",
     OWN: "calls of the request itself took longer",
 }
-"""The closed list of causes, each with its meaning."""
+"""All causes of slow requests that an explanation can name, each with its meaning."""
 
 LOAD, UNKNOWN_REST = "expected load", "unknown"
 IN_QUEUE, IN_BATCH = "in the queue", "in batches"
 
 SPREAD = "all call paths alike"
-"""The path of a cause that slowed all call paths alike."""
+"""The path of a cause that slowed all call paths by similar amounts."""
 
 Key = tuple[str, str]
-"""A cause (or `LOAD`, `UNKNOWN_REST`) and its detail: a call path or a part of the request."""
+"""A cause (or `LOAD`, `UNKNOWN_REST`), and the call path or part of the request in which it took time."""
 
 INPUT = re.compile("input|request|prompt")
-"""A pattern of the names of sizes that are those of a request's input."""
+"""A pattern for names of attributes that give the size of a request's input."""
 
 PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
-"""The gauge that proves a cause. Its values are percentages of the time since the last reading."""
+"""The gauge that proves a cause: the percentage of time in which threads waited for a processor or for memory."""
 
 
 class Proof(NamedTuple):
-    """A row that proves a cause: its span's name and number, its begin in the trace, and its time in the request."""
+    """A span that proves a cause: its name, number, begin in the trace, and time in the request."""
 
     name: str
     span_id: int
@@ -87,7 +88,7 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class _Turns:
-    """The turns of a request in order, without a gap."""
+    """The turns of a request: successive waits, batches and phases without a gap between them."""
 
     part: Int64s
     row: Int64s
@@ -97,19 +98,19 @@ class _Turns:
 
 
 class CauseTimes:
-    """The time of each cause in requests of a recording. Only the requests in `places` have times."""
+    """The time that each cause took in the requests of a recording with the indices `places`."""
 
     def __init__(self, recording: Recording, places: Int64s) -> None:
         self.trace, self.joined = recording.columns, recording.once(joined_requests)
         self.facts = recording.trace
-        self.costs = recording.once(_costs)
+        self.costs = recording.once(_recorded_step_costs)
         trace, joined = self.trace, self.joined
         self._turns, self.names = self._turns_of(places)
         self._process_of = _Processes(self.facts)
         rows = np.flatnonzero(trace.of_sites([is_collection(site) for site in trace.sites]))
         self.collections = rows
-        self._collected = union_by_group(self._processes(rows), trace.start_ns[rows], trace.end_ns[rows])
-        self.blocks = self._blocks()
+        self._collected = union_by_group(self._processes_of_rows(rows), trace.start_ns[rows], trace.end_ns[rows])
+        self.blocks = self._find_blocks()
         self._blocked = union_by_group(
             trace.thread_id[self.blocks], trace.start_ns[self.blocks], trace.end_ns[self.blocks]
         )
@@ -123,15 +124,15 @@ class CauseTimes:
         ]
         self._reach = np.maximum.accumulate(self.costs.end_ns) if len(self.costs.rows) else self.costs.end_ns
         self._rows_of_requests = np.bincount(joined.of[joined.of != NONE], minlength=len(joined.rows))
-        self._adjust()
+        self._separate_causes()
         self._own_rows = self._rows_of_own_work(places)
-        self.first_rows = frozenset(self._first_rows().tolist())
+        self.first_rows = frozenset(self._rows_of_first_calls().tolist())
 
-    def _processes(self, rows: Int64s) -> Int64s:
+    def _processes_of_rows(self, rows: Int64s) -> Int64s:
         return self._process_of(self.trace.thread_id[rows])
 
     def _turns_of(self, places: Int64s) -> tuple[Mapping[int, _Turns], tuple[str, ...]]:
-        """Return the turns of each request. An unknown turn fills each gap."""
+        """Return the turns of each request. Gaps between turns are filled with turns of unknown time."""
         trace, joined = self.trace, self.joined
         is_chosen = np.append(np.zeros(len(joined.rows), dtype=np.bool_), False)
         is_chosen[places] = True
@@ -164,7 +165,7 @@ class CauseTimes:
             for place, first, last in zip(places.tolist(), *edges.tolist(), strict=True)
         }, names
 
-    def _blocks(self) -> Int64s:
+    def _find_blocks(self) -> Int64s:
         """Return the rows of blocked event loops, except those that engine steps blocked."""
         trace, costs = self.trace, self.costs
         rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
@@ -174,12 +175,12 @@ class CauseTimes:
         served_ns = steps.within(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
-    def _adjust(self) -> None:
-        """Move collections, first calls and other device work from the excess of steps to causes of their own."""
+    def _separate_causes(self) -> None:
+        """Move separate causes out of the excess of steps: collections, first calls and device work for others."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
-        collected = self._collected.within(self._processes(costs.rows), costs.start_ns, costs.end_ns)
-        excess_ns = _without(excess_ns, collected.astype(np.float64))[0]
+        collected = self._collected.within(self._processes_of_rows(costs.rows), costs.start_ns, costs.end_ns)
+        excess_ns = _subtract_amounts(excess_ns, collected.astype(np.float64))[0]
         self.first_ns = np.zeros(len(costs.rows))
         if self.knows_first_calls:
             is_moved = costs.is_first & (excess_ns > 0)
@@ -188,11 +189,11 @@ class CauseTimes:
         self.device_ns = np.zeros(len(costs.rows))
         timed = np.flatnonzero(trace.device.timed)
         if len(timed) and len(costs.rows):
-            excess_ns, self.device_ns = _without(excess_ns, self._device_of_others(timed))
+            excess_ns, self.device_ns = _subtract_amounts(excess_ns, self._measure_other_device_work(timed))
         self.excess_ns = excess_ns
 
-    def _device_of_others(self, timed: Int64s) -> Floats:
-        """Return the time in each step in which its device worked for spans outside of all steps."""
+    def _measure_other_device_work(self, timed: Int64s) -> Floats:
+        """Return the time in each step in which the device worked for spans that belong to no step."""
         trace, costs = self.trace, self.costs
         device = trace.device
         step = costs.step_of[device.row[timed]]
@@ -207,10 +208,10 @@ class CauseTimes:
 
     @property
     def knows_first_calls(self) -> bool:
-        """True if the recording covers the process's start and lost no row."""
+        """True if the recording begins with the process and lost no row, so that first calls are known."""
         return self.facts.startup is not None and not self.facts.held_from_ns
 
-    def _first_rows(self) -> Int64s:
+    def _rows_of_first_calls(self) -> Int64s:
         """Return the row of each site's first call."""
         trace = self.trace
         if not self.knows_first_calls:
@@ -219,7 +220,7 @@ class CauseTimes:
         return np.asarray(order[np.unique(trace.site[order], return_index=True)[1]])
 
     def _rows_of_own_work(self, places: Int64s) -> Mapping[int, Int64s]:
-        """Return the rows of each request's own calls that are in no phase and no step."""
+        """Return the rows of each request's own calls that belong to no phase and no engine step."""
         trace, joined = self.trace, self.joined
         is_chosen = np.append(np.zeros(len(joined.rows), dtype=np.bool_), False)
         is_chosen[places] = True
@@ -235,7 +236,7 @@ class CauseTimes:
     # ------------------------------------------------------------ one request
 
     def engine_thread(self, place: int) -> int | None:
-        """Return the thread of the engine steps that serve a request, None without steps."""
+        """Return the thread whose engine steps serve a request, None if no step does."""
         pairs = self._turns[place].pair
         pairs = pairs[pairs != NONE]
         if not len(pairs):
@@ -244,20 +245,20 @@ class CauseTimes:
         return int(self.trace.thread_id[self.costs.rows[step]])
 
     def threads_of(self, places: Int64s) -> set[int]:
-        """Return the threads of some requests and of their steps."""
+        """Return the threads of the given requests and of the engine steps that serve them."""
         engines = map(self.engine_thread, places.tolist())
         request_threads: list[int] = self.trace.thread_id[self.joined.rows[places]].tolist()
         return {*request_threads, *(thread for thread in engines if thread is not None)}
 
     def parts_of(self, place: int) -> dict[str, int]:
-        """Return the time of each part of a request. Parts are those of the ledger, with all batches as one part."""
+        """Return the time of each part of a request, as in its ledger but with all batches as one part."""
         turns, sums = self._turns[place], Counter[str]()
         for part, length in zip(turns.part.tolist(), turns.length_ns.tolist(), strict=True):
             sums[self.names[part]] += length
         return dict(sums)
 
-    def meetings(self, place: int, part: str) -> tuple[Int64s, Floats]:
-        """Return the engine steps that overlap a part of a request, and the ns of overlap for each step."""
+    def overlapping_steps(self, place: int, part: str) -> tuple[Int64s, Floats]:
+        """Return the engine steps that overlap a part of a request, and the overlap with each step in ns."""
         turns, thread = self._turns[place], self.engine_thread(place)
         chosen = np.flatnonzero(turns.part == self.names.index(part)) if part in self.names else np.zeros(0, np.int64)
         if thread is None or not len(chosen):
@@ -274,21 +275,21 @@ class CauseTimes:
         spent_ns = times.within(np.zeros(len(steps), dtype=np.int64), costs.start_ns[steps], costs.end_ns[steps])
         return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
 
-    def batches_of(self, place: int) -> tuple[Int64s, Floats]:
-        """Return the steps that served a request, and the request's time in each of them in ns."""
+    def serving_steps(self, place: int) -> tuple[Int64s, Floats]:
+        """Return the engine steps that served a request, and the request's time in each of them in ns."""
         turns = self._turns[place]
         chosen = np.flatnonzero(turns.pair != NONE)
         steps = self.costs.step_of[self.joined.served.batch[turns.pair[chosen]]]
         return steps, turns.length_ns[chosen].astype(np.float64)
 
     def times_of(self, place: int) -> dict[Key, float]:
-        """Return the time of each cause in a request. The times add up to its wall time."""
+        """Return the time that each cause took in a request. The times add up to its wall time."""
         trace, turns, times = self.trace, self._turns[place], defaultdict[Key, float](float)
         root = int(self.joined.rows[place])
         ends = turns.start_ns + turns.length_ns
-        threads = self._threads(place, turns)
+        threads = self._threads_of_turns(place, turns)
         collected = self._collected.within(self._process_of(threads), turns.start_ns, ends)
-        blocked = self._blocked_within(root, turns, turns.length_ns - collected)
+        blocked = self._measure_blocked(root, turns, turns.length_ns - collected)
         times[COLLECTED, ""] = int(collected.sum())
         times[BLOCKED, ""] = int(blocked.sum())
         remaining = (turns.length_ns - collected - blocked).astype(np.float64)
@@ -299,7 +300,7 @@ class CauseTimes:
             if not spent_ns:
                 continue
             if name in (QUEUE, STALL):
-                spent_ns -= self._add_steps(times, place, *self.meetings(place, name), name)
+                spent_ns -= self._add_step_times(times, place, *self.overlapping_steps(place, name), name)
                 key = (FILL, "") if name == QUEUE else (UNKNOWN_REST, "between batches")
                 times[key] += max(spent_ns, 0.0)
             elif name == TRANSPORT:
@@ -309,16 +310,16 @@ class CauseTimes:
             elif name == EXECUTOR_QUEUE:
                 times[EXECUTOR, ""] += spent_ns
             else:
-                self._add_own(times, turns.row[is_part], remaining[is_part], is_sub=name == SUB_REQUESTS)
-        self._add_steps(times, place, *self.batches_of(place), IN_BATCH)
-        self._add_calls(times, place, own_ns)
+                self._add_own_times(times, turns.row[is_part], remaining[is_part], is_sub=name == SUB_REQUESTS)
+        self._add_step_times(times, place, *self.serving_steps(place), IN_BATCH)
+        self._add_call_times(times, place, own_ns)
         if self.facts.cost is not None:
             times[INSTRUMENT, ""] = float(self._rows_of_requests[place]) * self.facts.cost.per_call_ns
         times[UNKNOWN_REST, ""] += int(trace.total_ns[root]) - sum(times.values())
         return times
 
-    def _threads(self, place: int, turns: _Turns) -> Int64s:
-        """Return the thread that each turn waits for."""
+    def _threads_of_turns(self, place: int, turns: _Turns) -> Int64s:
+        """Return, for each turn of a request, the thread that it waits for."""
         trace = self.trace
         root_thread = int(trace.thread_id[self.joined.rows[place]])
         engine = self.engine_thread(place)
@@ -328,8 +329,8 @@ class CauseTimes:
                 threads[(turns.part == self.names.index(name)) & (turns.row == NONE)] = engine
         return np.asarray(threads)
 
-    def _blocked_within(self, root: int, turns: _Turns, most_ns: Int64s) -> Int64s:
-        """Return the time in each turn in which the request waited and its event loop was blocked."""
+    def _measure_blocked(self, root: int, turns: _Turns, most_ns: Int64s) -> Int64s:
+        """Return how long, up to `most_ns`, a blocked event loop made the request wait in each turn."""
         trace = self.trace
         if not len(self.blocks):
             return np.zeros(len(turns.part), dtype=np.int64)
@@ -341,8 +342,8 @@ class CauseTimes:
         blocked = self._blocked.within(loop, turns.start_ns, turns.start_ns + turns.length_ns)
         return np.where(waits, np.minimum(blocked, most_ns), 0)
 
-    def _add_steps(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
-        """Add the time that a request spent in some steps, or waited for them, by cause. Return the sum."""
+    def _add_step_times(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
+        """Divide the time that a request spent in steps, or waiting for them, among causes. Return the sum."""
         if not len(steps):
             return 0.0
         costs = self.costs
@@ -361,8 +362,8 @@ class CauseTimes:
             times[self._cause_of_path[path], self._path_names[path]] += excess_ns
         return float(spent_ns.sum())
 
-    def _add_own(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
-        """Add the time of a request's own phases or calls, by cause."""
+    def _add_own_times(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
+        """Add the time of a request's own phases or calls to the times of their causes."""
         trace = self.trace
         for row, ns in zip(rows.tolist(), spent_ns.tolist(), strict=True):
             site = trace.sites[trace.site[row]]
@@ -374,7 +375,7 @@ class CauseTimes:
                 times[cause, self._names_of_sites[trace.site[row]]] += ns
 
     def _outermost_lock(self, row: int) -> int:
-        """Return the row of a wait for a lock, of which the given wait is a part."""
+        """Return the row of the outermost wait for a lock that contains the given wait."""
         parents = self.trace.parent
         while parents[row] != NONE and self._is_lock[parents[row]]:
             row = int(parents[row])
@@ -382,55 +383,57 @@ class CauseTimes:
 
     @staticmethod
     def _cause_of_work(site: Site, usual: str) -> str:
-        """Return the cause of time in calls of a site, `usual` if the site is neither a copy nor a wait for a lock."""
+        """Return the cause that a site's calls count for: a copy, a wait for a lock, or else `usual`."""
         return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
 
-    def _add_calls(self, times: dict[Key, float], place: int, most_ns: float) -> None:
-        """Add the running time of a request's own calls outside of phases, up to `most_ns` in all."""
+    def _add_call_times(self, times: dict[Key, float], place: int, most_ns: float) -> None:
+        """Add the running time of a request's own calls outside of phases to their causes, up to `most_ns` in all."""
         trace, rows = self.trace, self._own_rows[place]
         waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
         ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
         summed_ns = float(ran_ns.sum())
         if summed_ns <= 0:
             return
-        self._add_own(times, rows, ran_ns * min(1.0, most_ns / summed_ns), is_sub=False)
+        self._add_own_times(times, rows, ran_ns * min(1.0, most_ns / summed_ns), is_sub=False)
 
     # ------------------------------------------------------------ proofs
 
     def proofs(self, place: int, cause: str, path: str = "", most: int = 3) -> list[Proof]:
-        """Return the `most` rows with the largest time of a cause in a request."""
+        """Return up to `most` spans with the largest time of a cause in a request."""
         trace, root = self.trace, int(self.joined.rows[place])
         begin_ns, end_ns = int(trace.start_ns[root]), int(trace.end_ns[root])
         if cause in (COLLECTED, BLOCKED):
-            return self._overlapping(self.collections if cause == COLLECTED else self.blocks, begin_ns, end_ns, most)
+            return self._prove_by_overlap(
+                self.collections if cause == COLLECTED else self.blocks, begin_ns, end_ns, most
+            )
         turns = self._turns[place]
         if cause == LOCK:
             own_rows = turns.row[(turns.pair == NONE) & (turns.row != NONE)]
             rows = np.unique([self._outermost_lock(row) for row in own_rows[self._is_lock[own_rows]].tolist()])
-            if proofs := self._largest(rows, trace.total_ns[rows].astype(np.float64), most):
+            if proofs := self._make_proofs(rows, trace.total_ns[rows].astype(np.float64), most):
                 return [
-                    proofs[0]._replace(note=self._holder(place, int(rows[np.argmax(trace.total_ns[rows])]))),
+                    proofs[0]._replace(note=self._describe_holder(place, int(rows[np.argmax(trace.total_ns[rows])]))),
                     *proofs[1:],
                 ]
         if cause in (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY, LOCK):
-            return self._steps(place, cause, path, most)
+            return self._prove_by_steps(place, cause, path, most)
         if cause == PREEMPTED:
-            steps, spent_ns = self.meetings(place, STALL)
-            proofs = self._largest(self.costs.rows[steps], spent_ns, most)
-            return [proof._replace(note=self.facts_of(place)) for proof in proofs[:1]] + proofs[1:]
+            steps, spent_ns = self.overlapping_steps(place, STALL)
+            proofs = self._make_proofs(self.costs.rows[steps], spent_ns, most)
+            return [proof._replace(note=self.describe_request(place)) for proof in proofs[:1]] + proofs[1:]
         names = {TRANSPORTED: TRANSPORT, EXECUTOR: EXECUTOR_QUEUE, FILL: QUEUE}
         if cause in names and names[cause] in self.names:
             at = np.flatnonzero(turns.part == self.names.index(names[cause]))
             rows = np.where(turns.row[at] == NONE, root, turns.row[at])
-            return self._largest(rows, turns.length_ns[at].astype(np.float64), most)
+            return self._make_proofs(rows, turns.length_ns[at].astype(np.float64), most)
         if cause == OWN:
             rows = np.concatenate([turns.row[(turns.row != NONE) & (turns.pair == NONE)], self._own_rows[place]])
             rows = np.array([row for row in rows.tolist() if self._names_of_sites[trace.site[row]] == path], np.int64)
-            return self._largest(rows, trace.total_ns[rows].astype(np.float64), most)
+            return self._make_proofs(rows, trace.total_ns[rows].astype(np.float64), most)
         return []
 
-    def facts_of(self, place: int) -> str:
-        """Return a request's preemptions and cached tokens, as the engine counted them; "" if no rule read them."""
+    def describe_request(self, place: int) -> str:
+        """Return a text on a request's preemptions and cached tokens, "" if no rule recorded them."""
         facts = self.trace.attributes[int(self.joined.rows[place])] if place != NONE else {}
         texts = []
         if isinstance(preemptions := facts.get(PREEMPTIONS), int):
@@ -439,10 +442,10 @@ class CauseTimes:
             texts.append(f"{cached} of {facts.get(INPUT_TOKENS, 'its')} prompt tokens were cached")
         return ", ".join(texts)
 
-    def _steps(self, place: int, cause: str, path: str, most: int) -> list[Proof]:
+    def _prove_by_steps(self, place: int, cause: str, path: str, most: int) -> list[Proof]:
         trace = self.trace
-        queued, queued_ns = self.meetings(place, QUEUE)
-        served, served_ns = self.batches_of(place)
+        queued, queued_ns = self.overlapping_steps(place, QUEUE)
+        served, served_ns = self.serving_steps(place)
         steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
         shares = spent_ns / np.maximum(self.costs.end_ns[steps] - self.costs.start_ns[steps], 1)
         if cause in (SLOW, COPY, LOCK):
@@ -452,29 +455,31 @@ class CauseTimes:
             spent_ns = shares * self.costs.padding_ns[steps]
         elif cause == PREFILL:
             spent_ns = shares * self.costs.heavy_ns[steps]
-            proofs = self._largest(self.costs.rows[steps], spent_ns, most)
+            proofs = self._make_proofs(self.costs.rows[steps], spent_ns, most)
             heavy = self.costs.heavy[steps[np.argsort(-spent_ns, kind="stable")[: len(proofs)]]]
             return [
                 proof._replace(
-                    note=", ".join(filter(None, (f"for {called(trace, self.joined, request)}", self.facts_of(request))))
+                    note=", ".join(
+                        filter(None, (f"for {called(trace, self.joined, request)}", self.describe_request(request)))
+                    )
                 )
                 for proof, request in zip(proofs, heavy.tolist(), strict=True)
             ]
         elif cause in (FIRST, DEVICE):
             spent_ns = shares * (self.first_ns if cause == FIRST else self.device_ns)[steps]
-        return self._largest(self.costs.rows[steps], spent_ns, most)
+        return self._make_proofs(self.costs.rows[steps], spent_ns, most)
 
-    def _holder(self, place: int, wait: int) -> str:
-        """Return the request that had a lock of the same name for most of a wait, "" if none had.
+    def _describe_holder(self, place: int, wait: int) -> str:
+        """Return a text on the request that had a lock of the same name for most of a wait, "" if no request had it.
 
-        A span has the lock from the end of its wait to the end of the call above it. A lock without places, by its
-        name, passes on as the next wait ends.
+        A request has the lock from the end of its own wait to the end of the call that contains the wait. A plain
+        `Lock` passes to the next request when that one's wait ends.
         """
         trace, joined = self.trace, self.joined
         site = trace.sites[trace.site[wait]]
         is_named = trace.of_sites([another.name == site.name for another in trace.sites])
         rows = self.locks[is_named[self.locks]]
-        rows = rows[self._processes(rows) == self._processes(np.array([wait]))]
+        rows = rows[self._processes_of_rows(rows) == self._processes_of_rows(np.array([wait]))]
         rows = rows[np.argsort(trace.end_ns[rows], kind="stable")]
         begins, ends = trace.end_ns[rows], trace.end_ns[trace.parent[rows]]
         if site.qualname.endswith("Lock.acquire"):
@@ -489,12 +494,12 @@ class CauseTimes:
         span = int(trace.span_id[joined.rows[joined.of[row]]]) if joined.of[row] != NONE else int(trace.span_id[row])
         return f"{holder} (span {span}) had one of this name for {had_ns[longest] / 1e6:.4g} ms of it"
 
-    def _overlapping(self, rows: Int64s, begin_ns: int, end_ns: int, most: int) -> list[Proof]:
+    def _prove_by_overlap(self, rows: Int64s, begin_ns: int, end_ns: int, most: int) -> list[Proof]:
         trace = self.trace
         common_ns = np.minimum(trace.end_ns[rows], end_ns) - np.maximum(trace.start_ns[rows], begin_ns)
-        return self._largest(rows[common_ns > 0], common_ns[common_ns > 0].astype(np.float64), most)
+        return self._make_proofs(rows[common_ns > 0], common_ns[common_ns > 0].astype(np.float64), most)
 
-    def _largest(self, rows: Int64s, spent_ns: Floats, most: int) -> list[Proof]:
+    def _make_proofs(self, rows: Int64s, spent_ns: Floats, most: int) -> list[Proof]:
         trace = self.trace
         chosen = np.argsort(-spent_ns, kind="stable")[:most]
         chosen = chosen[spent_ns[chosen] > 0]
@@ -508,8 +513,8 @@ class CauseTimes:
         ]  # fmt: skip
 
 
-def _without(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
-    """Subtract each step's amount from its largest excess, down to 0. Return the rest and the subtracted times."""
+def _subtract_amounts(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
+    """Subtract an amount from the largest excess of each step, down to 0. Return the remaining and subtracted ns."""
     if not len(excess_ns):
         return excess_ns, amounts_ns
     largest = np.argmax(excess_ns, axis=1)
@@ -520,20 +525,21 @@ def _without(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
     return remaining_ns, taken_ns
 
 
-def _costs(recording: Recording) -> StepCosts:
+def _recorded_step_costs(recording: Recording) -> StepCosts:
     joined = recording.once(joined_requests)
-    served = replace(joined.served, weight=recording.once(weights))
+    served = replace(joined.served, weight=recording.once(weights_of_pairs))
     return step_costs(recording.columns, served, len(joined.rows))
 
 
-def weights(recording: Recording) -> Int64s:
+def weights_of_pairs(recording: Recording) -> Int64s:
     """Return the weight of each pair of a batch and a request.
 
-    Without weights of `batch:`, the member of a batch for one request has the size of its request's input.
+    If no rule gives weights, a batch that serves one request at a time has the size of that request's input as its
+    weight.
     """
     trace, joined = recording.columns, recording.once(joined_requests)
     served = joined.served
-    names = sorted(filter(INPUT.search, sizes_in(trace)))
+    names = sorted(filter(INPUT.search, size_names(trace)))
     if not len(served.batch) or np.ptp(served.weight) or not names:
         return served.weight
     site, members = trace.site[served.batch], np.bincount(served.batch, minlength=len(trace))
@@ -545,7 +551,7 @@ def weights(recording: Recording) -> Int64s:
 
 
 class _Processes:
-    """A map from thread ids to numbers of processes."""
+    """A map from the ids of threads to the numbers of their processes."""
 
     def __init__(self, facts: Trace) -> None:
         self._numbers = {thread: number for number, process in enumerate(facts.processes) for thread in process.threads}
@@ -557,7 +563,7 @@ class _Processes:
 
 
 def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
-    """Return a list of host gauge readings per process, on the trace's clock. `threads` selects processes, None all."""
+    """Return each process's gauge readings of its host, on the trace's clock. `threads` selects processes, None all."""
     of_processes = [
         [replace(sample, at_ns=sample.at_ns + process.moved_ns) for sample in process.facts.samples]
         for process in facts.processes
@@ -567,12 +573,12 @@ def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[li
     return [samples for samples in (of_host, *of_processes) if samples]
 
 
-def pressures(
+def measure_pressure(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the ns under pressure within an interval, and the usual share of time under pressure.
+    """Return the ns of an interval in which threads waited, as a gauge shows, and the usual share of such time.
 
-    The result is None without readings. Of several processes the one with the longest time counts.
+    Of several processes the one with the longest time counts. The result is None without readings.
     """
     results = []
     for samples in gauges:

@@ -1,16 +1,15 @@
-"""The comparison of two recordings: the effect of a code change, separated from that of a different load.
+"""The comparison of recordings before and after a change: the effect of the code, separated from that of the load.
 
-It compares call paths: the self time of their calls without waits, and the device time of their launches. It matches
-calls of like work and load. Work is the size of the surrounding batch and the sizes among attributes (`SIZE`). Load is
-the number of requests in flight when the call begins. The remaining difference is the effect of the code (see
-`instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time of both sides are left out. The probability
-that any of the verdicts is wrong is at most `FAMILY` (Bonferroni).
+It compares call paths: the self time of their calls without waits, and the device time that they launch. Only calls
+with like work and like load are compared. Work is measured by the size of the surrounding batch and by the sizes among
+attributes (`SIZE`). Load is the number of requests in flight when the call begins. The difference that remains is the
+effect of the code (see `instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time on both sides are
+left out. The probability that any verdict is wrong is at most `FAMILY` (Bonferroni's correction).
 
-Queue times, waits and stalls are shown before and after, but without a verdict: slower work or more load may cause
-them.
+Queue times, waits and stalls get no verdict, because slower work or more load may cause them. They are only printed.
 
-The HTML page has the tables and an icicle chart of the call paths, and uses no script and no network. A box is a call
-path. Its width is the time after the change, including the calls below. Its colour is the change of like work.
+The HTML page has the tables and an icicle chart, and uses neither scripts nor the network. Each box of the chart is a
+call path. Its width is the time after the change, including the calls below, and its colour is the verdict.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from instrument.recording.distributions import percentiles_of
-from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, effect, p99_limits
+from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, measure_effect, p99_limits
 from instrument.report.endpoint_times import EndpointTimes
 from instrument.report.request_groups import ENDPOINT, complete_requests, joined_requests, request_groups
 from instrument.report.requests_view import request_table
@@ -45,44 +44,44 @@ from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
 
 FAMILY = 0.01
-"""The probability of any wrong verdict if nothing has changed."""
+"""The maximum probability that any verdict of a comparison is wrong if nothing has changed."""
 
 LEAST_SHARE = 0.005
-"""The minimum share of either side's time with which a call path is compared."""
+"""The minimum share of the time on one of the sides that a call path needs to be compared."""
 
 MAJOR_SHARE = 0.05
-"""The minimum share of time with which an unclear call path makes the gate inconclusive. Start-up runs once and has
-less."""
+"""The minimum share of the time with which an unclear call path makes the gate inconclusive. Start-up has less."""
 
 LEAST_CHANGE = 1e-4
-"""The share below which clocks and rounding may cause a difference, so that it is no change."""
+"""The relative change up to which clocks and rounding may be the cause, so that it counts as no change."""
 
 SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
-"""A pattern of attribute names that give the size of a call's or request's work."""
+"""A pattern for names of attributes that give the amount of work of a call or request."""
 
 NAMES_LOOKED_FOR_IN = 2_000
-"""The number of rows, evenly spread over the recording, whose attributes are searched for names of sizes."""
+"""The number of rows that are searched for names of sizes. They are spread evenly over the recording."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
 DEVICE = " (device)"
 
 NOTEWORTHY = 0.05
-"""The smallest change of an endpoint's mean for which a sentence names the cause."""
+"""The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The minimum share of time with matched work for a verdict on the load."""
+"""The minimum share of the time that must have like work before the report may call the load the cause."""
 
 CLEAR = 1.0
-"""The largest detectable change of a call path without a change. With a larger one its path is inconclusive."""
+"""The smallest detectable change above which a call path without a change is inconclusive instead of unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of a call path. `path` begins with the topmost call; `name` is its last call and the one around it.
+    """The change of a call path, which is a tuple of names from the outermost call inwards.
 
-    Calls and means are over all calls. `ratio` is the change of like work, as a share of its time before, with the
-    limits `low_ratio` and `high_ratio`. `cost_ns` is the added time per request, or per call without requests.
-    `detectable_ratio` is the smallest detectable change. `matched_ratio` is the share of time with like work.
+    The numbers of calls and the means are over all calls. `ratio` is the change of like work as a share of its time
+    before, with the limits `low_ratio` and `high_ratio`. `cost_ns` is the time that the change adds to a request, or to
+    a call if there are no requests. `detectable_ratio` is the smallest change that the test detects, and
+    `matched_ratio` the share of the time with like work.
     """
 
     path: tuple[str, ...]
@@ -106,15 +105,13 @@ class Change:
         return " in ".join(reversed(self.path[-2:]))
 
     def summed_ns(self) -> float:
-        """Return the time of all calls, for a path that only one side has."""
+        """Return the time of all calls, for a path that exists on one side only."""
         return self.calls_before * (self.mean_before_ns or 0) + self.calls_after * (self.mean_after_ns or 0)
 
-    def change(self) -> str:
-        """Return the change as a signed percentage."""
+    def change_text(self) -> str:
         return "-" if self.ratio is None else f"{self.ratio:+.1%}"
 
-    def limits(self) -> str:
-        """Return the limits of the change as signed percentages."""
+    def limits_text(self) -> str:
         if self.low_ratio is None or self.high_ratio is None:
             return "-"
         return f"{self.low_ratio:+.1%} to {self.high_ratio:+.1%}"
@@ -122,10 +119,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class LoadChange:
-    """The time of an endpoint, or of one part that depends on load, before and after.
+    """The times of an endpoint's requests, or of one part of them that depends on load, before and after the change.
 
-    Means are per request of the endpoint. The 99th percentile of a part is over the requests with that part. It is None
-    for several runs.
+    Means are over all requests of the endpoint. Percentiles of a part are over the requests with that part. They are
+    None for a side of several runs.
     """
 
     name: str
@@ -141,7 +138,7 @@ class LoadChange:
 
 @dataclass(frozen=True, slots=True)
 class SlowestRequests:
-    """The 99th percentile of an endpoint's wall times, before and after, with the confidence limits of `p99_limits`."""
+    """The 99th percentile of an endpoint's wall times before and after, with its confidence limits (`p99_limits`)."""
 
     name: str
     requests_before: int
@@ -161,7 +158,7 @@ class SlowestRequests:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(View):
-    """The comparison: call paths by the cost of their change, and the load before and after.
+    """The comparison: call paths in the order of their cost, and the load before and after.
 
     `limit` is the largest slowdown that a gate allows, None without a gate.
     """
@@ -179,22 +176,21 @@ class Comparison(View):
 
     @property
     def changed(self) -> tuple[Change, ...]:
-        """The call paths whose like work got slower or faster."""
         return tuple(change for change in self.changes if change.verdict in (SLOWER, FASTER))
 
     @property
     def detectable_ratio(self) -> float | None:
-        """The mean smallest detectable change over call paths, weighted by time; None without any."""
+        """The mean over call paths of the smallest detectable change, weighted by time; None without call paths."""
         weighed = [(change.detectable_ratio, change.share_ratio) for change in self.changes if change.detectable_ratio]
         whole = sum(share for _, share in weighed)
         return sum(ratio * share for ratio, share in weighed) / whole if whole else None
 
-    def over(self, limit: float) -> list[Change]:
-        """Return the call paths that got slower by more than a share."""
+    def slower_than(self, limit: float) -> list[Change]:
+        """Return the call paths that became slower by more than `limit`."""
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
-    def unsure(self, limit: float) -> list[Change]:
-        """Return the major call paths for which a change beyond a share is neither proven nor excluded."""
+    def unclear_beyond(self, limit: float) -> list[Change]:
+        """Return the call paths with much time whose change may exceed `limit` or not."""
         return [
             change
             for change in self.changes
@@ -203,11 +199,10 @@ class Comparison(View):
         ]
 
     def sentences(self) -> list[str]:
-        """Return the verdict in plain words."""
         if not self.changes:
-            return ["Nothing to compare: no call path took a noteworthy time on either side.", *self._about_load()]
+            return ["Nothing to compare: no call path took a noteworthy time on either side.", *self._explain_load()]
         lines = [
-            f"{change.name} is {abs(change.ratio or 0):.1%} {change.verdict} on like work ({change.limits()}), "
+            f"{change.name} is {abs(change.ratio or 0):.1%} {change.verdict} on like work ({change.limits_text()}), "
             f"{abs(change.cost_ns or 0) / 1e6:.4g} ms a {'request' if self.has_requests else 'call'}."
             for change in self.changed[:3]
         ]
@@ -227,11 +222,11 @@ class Comparison(View):
             if count:
                 paths = "1 call path has" if count == 1 else f"{count} call paths have"
                 lines.append(f"Inconclusive: {paths} {why}.")
-        if self.limit is not None and (unsure := self.unsure(self.limit)):
+        if self.limit is not None and (unsure := self.unclear_beyond(self.limit)):
             first = max(unsure, key=lambda row: row.share_ratio)
             lines.append(
                 f"A change beyond {self.limit:.1%} is not ruled out for {len(unsure)} of {len(self.changes)} call "
-                f"paths, most of all {first.name} ({first.limits()})."
+                f"paths, most of all {first.name} ({first.limits_text()})."
             )
         for verdict in (NEW, GONE):
             rows = sorted((row for row in self.changes if row.verdict == verdict), key=Change.summed_ns)
@@ -240,10 +235,10 @@ class Comparison(View):
                 f"({row.summed_ns() / 1e6:.4g} ms). They cannot be compared."
                 for row in rows[-1:]
             ]
-        return [*lines, *self._about_load()]
+        return [*lines, *self._explain_load()]
 
-    def _about_load(self) -> list[str]:
-        """Return a sentence on why the heaviest endpoint got slower or faster, [] without a noteworthy change."""
+    def _explain_load(self) -> list[str]:
+        """Return a sentence on the cause of the busiest endpoint's change, [] without a noteworthy change."""
         load = next(iter(self.loads), None)
         more = load.mean_after_ns / load.mean_before_ns - 1 if load is not None and load.mean_before_ns else 0.0
         if load is None or abs(more) < NOTEWORTHY:
@@ -271,7 +266,7 @@ class Comparison(View):
             f"Time unit: {self._options.unit}",
         ]
 
-    def _bounded(self, changes: Sequence[Change]) -> tuple[Change, ...]:
+    def _bound_rows(self, changes: Sequence[Change]) -> tuple[Change, ...]:
         def rest(rows: Sequence[Change]) -> Change:
             before, after = (sum(getattr(row, name) for row in rows) for name in ("calls_before", "calls_after"))
             whole = sum(row.share_ratio for row in rows)
@@ -283,9 +278,10 @@ class Comparison(View):
         return [
             Section(
                 "Like work",
-                self._bounded([change for change in self.changes if change.ratio is not None]),
-                "name=Call path|verdict=Verdict|change=Change|limits=Between|cost_ns=Cost|detectable_ratio=Seen from|"
-                "matched_ratio=Alike|share_ratio=Of all|+calls_before=Calls before|+calls_after=Calls after",
+                self._bound_rows([change for change in self.changes if change.ratio is not None]),
+                "name=Call path|verdict=Verdict|change_text=Change|limits_text=Between|cost_ns=Cost|"
+                "detectable_ratio=Seen from|matched_ratio=Alike|share_ratio=Of all|"
+                "+calls_before=Calls before|+calls_after=Calls after",
                 (
                     "Change: of the time of similar calls. Cost: the change for each request, or for each call if",
                     "there are no requests. Seen from: the smallest change that would be detected. Alike: the share",
@@ -295,7 +291,7 @@ class Comparison(View):
             ),
             Section(
                 "Other call paths",
-                self._bounded([change for change in self.changes if change.ratio is None]),
+                self._bound_rows([change for change in self.changes if change.ratio is None]),
                 "name=Call path|verdict=Verdict|calls_before=Calls before|calls_after=Calls after|"
                 "mean_before_ns=Mean before|mean_after_ns=Mean after",
                 (
@@ -325,8 +321,8 @@ class Comparison(View):
                     "370 requests there is no upper limit. Not matched by work: the load may be the cause.",
                 ),
                 texts={
-                    "limits_before_ns": lambda row, unit: _limits(row.limits_before_ns, unit),
-                    "limits_after_ns": lambda row, unit: _limits(row.limits_after_ns, unit),
+                    "limits_before_ns": lambda row, unit: _join_limits(row.limits_before_ns, unit),
+                    "limits_after_ns": lambda row, unit: _join_limits(row.limits_after_ns, unit),
                 },
             ),
         ]
@@ -334,7 +330,7 @@ class Comparison(View):
 
 @dataclass(frozen=True)
 class _Side:
-    """One side of the comparison: its calls by path in the order of time, its requests, and its summed time in ns."""
+    """One side of the comparison: the calls of each path by time, the requests, and the sum of times in ns."""
 
     work: Mapping[tuple[str, ...], CallSample]
     requests: int
@@ -342,19 +338,19 @@ class _Side:
 
 
 def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
-    """Compare two sides of one or several runs each. With three and more on each side, runs are the units of the test.
+    """Return the comparison of two sides. If each has at least three runs, they replace blocks of calls.
 
-    `requests_by` groups the requests of the load, by endpoint without it. Raises `InstrumentError` without scipy.
+    `requests_by` groups the requests by an attribute instead of the endpoint. Raises `InstrumentError` without scipy.
     """
-    names = sorted({name for recording in (*before, *after) for name in sizes_in(recording.columns)})
-    sides = _side(before, names), _side(after, names)
+    names = sorted({name for recording in (*before, *after) for name in size_names(recording.columns)})
+    sides = _make_side(before, names), _make_side(after, names)
     paths = [
         path
         for path in {**sides[0].work, **sides[1].work}
         if any(path in side.work and side.work[path].values_ns.sum() >= LEAST_SHARE * side.summed_ns for side in sides)
     ]
     level = FAMILY / max(len(paths), 1)
-    changes = [_change(path, sides, level) for path in paths]
+    changes = [_compare_path(path, sides, level) for path in paths]
     changes.sort(
         key=lambda change: (
             change.verdict not in (SLOWER, FASTER),
@@ -363,11 +359,11 @@ def compare(before: Sequence[Recording], after: Sequence[Recording], options: Op
             change.path,
         )
     )
-    members = [_members_of_batches(side) for side in (before, after)]
+    members = [_mean_batch_size(side) for side in (before, after)]
     return Comparison(
         tuple(changes),
-        tuple(_loads(before, after, options)),
-        tuple(_slowest(before, after, options)),
+        tuple(_load_changes(before, after, options)),
+        tuple(_slowest_requests(before, after, options)),
         members[0],
         members[1],
         sides[1].requests > 0,
@@ -375,7 +371,7 @@ def compare(before: Sequence[Recording], after: Sequence[Recording], options: Op
     )
 
 
-def _change(path: tuple[str, ...], sides: tuple[_Side, _Side], level: float) -> Change:
+def _compare_path(path: tuple[str, ...], sides: tuple[_Side, _Side], level: float) -> Change:
     samples = [side.work.get(path) for side in sides]
     calls = [0 if sample is None else len(sample.values_ns) for sample in samples]
     means = [None if sample is None else float(sample.values_ns.mean()) for sample in samples]
@@ -384,13 +380,13 @@ def _change(path: tuple[str, ...], sides: tuple[_Side, _Side], level: float) -> 
         change = replace(change, share_ratio=float(samples[1].values_ns.sum()) / max(sides[1].summed_ns, 1.0))
     if samples[0] is None or samples[1] is None:
         return replace(change, verdict=NEW if samples[0] is None else GONE)
-    work = effect(samples[0], samples[1])
+    work = measure_effect(samples[0], samples[1])
     if work is None:
         return change
-    return _with_effect(change, work, samples[1], sides[1], level)
+    return _add_effect(change, work, samples[1], sides[1], level)
 
 
-def _with_effect(change: Change, work: Effect, after: CallSample, side: _Side, level: float) -> Change:
+def _add_effect(change: Change, work: Effect, after: CallSample, side: _Side, level: float) -> Change:
     low, high = work.interval(level)
     detectable = work.detectable(level)
     unchanged = SAME if detectable <= CLEAR else INCONCLUSIVE
@@ -408,7 +404,7 @@ def _with_effect(change: Change, work: Effect, after: CallSample, side: _Side, l
     )
 
 
-def _side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
+def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
     parts: dict[tuple[str, ...], list[CallSample]] = defaultdict(list)
     request_count = 0
     for run, recording in enumerate(runs):
@@ -434,12 +430,12 @@ def _side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
                 parts[label].append(
                     CallSample(device_ns[timed].astype(np.float64), covariates[:, timed], numbers[: len(timed)])
                 )
-    work = {name: _joined(samples) for name, samples in parts.items()}
+    work = {name: _join_samples(samples) for name, samples in parts.items()}
     summed_ns = sum(float(sample.values_ns.sum()) for sample in work.values())
     return _Side(work, request_count, summed_ns)
 
 
-def _joined(samples: Sequence[CallSample]) -> CallSample:
+def _join_samples(samples: Sequence[CallSample]) -> CallSample:
     if len(samples) == 1:
         return samples[0]
     return CallSample(
@@ -449,8 +445,8 @@ def _joined(samples: Sequence[CallSample]) -> CallSample:
     )
 
 
-def sizes_in(trace: Columns) -> set[str]:
-    """Return the names of attributes that have the size of the work."""
+def size_names(trace: Columns) -> set[str]:
+    """Return the names of the attributes that give an amount of work."""
     rows = trace.attributes.rows()
     some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), NAMES_LOOKED_FOR_IN)).astype(np.int64))]
     names = set(chain.from_iterable(trace.attributes.distinct(some)[1]))
@@ -458,7 +454,7 @@ def sizes_in(trace: Columns) -> set[str]:
 
 
 def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the numbers by which calls are matched: a row per covariate, a column per span."""
+    """Return the numbers by which calls are matched: a row for each number, a column for each span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))
@@ -485,7 +481,7 @@ def size_numbers(trace: Columns, name: str) -> Floats:
     return np.nan_to_num(numbers)
 
 
-def _members_of_batches(runs: Sequence[Recording]) -> float | None:
+def _mean_batch_size(runs: Sequence[Recording]) -> float | None:
     """Return the mean number of requests in a batch, None without batches."""
     served = [recording.once(joined_requests).served for recording in runs]
     batches = sum(len(distinct(pairs.batch)) for pairs in served)
@@ -495,9 +491,9 @@ def _members_of_batches(runs: Sequence[Recording]) -> float | None:
 PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT)
 
 
-def _loads(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
-    """Return a row per group of requests, the longest sum first, and below each a row per part that depends on load."""
-    sides = _groups(before, options), _groups(after, options)
+def _load_changes(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
+    """Return a row for each group of requests, and below it a row for each of its parts that depend on load."""
+    sides = _times_by_group(before, options), _times_by_group(after, options)
     seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
     names = dict.fromkeys(name for side in sides for name in side)
     walls_ns = {name: sum(times.wall_ns for side in sides for times in side.get(name, ())) for name in names}
@@ -506,7 +502,7 @@ def _loads(before: Sequence[Recording], after: Sequence[Recording], options: Opt
         counts = [sum(times.requests for times in side.get(name, ())) for side in sides]
         rates = [count / max(length, 1e-9) for count, length in zip(counts, seconds, strict=True)]
         for part in ("", *PARTS_OF_LOAD):
-            times = [_times_of(side.get(name, ()), part) for side in sides]
+            times = [_sum_and_p99(side.get(name, ()), part) for side in sides]
             if not any(summed_ns for summed_ns, _ in times):
                 continue
             means = [summed_ns / max(count, 1) for (summed_ns, _), count in zip(times, counts, strict=True)]
@@ -515,12 +511,14 @@ def _loads(before: Sequence[Recording], after: Sequence[Recording], options: Opt
     return rows
 
 
-def _limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
+def _join_limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
     return " to ".join(in_unit(limit_ns, unit) for limit_ns in limits_ns)
 
 
-def _slowest(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[SlowestRequests]:
-    """Return the 99th percentiles of each group that both sides have, the group with the most requests first."""
+def _slowest_requests(
+    before: Sequence[Recording], after: Sequence[Recording], options: Options
+) -> list[SlowestRequests]:
+    """Return the 99th percentiles of the groups that exist on both sides, the group with the most requests first."""
     sides = []
     for runs in (before, after):
         walls: dict[str, list[Int64s]] = defaultdict(list)
@@ -541,8 +539,8 @@ def _slowest(before: Sequence[Recording], after: Sequence[Recording], options: O
     return sorted(rows_by_count, key=lambda row: (-row.requests_after, row.name))
 
 
-def _groups(runs: Sequence[Recording], options: Options) -> dict[str, list[EndpointTimes]]:
-    """Return the times of each group of requests, per run."""
+def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, list[EndpointTimes]]:
+    """Return, for each group of requests, its times in each run that has it."""
     by_name: dict[str, list[EndpointTimes]] = defaultdict(list)
     all_rows = replace(options, rows=None, most=None)
     for recording in runs:
@@ -553,8 +551,8 @@ def _groups(runs: Sequence[Recording], options: Options) -> dict[str, list[Endpo
     return by_name
 
 
-def _times_of(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
-    """Return the sum of an endpoint's wall times, or of one part. For a single run return the 99th percentile, too."""
+def _sum_and_p99(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
+    """Return the sum of an endpoint's wall times or of one part of them, and for a single run the 99th percentile."""
     times = [(times.wall_ns, times.p99_ns) for times in runs]
     if part:
         phases = [phase for times in runs for phase in times.phases if phase.name == part]
@@ -566,7 +564,7 @@ COLOURS = {SLOWER: "#e5776b", FASTER: "#6fa3d8", NEW: "#e5b567", GONE: "#b5bdc8"
 OTHER_COLOUR = "#dfe3e8"
 
 MOST_LEVELS = 200
-"""The maximum number of levels of calls on the page."""
+"""The maximum depth of a call path on the page."""
 
 STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem; color: #1b1f24; background: #fff; }
@@ -578,7 +576,7 @@ caption { color: #59626e; } .row { display: flex; } .box { overflow: hidden; whi
 
 @dataclass
 class _Box:
-    """A box of the page: a call path with its change, None if not compared, and the calls below it."""
+    """A box of the chart: a call path, its change (None if not compared), and the boxes of the calls below it."""
 
     change: Change | None = None
     calls: dict[str, _Box] = field(default_factory=dict)
@@ -589,14 +587,14 @@ class _Box:
 
 
 def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
-    """Write the page. It appears complete or not at all."""
+    """Write the page to a file, which is replaced only when the page is complete."""
     top = _Box()
     for change in comparison.changes:
         box = top
         for name in change.path[:MOST_LEVELS]:
             box = box.calls.setdefault(name, _Box())
         box.change = change
-    target, icicle = Path(path), "".join(_boxes(top, max(top.width(), 1e-9)))
+    target, icicle = Path(path), "".join(_chart_html(top, max(top.width(), 1e-9)))
     with atomic.replacing(target) as file:
         file.write(
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Comparison</title><style>{STYLE}</style>'
@@ -605,16 +603,16 @@ def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
     return target
 
 
-def _boxes(parent: _Box, whole: float) -> Iterator[str]:
-    """Yield the HTML of the boxes below a parent."""
+def _chart_html(parent: _Box, whole: float) -> Iterator[str]:
+    """Yield the HTML of the boxes below a box."""
     yield '<div class="row">'
     for name, box in sorted(parent.calls.items(), key=lambda item: (-item[1].width(), item[0])):
         change = box.change
         colour = OTHER_COLOUR if change is None else COLOURS.get(change.verdict, OTHER_COLOUR)
-        text = "" if change is None else f": {change.verdict}, {change.change()} ({change.limits()})"
+        text = "" if change is None else f": {change.verdict}, {change.change_text()} ({change.limits_text()})"
         label = escape(safe(f"{name}{text}"))
         yield f'<div class="box" style="width:{100 * box.width() / whole:.3f}%">'
         yield f'<div class="label" style="background:{colour}" title="{label}">{label}</div>'
-        yield from _boxes(box, max(box.width(), 1e-9)) if box.calls else ()
+        yield from _chart_html(box, max(box.width(), 1e-9)) if box.calls else ()
         yield "</div>"
     yield "</div>"

@@ -1,7 +1,7 @@
-"""The `copies` view: copies by direction and call, their rates, and asynchronous copies that had to wait.
+"""The `copies` view: copies between host and devices by direction and by call, their rates, and avoidable waits.
 
-A rate is in 10^9 bytes per second of device time, over the calls with device time. Without device time it is per second
-of host time if the call waits for the copy. If the call does not wait, there is no rate.
+A rate is bytes divided by device time, in 10^9 bytes per second, over the calls with device time. Without device time
+the host time is used if the call waits for the copy. There is no rate if the call does not wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instrument.trace.columns import Columns, Int64s
 from instrument.trace.groups import Groups
 
 ACROSS = ("h2d", "d2h")
-"""The directions to or from the host. These copies make the call wait, unless they are asynchronous."""
+"""The directions to and from the host. Such a call waits for its copy unless the copy is asynchronous."""
 
 ENDS = {
     "h2d": "host to device",
@@ -44,11 +44,11 @@ NO_COPY = (
 class CopyUse:
     """The copies of one call in one direction, or of all calls in that direction.
 
-    `direction` is "" if the span does not report it. `call` is the copying function or the span's name, else "". `sync`
-    is True if the call waits for the copy, and `pinned` True if the host's memory is page-locked. Both are None if
-    unknown or if the copies differ. `device_ns` is the sum over the `timed` calls with device time, and `timed_bytes`
-    is their size. `waited_ns` and `waited_bytes` are sums over the calls that wait for the copy. `staged` counts
-    asynchronous copies that waited since memory is pageable. A row with `remaining` replaces that many.
+    `direction` is "" if the span does not report it. `call` is the copying function, or else the name of the span.
+    `sync` is True if the call waits for the copy, and `pinned` if the host's memory is page-locked. Both are None if
+    unknown or if the copies differ. `device_ns` and `timed_bytes` are sums over the `timed` calls, those with device
+    time. `waited_ns` and `waited_bytes` are sums over the calls that wait for the copy. `staged` counts asynchronous
+    copies that had to wait because memory is pageable. A row with `remaining` replaces that many rows.
     """
 
     direction: str
@@ -68,7 +68,7 @@ class CopyUse:
 
     @property
     def base(self) -> str:
-        """The kind of time that the rate divides by: `device`, `host`, or "" if no time of the copies is known."""
+        """The kind of time that the rate divides by: `device`, `host`, or "" without a rate."""
         return "device" if self.device_ns else "host" if self.waited_ns else ""
 
     @property
@@ -82,25 +82,25 @@ class CopyUse:
         return self.moved_bytes / 1e6
 
     def memory(self) -> str:
-        """Return the kind of host memory, such as `pinned`; "" if unknown."""
+        """Return the kind of the host's memory, `pinned` or `pageable`, "" if unknown."""
         return {True: "pinned", False: "pageable", None: ""}[self.pinned]
 
     def mode(self) -> str:
-        """Return `sync`, `async` or a dash, followed by a star if some copies were staged."""
+        """Return `sync`, `async` or a dash, with a star if some of the copies were staged."""
         return {True: "sync", False: "async", None: MISSING}[self.sync] + "*" * bool(self.staged and not self.remaining)
 
 
-def copy_uses(trace: Columns) -> list[CopyUse]:
-    """Return the copies by direction, call, synchronicity and memory, in the order of directions and then by bytes."""
+def sum_copies(trace: Columns) -> list[CopyUse]:
+    """Return the copies by direction, call, synchronicity and memory, in the order of directions, then by bytes."""
     rows = np.flatnonzero(trace.of_kind("copy"))
     sites = dict.fromkeys(trace.site[rows].tolist())
-    keys = {place: _key(trace.sites[place]) for place in sites}
+    keys = {place: _copy_key(trace.sites[place]) for place in sites}
     numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
     number_of = np.zeros(len(trace.sites) + 1, dtype=np.int64)
     for place, key in keys.items():
         number_of[place] = numbers[key]
     group_of_row = number_of[trace.site[rows]]
-    moved = sizes(trace, rows)
+    moved = sizes_of_copies(trace, rows)
     host_ns = trace.total_ns[rows]
     device_ns, timed = trace.device_times(rows)
     staged = np.array([_is_staged(*key) for key in numbers], dtype=np.bool_)[group_of_row] if numbers else timed
@@ -111,11 +111,13 @@ def copy_uses(trace: Columns) -> list[CopyUse]:
     )  # fmt: skip
     groups = Groups(group_of_row, len(numbers))
     sums_of_columns = [groups.sums(column).tolist() for column in columns]
-    return sorted((CopyUse(*key, *sums) for key, *sums in zip(numbers, *sums_of_columns, strict=True)), key=_place)
+    return sorted(
+        (CopyUse(*key, *sums) for key, *sums in zip(numbers, *sums_of_columns, strict=True)), key=_rank_of_copy
+    )
 
 
-def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
-    """Return one row per direction, which sums up its copies."""
+def sum_by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
+    """Return one row for each direction, which sums up its copies."""
     groups: dict[str, list[CopyUse]] = {}
     for use in uses:
         groups.setdefault(use.direction, []).append(use)
@@ -124,7 +126,7 @@ def by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
 
 @dataclass(frozen=True, slots=True)
 class CopiesView(View):
-    """The `copies` view: the copies summed up by direction, and by call."""
+    """The `copies` view: the copies by direction, and by call."""
 
     coverage: Coverage
     directions: tuple[CopyUse, ...]
@@ -143,7 +145,7 @@ class CopiesView(View):
         return [
             Section(
                 "Directions", self.directions, f"direction=Direction|{sums}timed=Timed",
-                texts={**texts, "direction": _direction}, widths=COLUMN_WIDTH,
+                texts={**texts, "direction": _direction_text}, widths=COLUMN_WIDTH,
             ),
             Section(
                 "Calls", self.calls, f"call=Call|direction=Direction|{sums}memory=Memory|mode=Mode|+staged=Staged",
@@ -179,22 +181,22 @@ class CopiesView(View):
 def copies(recording: Recording, options: Options) -> CopiesView:
     """Return the view of the kept spans.
 
-    `rows` and `least_ns` bound the table of calls: the calls that copied most bytes remain. `least_ns` compares device
-    time or, without it, host time. One more row has the rest.
+    `rows` and `least_ns` limit the table of calls. The calls that copied the most bytes remain, and a last row sums up
+    the others. `least_ns` is compared with device time or, without it, host time.
     """
-    uses = copy_uses(recording.columns)
+    uses = sum_copies(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
     shown = bounded(heaviest, options, lambda use: use.device_ns or use.host_ns, adding(*SUMS))
     return CopiesView(
         coverage=Coverage.of_recording(recording),
-        directions=tuple(by_direction(uses)),
-        calls=tuple(sorted(shown, key=lambda use: (bool(use.remaining), *_place(use)))),
+        directions=tuple(sum_by_direction(uses)),
+        calls=tuple(sorted(shown, key=lambda use: (bool(use.remaining), *_rank_of_copy(use)))),
         is_ours=recording.trace.origin.recorder != "other",
         _options=options,
     )
 
 
-def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
+def _copy_key(site: Site) -> tuple[str, str, bool | None, bool | None]:
     facts = dict(site.attributes)
     direction, sync, pinned = facts.get("direction"), facts.get("sync"), facts.get("pinned")
     is_known = isinstance(direction, str) and direction in DIRECTIONS
@@ -207,29 +209,29 @@ def _key(site: Site) -> tuple[str, str, bool | None, bool | None]:
     )
 
 
-def sizes(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the bytes that each call moved, 0 for an invalid size. A size beyond the largest valid one counts as 0,
-    too: the sum of a few would not fit 64 bits."""
-    return np.array(list(map(_size, trace.attributes.values("bytes", rows))), dtype=np.int64)
+def sizes_of_copies(trace: Columns, rows: Int64s) -> Int64s:
+    """Return the number of bytes that each call moved, 0 for an invalid size. A size beyond `LARGEST_COPY_BYTES` also
+    counts as 0, because a sum of a few would not fit into 64 bits."""
+    return np.array(list(map(_valid_size, trace.attributes.values("bytes", rows))), dtype=np.int64)
 
 
-def _size(moved: object) -> int:
+def _valid_size(moved: object) -> int:
     is_size = isinstance(moved, int) and not isinstance(moved, bool) and 0 <= moved <= LARGEST_COPY_BYTES
     return int(moved) if is_size else 0  # type: ignore[call-overload]
 
 
 def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True if an asynchronous copy had to wait, since the host's memory is not page-locked."""
+    """Return True if an asynchronous copy had to wait, because the host's memory is not page-locked."""
     return direction in ACROSS and sync is False and pinned is False
 
 
 def _is_waited(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:
-    """Return True if the call waits for the copy, so that the call's host time is the copy's time."""
+    """Return True if the call waits for the copy, so that its host time is the time of the copy."""
     is_staged = _is_staged(direction, call, sync, pinned)
     return direction not in DEVICE_DIRECTIONS or (direction in ACROSS and (sync is not False or is_staged))
 
 
-def _place(use: CopyUse) -> tuple[int, int, int, str]:
+def _rank_of_copy(use: CopyUse) -> tuple[int, int, int, str]:
     order = DIRECTIONS.index(use.direction) if use.direction else len(DIRECTIONS)
     return order, -use.moved_bytes, -use.calls, use.call
 
@@ -239,5 +241,5 @@ SUMS = (
 )  # fmt: skip
 
 
-def _direction(use: CopyUse, unit: str) -> str:
+def _direction_text(use: CopyUse, unit: str) -> str:
     return f"{use.direction} ({ENDS[use.direction]})" if use.direction else ENDS[""]

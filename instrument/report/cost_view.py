@@ -1,7 +1,7 @@
-"""The `cost` view: the cost of each probe and of each thread of ours, and the spans kept and missed.
+"""The `cost` view: what each probe and each thread of the SDK cost, which spans were kept, and what was not recorded.
 
-The cost of a probe is its extra time per call, measured on this machine, times its calls. A saved trace has only the
-mean over all probes. It does not have the use of the rings or the muted sites.
+The cost of a probe is its calls times the time that it adds to a call, as measured on this machine. A saved trace knows
+only the mean over all probes. It does not know the use of the rings or the muted sites.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instrument.report.table import (
     where_of,
     wrapped,
 )
-from instrument.report.utilisation import unanswered
+from instrument.report.utilisation import find_unanswered
 from instrument.report.view import InstrumentationStats, Options, Recording
 
 MEBIBYTE = 1 << 20
@@ -32,7 +32,7 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CostPart:
-    """A part of the instrumentation's time, and its share of the window."""
+    """A part of the instrumentation's cost, and its share of the window."""
 
     name: str
     time_ns: int
@@ -41,10 +41,10 @@ class CostPart:
 
 @dataclass(frozen=True, slots=True)
 class SiteCost:
-    """The cost of one place's probes: calls, cost per call, and the sum. `ratio` is the share of the cost of all sites.
+    """The cost of one site's probe: calls, cost per call, and their product. `ratio` is its share of all sites' cost.
 
     `burden` is the cost as a share of the calls' host time. It exceeds 1 if a call is shorter than its probe. A row
-    with `remaining` replaces that many sites, at their mean cost.
+    with `remaining` replaces that many sites and has their mean cost.
     """
 
     name: str
@@ -58,18 +58,18 @@ class SiteCost:
     remaining: int = 0
 
     def label(self) -> str:
-        return _with_place(self.name, self.place)
+        return _add_place(self.name, self.place)
 
     burden = Ratio("cost_ns", of="host_ns")
 
 
-def _with_place(name: str, place: str) -> str:
+def _add_place(name: str, place: str) -> str:
     return f"{name} [{place}]" if place and place != name else name
 
 
 @dataclass(frozen=True, slots=True)
 class MutedSite:
-    """A site that was muted to save cost: `calls` were only counted. `now` is True if it is still muted."""
+    """A site muted to save cost: `calls` of it were counted and not recorded. `now` is True if it is still muted."""
 
     name: str
     kind: str
@@ -78,7 +78,7 @@ class MutedSite:
     now: bool
 
     def label(self) -> str:
-        return _with_place(self.name, self.place)
+        return _add_place(self.name, self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class RingUse:
     memory_bytes: int
 
     ratio = Ratio("held_rows", of="rows")
-    """The share of the rings' rows that hold spans. Each new thread adds a ring while memory is left."""
+    """The share of the rings' rows that contain spans. Each new thread adds a ring while memory is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class InstrumentationCost(View):
     """The `cost` view. Its parts add up to `cost.total_ns`. `muted` and `rings` are None for a saved trace.
 
     `notes` name everything that was not observed, except the muted sites of a running process. `device_asked` counts
-    the kept spans that asked for device time. `device_missing` counts those that got none, by reason.
+    the kept spans that asked for device time, and `device_missing` those that got none, by reason.
     """
 
     recorder: str
@@ -121,12 +121,11 @@ class InstrumentationCost(View):
 
     @property
     def ratio(self) -> float | None:
-        """The total cost as a share of the window."""
         return None if self.cost is None else share(self.cost.total_ns, self.window_ns)
 
     @property
     def most_ratio(self) -> float | None:
-        """The cost as a share of the window, if the processor's caches have none of the memory that the probes use."""
+        """The largest cost as a share of the window: the processor's caches have none of the probes' memory."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def head(self) -> list[str]:
@@ -139,7 +138,7 @@ class InstrumentationCost(View):
         missed = [part for note in self.notes for part in wrapped(f"- {safe(note)}")]
         return [
             Section(
-                "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window", self._per_call(),
+                "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window", self._per_call_lines(),
                 {"ratio": lambda part, unit: MISSING if part.ratio is None else f"{number(100 * part.ratio)}%"},
                 empty=["What it cost is not known: the trace does not say it."],
             ),
@@ -159,7 +158,7 @@ class InstrumentationCost(View):
             ),
         ]  # fmt: skip
 
-    def _per_call(self) -> list[str]:
+    def _per_call_lines(self) -> list[str]:
         if self.cost is None:
             return []
         calls = f"{self.cost.calls} calls x {number(self.cost.per_call_ns)} ns"
@@ -168,18 +167,18 @@ class InstrumentationCost(View):
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
-    """Return the view of the tally and the kept spans. `rows` bounds the table of sites to the most expensive ones,
+    """Return the view of the tally and the kept spans. `rows` limits the table of sites to the most expensive ones, and
     `least_ns` to sites that cost at least that time."""
     spent, stats = recording.cost, recording.stats
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
-    coverage, device_asked, missing = _span_facts(recording)
+    coverage, device_asked, missing = _examine_spans(recording)
     return InstrumentationCost(
         recorder=recording.recorder,
         clock="" if stats is None else stats.clock,
         cost=spent,
         window_ns=window_ns,
-        parts=() if spent is None else _parts(spent, stats, window_ns),
-        sites=() if spent is None else _sites(recording, spent, options),
+        parts=() if spent is None else _cost_parts(spent, stats, window_ns),
+        sites=() if spent is None else _site_costs(recording, spent, options),
         is_each_known=stats is not None,
         losses={reason: count for reason, count in recording.losses.items() if count},
         notes=recording.notes if stats is None else tuple(stats.notes),
@@ -192,8 +191,8 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     )
 
 
-def _parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
-    """Return the parts of the total cost. The probes' part is the total without the other parts."""
+def _cost_parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
+    """Return the parts of the total cost. The probes' part is the total without all other parts."""
     pairs_ns = 0 if stats is None else round(stats.pairs_ns)
     parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
     threads = {"threads of its own": spent.thread_ns} if stats is None else stats.threads_ns
@@ -207,11 +206,11 @@ def _parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> t
     return tuple(CostPart(name, part_ns, share(part_ns, window_ns)) for name, part_ns in all_of_it if part_ns)
 
 
-def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
+def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
     tally, stats = recording.totals(merged=True), recording.stats
     tree = tally.tree
     keys = tree.keys()
-    labels = tree.by_site(_label)
+    labels = tree.by_site(_label_of_site)
     sums = tally.by(np.asarray(keys)[tally.site_of], len(keys))
     calls, host_ns = sums["calls"].tolist(), sums["total_ns"].tolist()
     each_ns = [spent.per_call_ns] * len(keys) if stats is None else stats.added_ns(tree.sites[: len(keys)])
@@ -223,7 +222,7 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
     for key in shown:
         site, cost_ns = tree.sites[key], costs[key]
         numbers = calls[key], each_ns[key], cost_ns, host_ns[key], share(cost_ns, whole_ns)
-        rows.append(SiteCost(site.name, site.kind, _place_of(site), *numbers))
+        rows.append(SiteCost(site.name, site.kind, _place_of_site(site), *numbers))
     omitted = len(costs) - len(shown)
     if omitted:
         left_calls = sum(calls) - sum(row.calls for row in rows)
@@ -234,26 +233,26 @@ def _sites(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCos
     return tuple(rows)
 
 
-def _label(site: Site) -> tuple[str, str]:
-    return site.name, _place_of(site)
+def _label_of_site(site: Site) -> tuple[str, str]:
+    return site.name, _place_of_site(site)
 
 
-def _place_of(site: Site) -> str:
+def _place_of_site(site: Site) -> str:
     return site.instance or where_of(site)
 
 
 def _muted_sites(stats: InstrumentationStats) -> tuple[MutedSite, ...]:
     sites = sorted({*stats.passed, *stats.muted}, key=lambda site: -stats.passed.get(site, 0))
     return tuple(
-        MutedSite(site.name, site.kind, _place_of(site), stats.passed.get(site, 0), site in stats.muted)
+        MutedSite(site.name, site.kind, _place_of_site(site), stats.passed.get(site, 0), site in stats.muted)
         for site in sites
         if stats.passed.get(site) or site in stats.muted
     )
 
 
-def _span_facts(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
-    """Return the coverage, the number of kept spans that asked for device time, and by reason those without any."""
-    device_asked, untimed = unanswered(recording.columns)
+def _examine_spans(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
+    """Return the coverage, the number of kept spans that asked for device time, and by reason those that got none."""
+    device_asked, untimed = find_unanswered(recording.columns)
     missing = Counter[str]()
     for row in untimed:
         missing[row.reason] += row.spans

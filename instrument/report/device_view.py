@@ -1,9 +1,9 @@
-"""The `device` view: the use of each device in the window, by stream, by name and within requests.
+"""The `device` view: how each GPU was used in the window, by stream, by name and within requests; and all gauges.
 
-The figures are those of `utilisation`. In shares of time, parallel work counts once. Work by name is a sum.
+`utilisation` computes the use. In shares of time, parallel work counts once. Times by name are sums.
 
-The Device Summary has the minimum, mean and maximum of each gauge. It names rows as Paddle does: `CPU(Process)`,
-`CPU(System)`, `GPU n`. Lines below the table name the base of each share.
+The Device Summary has the minimum, mean and maximum of each gauge. Its rows have Paddle's names: `CPU(Process)`,
+`CPU(System)`, `GPU n`. Lines below the table say what each percentage is a share of.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from instrument.report.table import (
     shorten,
     wrapped,
 )
-from instrument.report.utilisation import DeviceUse, EndpointUse, Unanswered, utilisation
+from instrument.report.utilisation import DeviceUse, EndpointUse, Unanswered, measure_utilisation
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 from instrument.trace.ledger import DeviceLedger
 
 NOT_REPORTED = "n/a"
-"""The cell of a value that a device does not report."""
+"""The cell for a value that a device does not report."""
 
 NAME_WIDTH = 20
 WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
-"""The larger units for a gauge's units, each with its size in the gauge's unit."""
+"""The unit in which a gauge's values are printed if it is not the gauge's own, with its size in the gauge's unit."""
 
 _LABELS = dict.fromkeys(
     ("cores", "process_cpu", "process_memory", "process_memory_peak", "cpu_wait", "memory_pressure"), "CPU(Process)"
@@ -54,8 +54,8 @@ _LABELS = dict.fromkeys(
 class DeviceRow:
     """The readings of one gauge of one device, in the gauge's unit.
 
-    `samples` counts the readings with a value. Without any, `mean`, `least` and `most` are None. They are None for a
-    counter, too, whose `total` is the growth from its first reading to its last.
+    `samples` counts the readings with a value. `mean`, `least` and `most` are None without such readings, and for a
+    counter. A counter has a `total` instead, its growth from the first to the last reading.
     """
 
     device: int
@@ -68,23 +68,22 @@ class DeviceRow:
     total: float | None = None
 
     def unit(self) -> str:
-        """Return the unit in which the numbers are shown."""
-        return shown_unit(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
+        return unit_shown(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
 
     def shown(self) -> DeviceRow:
-        """Return the row with its numbers in the shown unit."""
-        scale = shown_unit(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
+        """Return the row with its numbers in the printed unit."""
+        scale = unit_shown(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
         numbers = (self.mean, self.least, self.most, self.total)
         mean, least, most, total = (None if value is None else value / scale for value in numbers)
         return replace(self, mean=mean, least=least, most=most, total=total)
 
 
-def _cell(value: float | None, row: DeviceRow) -> str:
+def _gauge_cell(value: float | None, row: DeviceRow) -> str:
     return number(value) if value is not None or row.samples else NOT_REPORTED
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
-    """Return a row per device and gauge: first the process, then the machine, then the devices by number."""
+    """Return a row for each gauge: of the process, then of the machine, then of each GPU by number."""
     values_by_gauge: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
         values = values_by_gauge.setdefault((sample.device, sample.name), [])
@@ -107,7 +106,7 @@ def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """The readings of gauges: a row per device and gauge. `interval_ns` is the median time between two readings."""
+    """The readings of all gauges. `interval_ns` is the median time between two readings, None if there is only one."""
 
     read_ns: int
     interval_ns: int | None
@@ -116,20 +115,20 @@ class DeviceSummary:
     _options: Options
 
     def section(self) -> Section:
-        """Return the table, and below it the base of every share."""
+        """Return the table, with lines below it that say what each percentage is a share of."""
         unit = self._options.unit
         every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
         names = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
         return Section(
             "Device Summary", [row.shown() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
-            [line for name in names for line in wrapped(f"{name}: {shown_unit(GAUGES[name])[0]} {GAUGES[name].about}")],
+            [line for name in names for line in wrapped(f"{name}: {unit_shown(GAUGES[name])[0]} {GAUGES[name].about}")],
             {
                 "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
                 "unit": lambda row, unit: row.unit(),
-                "mean": lambda row, unit: _cell(row.mean, row),
-                "least": lambda row, unit: _cell(row.least, row),
-                "most": lambda row, unit: _cell(row.most, row),
+                "mean": lambda row, unit: _gauge_cell(row.mean, row),
+                "least": lambda row, unit: _gauge_cell(row.least, row),
+                "most": lambda row, unit: _gauge_cell(row.most, row),
                 "total": lambda row, unit: number(row.total),
             },
             widths=WIDTHS,
@@ -143,8 +142,8 @@ class DeviceSummary:
         )  # fmt: skip
 
 
-def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
-    """Return the summary of a trace's samples, which are sorted by time, and of its GPUs."""
+def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
+    """Return the summary of the gauge readings of a trace, which are sorted by time, and of its GPUs."""
     return DeviceSummary(
         read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
         interval_ns=_interval_ns(samples),
@@ -155,7 +154,7 @@ def device_summary(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Opti
 
 
 def _interval_ns(samples: Sequence[Sample]) -> int | None:
-    """Return the median time between two readings over all gauges, None without a second reading."""
+    """Return the median time between two readings of a gauge, None if no gauge has a second reading."""
     before: dict[tuple[str, int], int] = {}
     gaps = []
     for sample in samples:
@@ -166,8 +165,8 @@ def _interval_ns(samples: Sequence[Sample]) -> int | None:
     return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def shown_unit(gauge: Gauge) -> tuple[str, float]:
-    """Return the shown unit of a gauge, and its size in the gauge's own unit."""
+def unit_shown(gauge: Gauge) -> tuple[str, float]:
+    """Return the unit in which a gauge is printed, and its size in the gauge's own unit."""
     return UNITS.get(gauge.unit, (gauge.unit, 1))
 
 
@@ -179,7 +178,7 @@ SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class EndpointShare:
-    """The requests of one endpoint, and their device time. A row with `remaining` replaces that many endpoints."""
+    """The device time of an endpoint's requests. A row with `remaining` replaces that many endpoints."""
 
     name: str
     requests: int
@@ -196,8 +195,8 @@ class EndpointShare:
         return self.device_ns / self.requests
 
 
-def device_shares(ledger: DeviceLedger, by_name: Mapping[str, Int64s], options: Options) -> list[EndpointShare]:
-    """Return the device time by endpoint, [] if no batch had device time. `by_name` has the indices of its requests."""
+def share_device_time(ledger: DeviceLedger, by_name: Mapping[str, Int64s], options: Options) -> list[EndpointShare]:
+    """Return the device time by endpoint, [] if no batch had device time. `by_name` has the indices of requests."""
     if not ledger.given_ns.any():
         return []
     whole_ns = sum(int((ledger.own_ns + ledger.shared_ns)[places].sum()) for places in by_name.values())
@@ -219,16 +218,16 @@ def device_share_section(rows: Sequence[EndpointShare]) -> Section:
 
 
 SHORT_NS = 10_000
-"""The mean device ns of a call below which intervals may be up to six times too long, by published figures."""
+"""The mean device ns of a call below which CUDA events, by published figures, may measure six times too much."""
 
 COLUMN_WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView(View):
-    """The `device` view: the fields of `Utilisation` without the single requests, and the readings of gauges.
+    """The `device` view: the use of each device as in `Utilisation`, without single requests, and the gauges.
 
-    `reasons` counts the spans without device time, by reason. `is_ours` is False for a trace of another profiler.
+    `reasons` counts the spans without device time by reason. `is_ours` is False for a trace of another profiler.
     """
 
     coverage: Coverage
@@ -260,14 +259,14 @@ class DeviceView(View):
         return [*gauges, *of_each, *shares, *self._untimed_section()]
 
     def foot(self) -> list[str]:
-        return _notes(self) if self.devices else []
+        return _explanatory_notes(self) if self.devices else []
 
     def _no_device_time(self) -> list[str]:
         complete = self.coverage.complete or self.asked > 0 or not self.is_ours
         return explain_empty("span with device time", self.why_none(), complete=complete)
 
     def _untimed_section(self) -> list[Section]:
-        """Return the table of spans without device time. It is empty if neither a device nor a reason is known."""
+        """Return the table of spans without device time, [] if neither a device nor a reason is known."""
         if not self.devices and not any(row.reason in UNTIMED for row in self.unanswered):
             return []
         missing = sum(row.spans for row in self.unanswered)
@@ -278,7 +277,7 @@ class DeviceView(View):
         ]
 
     def why_none(self) -> str:
-        """Return a sentence that says why there is no device time."""
+        """Return a sentence on why there is no device time."""
         why = "no span asked for it; give its rule `device: true` in the profile"
         if self.asked:
             parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
@@ -291,22 +290,22 @@ class DeviceView(View):
 def device(recording: Recording, options: Options) -> DeviceView:
     """Return the view of the kept spans.
 
-    `rows` bounds each table of names to its largest rows. `least_ns` bounds the table of device times to names with
-    that much time. One more row has the rest.
+    `rows` limits each table to its largest rows. `least_ns` limits the table of device times to names with that much
+    time. A last row sums up the others.
     """
     facts = recording.trace
-    use = recording.once(utilisation)
+    use = recording.once(measure_utilisation)
     reasons = Counter[str]()
     for row in use.unanswered:
         reasons[row.reason] += row.spans
     return DeviceView(
         coverage=Coverage.of_recording(recording),
-        gauges=device_summary(facts.samples, facts.gpus, options) if facts.samples else None,
+        gauges=summarise_gauges(facts.samples, facts.gpus, options) if facts.samples else None,
         devices=tuple(
             replace(
                 row,
                 names=bounded(row.names, options, attrgetter("summed_ns"), adding("calls", "summed_ns")),
-                endpoints=shown_endpoints(row.endpoints, options),
+                endpoints=bound_endpoints(row.endpoints, options),
             )
             for row in use.devices
         ),
@@ -322,14 +321,14 @@ def device(recording: Recording, options: Options) -> DeviceView:
     )
 
 
-def shown_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
-    """Return the first endpoints that the options allow, and one row of the rest."""
+def bound_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
+    """Return the endpoints that the options allow, and one row that sums up the others."""
     make_rest = adding("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
     return bounded(uses, options, attrgetter("wall_ns"), make_rest)
 
 
 class DevicePart(NamedTuple):
-    """A part of a device's time, and its ratio to the base that `of` names."""
+    """A part of a device's time, and its share of the time that `of` names."""
 
     name: str
     time_ns: int
@@ -337,7 +336,7 @@ class DevicePart(NamedTuple):
     of: str
 
 
-def _parts(use: DeviceUse) -> list[DevicePart]:
+def _device_parts(use: DeviceUse) -> list[DevicePart]:
     return [
         DevicePart("Busy with compute", use.compute_ns, use.compute_ratio, "window"),
         DevicePart("Busy with copies alone", use.copy_ns, use.copy_ratio, "window"),
@@ -355,7 +354,7 @@ def _parts(use: DeviceUse) -> list[DevicePart]:
 
 
 def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
-    """Return the tables of a device: its time, and its work by stream, label, name and endpoint."""
+    """Return the tables of one device: its time, and its work by stream, label, name and endpoint."""
     kinds = Counter(name.name for name in use.names)
     mean = number(use.mean_streams)
     clock: tuple[str, ...] = ()
@@ -369,10 +368,10 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
         outside = (f"{use.outside} {are} not counted.",)
     left_out = [(view.requests_cut, "at an edge of the window"), (view.requests_without, "without any device time")]
     counted = ", ".join(f"{count} {why}" for count, why in left_out if count)
-    requests = by_endpoint(f"By request on GPU {use.device}", use.endpoints)
+    requests = endpoint_section(f"By request on GPU {use.device}", use.endpoints)
     return [
         Section(
-            f"Device {use.device}", _parts(use), "name=Time of the device|time_ns=Time|ratio=Ratio|of=Of",
+            f"Device {use.device}", _device_parts(use), "name=Time of the device|time_ns=Time|ratio=Ratio|of=Of",
             outside, widths=COLUMN_WIDTH,
         ),
         Section(
@@ -401,7 +400,7 @@ def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
     ]  # fmt: skip
 
 
-def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
+def endpoint_section(title: str, endpoints: Sequence[EndpointUse]) -> Section:
     """Return the table of a device's work within requests, by endpoint: mean times, and shares of the wall time."""
     return Section(
         title, endpoints,
@@ -414,8 +413,8 @@ def by_endpoint(title: str, endpoints: Sequence[EndpointUse]) -> Section:
     )  # fmt: skip
 
 
-def _notes(view: DeviceView) -> list[str]:
-    """Return the notes that explain the view's figures."""
+def _explanatory_notes(view: DeviceView) -> list[str]:
+    """Return the notes that explain the numbers of the view."""
     names = [name for use in view.devices for name in use.names]
     lines = [
         "A stretch is the time of a stream between two events, not a kernel: gaps between kernels, and what",

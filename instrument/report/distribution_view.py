@@ -1,15 +1,15 @@
-"""The `distribution` view: communication and computation at the same time, on the host and on each device.
+"""The `distribution` view: how much communication runs at the same time as computation, on the host and on each device.
 
-It is the Distribution Summary of `paddle.profiler`. In all times parallel work counts once. The base is the time in
-steps, or the window without any step; times are clipped to it, and ratios are shares of it. Communication of the host
-is the time in spans of kind `comm`, and from the call of an asynchronous one to the end of its wait. Communication of a
-device is the work of such spans and of spans below them, and kernels of NCCL and XCCL in traces of other profilers.
+It is the Distribution Summary of `paddle.profiler`. In all times parallel work counts once. Times are clipped to the
+steps, or to the window if there are no steps, and ratios are shares of that time. Communication of the host is the time
+in spans of kind `comm`; an asynchronous one lasts from its call to the end of its wait. Communication of a device is
+the work of such spans and of the spans below them, and the kernels of NCCL and XCCL in traces of other profilers.
 Computation of a device is all other work except copies. Computation of the host is the time in operators, layers and
-phases, less the same thread's communication, copies and loading.
+phases, without the communication, copies and loading of the same thread.
 
 `together` is communication on the host or on a device, with computation of the devices (of the host if no device
-computed). Computation of one device during communication of another is no overlap. The work of a communication on a
-device is no computation. That profiler counts both.
+computed). Computation of one device during the communication of another is no overlap. A communication's work on a
+device is no computation. `paddle.profiler` counts both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from instrument.recording.spans import Interval, Site
-from instrument.report.copies_view import sizes
+from instrument.report.copies_view import sizes_of_copies
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import Ratio, bounded, in_unit
 from instrument.report.view import Options, Recording
@@ -30,13 +30,13 @@ from instrument.trace.groups import Groups, distinct
 from instrument.trace.intervals import NOTHING, Union, clipped, intersect, overlap, shared_ns, subtract, union, unite
 
 COMPUTES = frozenset({"op", "layer", "phase"})
-"""Kinds of span with computation on the host."""
+"""The kinds of span that are computation on the host."""
 
 PAUSES = frozenset({"comm", "copy", "loader"})
-"""Kinds of span during which their thread does not compute."""
+"""The kinds of span during which their thread does not compute."""
 
 KERNELS = ("nccl", "xccl")
-"""Names of communication libraries in the names of kernels, for traces of other profilers."""
+"""The names of communication libraries that names of kernels contain, for traces of other profilers."""
 
 HOST, TOGETHER = "host", "together"
 
@@ -86,7 +86,7 @@ class DistributionView(View):
 
 @dataclass(frozen=True, slots=True)
 class DistributionUse:
-    """Communication and computation of the `host`, of a device, or `together`. Ratios are shares of `base_ns`."""
+    """Communication and computation of the `host`, of one device, or `together`. Ratios are shares of `base_ns`."""
 
     name: str
     base_ns: int
@@ -96,21 +96,21 @@ class DistributionUse:
 
     @property
     def exposed_ns(self) -> int:
-        """The time of communication without computation."""
+        """The time of communication during which nothing computes."""
         return self.communication_ns - self.overlap_ns
 
     communication_ratio = Ratio("communication_ns", of="base_ns")
-    """The communication's share of the base time, None if the base time is zero."""
+    """The share of the base time with communication, None if the base time is zero."""
     computation_ratio = Ratio("computation_ns", of="base_ns")
     overlap_ratio = Ratio("overlap_ns", of="base_ns")
-    """The share of the base with communication and computation at the same time."""
+    """The share of the base time with communication and computation at the same time."""
     exposed_ratio = Ratio("exposed_ns", of="base_ns")
-    """The share of the base with communication but without computation."""
+    """The share of the base time with communication alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperationUse:
-    """The calls of one operation in one group: sums over the calls, and over the waits for asynchronous calls.
+    """The calls of one operation in one process group: sums over the calls, and over the waits for asynchronous calls.
 
     `device_ns` is None if no call has device time.
     """
@@ -129,7 +129,7 @@ class OperationUse:
 def distribution(recording: Recording, options: Options) -> DistributionView:
     """Return the view of the kept spans. It uses `state`, `rows`, `least_ns` and `unit`.
 
-    `rows` and `least_ns` bound the operations by the time of their calls and waits.
+    `rows` and `least_ns` limit the operations by the time of their calls and waits.
     """
     trace = recording.columns
     work = _PlaceTimes(trace, recording.trace.coverage)
@@ -143,10 +143,10 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
     places: list[DistributionUse] = []
     if options.state != "GPU":
-        places.append(_place(HOST, base_ns, on_host, by_host))
+        places.append(_make_use(HOST, base_ns, on_host, by_host))
     if options.state != "CPU":
         places += [
-            _place(device, base_ns, communicates.get(device, NOTHING), computes.get(device, NOTHING))
+            _make_use(device, base_ns, communicates.get(device, NOTHING), computes.get(device, NOTHING))
             for device in devices
         ]
     if devices and options.state == "All":
@@ -160,18 +160,18 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
             computing, overlaps = by_host, [intersect(everywhere, by_host)]
         overlap_ns = unite(overlaps).length_ns()
         places.append(DistributionUse(TOGETHER, base_ns, everywhere.length_ns(), computing.length_ns(), overlap_ns))
-    operations = tuple(_operations(trace, work.calls, options))
+    operations = tuple(_operation_uses(trace, work.calls, options))
     return DistributionView(coverage, work.of, base_ns, tuple(places), operations, options)
 
 
-def _place(name: str, base_ns: int, communicates: Union, computes: Union) -> DistributionUse:
+def _make_use(name: str, base_ns: int, communicates: Union, computes: Union) -> DistributionUse:
     shared = shared_ns(communicates, computes)
     return DistributionUse(name, base_ns, communicates.length_ns(), computes.length_ns(), shared)
 
 
 class _PlaceTimes:
-    """The communication and computation of the host and of each device as unions, the spans of communication, and the
-    base: the time in steps, or without steps the part of the window with every span."""
+    """The communication and the computation of the host and of each device, and the spans of communication. `base` is
+    the time in steps or, without steps, the part of the window without missing spans."""
 
     def __init__(self, trace: Columns, window: Interval) -> None:
         self.communicates: dict[str, Union] = {}
@@ -194,7 +194,7 @@ class _PlaceTimes:
             self.communicates[HOST] = union(*_flight_times(trace, self.calls))
         self._add_devices(trace, window, trace.of_sites(is_named))
         if self.communicates:
-            self.computes[HOST] = _computing(trace, inside, starts, ends)
+            self.computes[HOST] = _computation_of_host(trace, inside, starts, ends)
 
     def _add_devices(self, trace: Columns, window: Interval, is_named: Bools) -> None:
         """Add the communication and the computation of each device."""
@@ -208,8 +208,8 @@ class _PlaceTimes:
                     places[f"device {device}"] = chosen.union()
 
 
-def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> Union:
-    """Return the time in which any thread computes and does not communicate, copy or load."""
+def _computation_of_host(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> Union:
+    """Return the time in which any thread computes while it neither communicates nor copies nor loads."""
     computing, pausing = inside & trace.of_kind(*COMPUTES), inside & trace.of_kind(*PAUSES)
     rows = np.flatnonzero(computing | pausing)
     rows = rows[np.argsort(trace.thread_id[rows], kind="stable")]
@@ -221,7 +221,7 @@ def _computing(trace: Columns, inside: Bools, starts: Int64s, ends: Int64s) -> U
 
 
 def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the begin and end of each communication. A wait that reports its `in_flight_ns` begins with the call."""
+    """Return the begin and end of each communication. A wait with the attribute `in_flight_ns` begins with its call."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
         if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
@@ -229,26 +229,26 @@ def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
     return starts, ends
 
 
-def _operations(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
-    """Return the operations, the longest calls and waits first, and one row of the rest."""
+def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
+    """Return the operations, the longest sum of calls and waits first, and one row that sums up the others."""
     sums_by_name: dict[str, list[int]] = {}
     of_sites = distinct(trace.site[calls])
     device_ns, timed = trace.device_times(calls)
-    moved = sizes(trace, calls)
+    moved = sizes_of_copies(trace, calls)
     groups = Groups(np.searchsorted(of_sites, trace.site[calls]), len(of_sites))
     columns = (np.ones_like(calls), moved, trace.total_ns[calls], device_ns, timed)
     totals = [groups.sums(column).tolist() for column in columns]
     for place, count, moved_bytes, total_ns, on_device_ns, is_timed in zip(of_sites.tolist(), *totals, strict=True):
-        name, waits = _operation(trace.sites[place])
+        name, waits = _describe_operation(trace.sites[place])
         sums = sums_by_name.setdefault(name, [0] * 6)
         counts = (0 if waits else count, moved_bytes, 0 if waits else total_ns, total_ns if waits else 0, on_device_ns)
         sums[:] = map(int.__add__, sums, (*counts, is_timed))
     ordered = sorted(sums_by_name.items(), key=lambda item: (-item[1][2] - item[1][3], item[0]))
-    shown = bounded(ordered, options, lambda item: item[1][2] + item[1][3], _other_operations)
+    shown = bounded(ordered, options, lambda item: item[1][2] + item[1][3], _sum_operations)
     return [_operation_use(name, sums) for name, sums in shown]
 
 
-def _other_operations(rows: Sequence[tuple[str, list[int]]]) -> tuple[str, list[int]]:
+def _sum_operations(rows: Sequence[tuple[str, list[int]]]) -> tuple[str, list[int]]:
     return f"(remaining {len(rows)})", [sum(column) for column in zip(*(sums for _, sums in rows), strict=True)]
 
 
@@ -257,8 +257,8 @@ def _operation_use(name: str, sums: Sequence[int]) -> OperationUse:
     return OperationUse(name, calls, moved_bytes, host_ns, waited_ns, device_ns if timed else None)
 
 
-def _operation(site: Site) -> tuple[str, bool]:
-    """Return a site's operation with its group. Return also True if the site is the wait for that operation."""
+def _describe_operation(site: Site) -> tuple[str, bool]:
+    """Return the operation of a site with its process group, and True if the site is the wait for that operation."""
     operation = dict(site.attributes).get("op")
     if not isinstance(operation, str):
         return site.name, False

@@ -1,14 +1,14 @@
-"""The effect of a change on like work: the difference of two matched samples of calls, with its error limits.
+"""The effect of a change on work that is alike: the difference of two samples of calls, with its error limits.
 
-Calls are matched in strata of their covariates, such as sizes and load. A stratum is half a power of two wide. It
-counts if both sides have calls in it, with the smaller count as its weight. Within a stratum, one slope per covariate
-removes its remaining influence. Each slope is fitted within the sides, so that it does not absorb their difference.
-Effects are differences of logarithms of times. So a slowdown by 10 % is equal for short and long calls, and a few
-preempted calls count little. Tails show in percentiles.
+Calls are grouped into strata by their covariates, such as sizes and load. A stratum is half a power of two wide. It is
+used if both samples have calls in it, and its weight is the smaller of the two counts. Within a stratum, linear
+regression removes what the covariates still explain. Its slopes are fitted within each sample, so they do not absorb
+the difference between the samples. Effects are differences of logarithms of times. So a slowdown by 10 % counts the
+same for short and long calls, and a few preempted calls hardly matter. Percentiles show slow outliers instead.
 
-Neighbouring calls are correlated, so a test cannot treat them as independent. Its units are runs if each side has three
-or more, else up to 16 blocks of successive calls per side. Correlated blocks are joined. The remaining correlation
-widens the interval, by the variance of the mean of a first-order autoregression.
+Neighbouring calls are correlated, so a test cannot treat them as independent. It compares runs if each sample has three
+or more. Otherwise it compares blocks of successive calls, up to 16 for each sample, and correlated blocks are joined.
+Correlation that remains widens the error limits, by the variance of the mean of a first-order autoregression.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from instrument.trace.groups import numbered, ranked
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The minimum number of like calls per side for a test by blocks. Blocks of fewer calls depend on each other."""
+"""The minimum number of like calls in each sample for a test by blocks. Blocks of fewer calls are not independent."""
 
 LEAST_OF_STRATUM = 5
-"""The minimum number of calls per side in a stratum."""
+"""The minimum number of calls that each sample needs in a stratum, so that the stratum is used."""
 
 ROUNDING = 1e-9
-"""An allowance for rounding errors of logarithms at the edges of strata."""
+"""The tolerance for rounding errors of logarithms at the edges of strata."""
 
 MOST_BLOCKS, LEAST_BLOCKS = 16, 8
 LEAST_RUNS = 3
-"""The number of runs per side from which on a test compares runs, not blocks of calls."""
+"""The number of runs in each sample from which on a test compares runs instead of blocks of calls."""
 
 CORRELATED = 0.3
-"""The correlation of neighbouring blocks above which two blocks become one."""
+"""The correlation of neighbouring blocks above which pairs of blocks are joined."""
 
 EXTRA = "instrument-sdk[compare]"
 
 MOST_LOGARITHM = 50.0
-"""The largest logarithm of a change's upper limit. Larger limits mean that the limit is unknown."""
+"""The largest logarithm of a change's limits, so that the exponential function does not overflow."""
 
 POWER = 0.9
 """The probability with which the test detects a change of the smallest detectable size."""
@@ -53,9 +53,9 @@ POWER = 0.9
 
 @dataclass(frozen=True, slots=True)
 class CallSample:
-    """Calls of one side by begin: `values_ns`, and for each call its `covariates` and its `run`.
+    """The calls of one side in the order of their begins: their times `values_ns`, their `covariates`, and their `run`.
 
-    `covariates` has a row per covariate: `log1p` of a number that is not negative.
+    `covariates` has a row for each covariate: `log1p` of a number that is not negative.
     """
 
     values_ns: Floats
@@ -65,9 +65,9 @@ class CallSample:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The change of like work: a difference of mean logarithms, its standard error, and the degrees of freedom.
+    """The change of like work: a difference of mean logarithms, its standard error, and its degrees of freedom.
 
-    `calls` counts the matched calls of each side. `matched_ratio` is their share of the time after.
+    `calls` counts the matched calls before and after. `matched_ratio` is their share of the time after.
     """
 
     difference: float
@@ -78,16 +78,15 @@ class Effect:
 
     @property
     def ratio(self) -> float:
-        """The change as a share of the work's time before."""
         return math.expm1(self.difference)
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Return the limits of the change, which it exceeds with the probability `level` (Welch's t)."""
+        """Return the two limits of the change. It exceeds them with the probability `level` (Welch's t-test)."""
         width = -self.error * float(scipy_special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
     def detectable(self, level: float) -> float:
-        """Return the smallest change that is detected with the probability `POWER`."""
+        """Return the smallest change that the test detects with the probability `POWER`."""
         width = -self.error * float(sum(scipy_special().stdtrit(self.freedom, [level / 2, 1 - POWER])))
         return math.expm1(min(width, MOST_LOGARITHM))
 
@@ -102,7 +101,7 @@ def scipy_special() -> Any:
 
 
 def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
-    """Return the `ratio` quantile of the number of successes in `count` trials with the probability `chance`."""
+    """Return the `ratio` quantile of a binomial distribution: the number of successes in `count` trials."""
     functions = scipy_special()
     number: int = math.ceil(functions.bdtrik(ratio, count, chance))
     return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
@@ -111,7 +110,7 @@ def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
 def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
     """Return the 95 % confidence limits of the 99th percentile, None for a limit beyond all values.
 
-    The limits are two of the values, which must be independent. Below some 370 values there is no upper limit.
+    The limits are two of the values, which must be independent. With fewer than 370 values there is no upper limit.
     """
     if not len(values):
         return None, None
@@ -121,7 +120,10 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 
 
 class _LikeCalls:
-    """The like calls of both sides. A call's cell is its stratum; for the side after, `strata` is added."""
+    """The calls of both samples in the strata that both share.
+
+    A call's cell is its stratum, plus the number of strata if the call belongs to the sample after the change.
+    """
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
         covariates = np.concatenate([before.covariates, after.covariates], axis=1)
@@ -142,16 +144,16 @@ class _LikeCalls:
         self.sides = slice(0, first), slice(first, None)
 
     def means(self, values: Floats) -> Floats:
-        """Return the mean of the values in each stratum of each side, 0 without calls."""
+        """Return the mean of the values in each stratum of each sample, 0 for a stratum without calls."""
         sums = np.bincount(self.cells, values, minlength=2 * self.strata).reshape(2, -1)
         return np.asarray(sums / self.sizes)
 
     def centered(self, values: Floats) -> Floats:
-        """Return the values minus the mean of their stratum and side."""
+        """Return the values minus the mean of their stratum and sample."""
         return np.asarray(values - self.means(values).ravel()[self.cells])
 
     def without_slopes(self, values: Floats) -> Floats:
-        """Return the values without the influence of the covariates within a stratum, by linear regression."""
+        """Return the values without what the covariates explain within a stratum, by linear regression."""
         centered = np.array([self.centered(column) for column in self.covariates])
         squares = centered @ centered.T if len(centered) else centered
         some = np.flatnonzero(np.diagonal(squares) > 1e-6 * len(values)) if len(centered) else ()
@@ -165,8 +167,8 @@ class _LikeCalls:
         return values
 
 
-def effect(before: CallSample, after: CallSample) -> Effect | None:
-    """Return the change of like work between two samples, None with too few like calls."""
+def measure_effect(before: CallSample, after: CallSample) -> Effect | None:
+    """Return the change of like work between two samples, None if too few calls are alike."""
     like = _LikeCalls(before, after)
     calls = len(like.values[like.sides[0]]), len(like.values[like.sides[1]])
     spent_ns = float(after.values_ns.sum())
@@ -195,13 +197,13 @@ def effect(before: CallSample, after: CallSample) -> Effect | None:
 
 
 def _variance(sums: Floats) -> tuple[float, float]:
-    """Return the variance of the sum of independent terms, and its degrees of freedom."""
+    """Return the variance of a sum of independent terms, and its degrees of freedom."""
     deviations = sums - sums.mean()
     return len(sums) / (len(sums) - 1) * float(deviations @ deviations), len(sums) - 1.0
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the variance and the degrees of freedom for calls in the order of time, with correlated neighbours."""
+    """Return the variance of a sum over correlated calls, and its degrees of freedom, from blocks of calls."""
     blocks = MOST_BLOCKS
     while True:
         edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]

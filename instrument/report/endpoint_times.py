@@ -1,8 +1,8 @@
 """The requests of each endpoint: their wall times, errors, phases and answers.
 
-Answers are attributes of request spans, which `requests:` in the profile sets. A stream is an answer in several items:
-server-sent events, messages, or chunks. The time per item is the time from the first item to the last one, divided by
-the items after the first. Blocked loops are spans of callbacks longer than `limits.blocked`.
+Answers are attributes of request spans, which `requests:` in the profile records. A stream is an answer in several
+items: server-sent events, messages, or chunks. Its time per item is the time from the first to the last item, divided
+by the items after the first. A blocked loop is an event loop that a callback blocked for more than `limits.blocked`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from instrument.trace.stages import Stages
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """The times in which one span or function blocked an event loop: their number, sum and longest, in ns.
+    """The times in which one span or function blocked an event loop: their number, sum and maximum, in ns.
 
-    `at` is the place in the service's code that took most of this time, "" if none was recorded. `remaining` is the
-    number of spans and functions that a row of the rest replaces.
+    `at` is the line of the service's code that took most of this time, "" if none was recorded. A row with `remaining`
+    replaces that many blockers.
     """
 
     name: str
@@ -55,26 +55,26 @@ class Blocker:
     at: str = ""
 
     def indented(self) -> Blocker:
-        """Return the row with an indented name, for a table with the row of all blockers above it."""
+        """Return the row with an indented name, for a table whose first row is the sum of all blockers."""
         return replace(self, name=f"  {row_name(self)}", remaining=0)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockedLoops:
-    """The times in which event loops were blocked: number, sum and longest, and `by` cause, the largest sum first."""
+    """The times in which event loops were blocked: number, sum, maximum, and a row for each blocker."""
 
     stretches: int
     summed_ns: int
     longest_ns: int
     by: tuple[Blocker, ...]
 
-    def whole(self) -> Blocker:
-        """Return the row of all blockers together."""
+    def total_row(self) -> Blocker:
+        """Return the row that sums up all blockers."""
         return Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
 
 
-def blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
-    """Return the blocked loops of a trace, None if no loop was blocked. `rows` and `least_ns` bound `by`."""
+def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
+    """Return the blocked times of event loops, None without any. `rows` and `least_ns` limit the blockers."""
     durations: dict[str, list[int]] = {}
     places: dict[str, Counter[str]] = {}
     spans = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
@@ -86,19 +86,19 @@ def blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
             places.setdefault(name, Counter())[str(at)] += took_ns
     if not durations:
         return None
-    blockers = [_blocker(name, times) for name, times in durations.items()]
+    blockers = [_make_blocker(name, times) for name, times in durations.items()]
     rows = [replace(row, at=places[row.name].most_common(1)[0][0]) if row.name in places else row for row in blockers]
     rows.sort(key=lambda row: (-row.summed_ns, row.name))
 
-    def rest(omitted: Sequence[Blocker]) -> Blocker:
-        return _blocker("", (ns for row in omitted for ns in durations[row.name]), remaining=len(omitted))
+    def sum_endpoints(omitted: Sequence[Blocker]) -> Blocker:
+        return _make_blocker("", (ns for row in omitted for ns in durations[row.name]), remaining=len(omitted))
 
-    all_of_it = _blocker("", (ns for times in durations.values() for ns in times))
-    shown = bounded(rows, options, lambda blocker: blocker.summed_ns, rest)
+    all_of_it = _make_blocker("", (ns for times in durations.values() for ns in times))
+    shown = bounded(rows, options, lambda blocker: blocker.summed_ns, sum_endpoints)
     return BlockedLoops(all_of_it.stretches, all_of_it.summed_ns, all_of_it.longest_ns, shown)
 
 
-def _blocker(name: str, times: Iterable[int], remaining: int = 0) -> Blocker:
+def _make_blocker(name: str, times: Iterable[int], remaining: int = 0) -> Blocker:
     times_ns = list(times)
     return Blocker(name, len(times_ns), sum(times_ns), max(times_ns), remaining)
 
@@ -111,7 +111,7 @@ ANSWER_FACTS = (STATUS, FIRST_ITEM, ITEMS, LAST_ITEM, LONGEST_GAP)
 @dataclass(frozen=True, slots=True)
 class StreamedAnswers:
     """The streamed answers of an endpoint: their number, their items, and percentiles of the time to the first item and
-    of the time per item. A time is None if no stream has it."""
+    of the time per item. A time is None if it is unknown for all streams."""
 
     count: int
     items: int
@@ -124,7 +124,7 @@ class StreamedAnswers:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers of requests as columns, with a row per request. An unknown value is `NONE`."""
+    """The answers of requests as columns, with one row for each request. Unknown values are `NONE`."""
 
     status: Int64s
     first_ns: Int64s
@@ -134,25 +134,25 @@ class Answers:
 
     @classmethod
     def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
-        """Return the answers of the requests in some rows of the trace."""
-        return cls(*(_numbers(attributes, name, rows) for name in ANSWER_FACTS))
+        """Return the answers of the requests in the given rows of the trace."""
+        return cls(*(_read_numbers(attributes, name, rows) for name in ANSWER_FACTS))
 
     def only(self, places: Int64s) -> Answers:
-        """Return the answers at some indices."""
+        """Return the answers of the requests with the given indices."""
         columns = self.status, self.first_ns, self.items, self.last_ns, self.longest_gap_ns
         return Answers(*(column[places] for column in columns))
 
-    def known_places(self) -> Int64s:
-        """Return the indices of the requests with a known answer."""
+    def indices_of_known(self) -> Int64s:
+        """Return the indices of the requests whose answer is known."""
         return np.flatnonzero((self.status != NONE) | (self.first_ns != NONE))
 
-    def statuses(self) -> dict[str, int]:
+    def count_statuses(self) -> dict[str, int]:
         """Return the number of answers in each class of status, such as `2xx`."""
         counts = np.bincount(self.status.clip(0, 600) // 100, minlength=7)[1:6].tolist()
         return {name: count for name, count in zip(CLASSES, counts, strict=True) if count}
 
-    def streams(self) -> StreamedAnswers | None:
-        """Return the figures of the streamed answers, None if no answer was streamed."""
+    def measure_streams(self) -> StreamedAnswers | None:
+        """Return the numbers and times of the streamed answers, None if no answer was streamed."""
         streamed = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
         if not len(streamed.items):
             return None
@@ -178,8 +178,8 @@ def _percentiles_of_known(times: Int64s) -> tuple[int | None, int | None]:
     return p50_ns, p99_ns
 
 
-def _numbers(attributes: Attributes, name: str, rows: Int64s) -> Int64s:
-    """Return an attribute of each row as a number, `NONE` for any other value."""
+def _read_numbers(attributes: Attributes, name: str, rows: Int64s) -> Int64s:
+    """Return an attribute of each row if it is an integer that is not negative, else `NONE`."""
     numbers = np.full(len(rows), NONE, dtype=np.int64)
     places = np.flatnonzero(np.isin(rows, attributes.having(name)))
     for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
@@ -192,15 +192,15 @@ IN_ORDER = (
     QUEUE, "load", "prepare", "copy in", "infer_shape", "prefill", "compute", "comm", "generate", SHARE, WAITING, STALL,
     "copy", "copy out", TRANSPORT, "post",
 )  # fmt: skip
-"""The order of phases in a table. Other phases follow by their time."""
+"""The order in which tables list phases. All other phases follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """The time of one phase: the number of requests with it, its sum, and its share of all requests' wall time.
+    """The time of one phase: the number of requests with it, their sum, and its share of all requests' wall time.
 
-    The mean and the percentiles are over the requests that had the phase. A row with `remaining` replaces that many
-    phases. Its number of requests, mean and percentiles are unknown.
+    The mean and the percentiles are over the requests with the phase. A row with `remaining` replaces that many phases,
+    and its number of requests, mean and percentiles are unknown.
     """
 
     name: str
@@ -215,13 +215,13 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True)
 class EndpointTimes:
-    """The requests of one name. Their `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
+    """The requests of one endpoint. Their `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
 
-    Every request has an unknown time, perhaps 0. `errors` counts requests that failed with an exception or by the
-    server's own fault. `cancelled` counts requests that ended early, for example when the client disconnected. They are
-    no errors. `statuses` are answers by class, such as `2xx`, and `streams` the streamed answers, None without any.
-    `ratio` is the share of the wall time of all requests in the view. `counted` is the number of all requests of the
-    name that have ended, also without kept spans. A row with `remaining` replaces that many endpoints.
+    Every request has an unknown time, perhaps 0. `errors` counts requests that failed by an exception or a fault of the
+    server. `cancelled` counts requests that ended early, for example because the client disconnected; they are no
+    errors. `statuses` counts answers by class, such as `2xx`. `streams` is None without streamed answers. `ratio` is
+    the share of the wall time of all requests in the view. `counted` is the number of all ended requests of the
+    endpoint, also those whose spans are no longer kept. A row with `remaining` replaces that many endpoints.
     """
 
     name: str
@@ -250,10 +250,10 @@ class EndpointTimes:
 
 @dataclass(frozen=True)
 class CompleteRequests:
-    """The requests of a report as columns: a row per request, and a row per part of a request's time.
+    """The requests of a report as columns: one row for each request, and one for each part of a request's time.
 
-    `place` is the request's index among all requests of the trace. `endpoint` is an index into `names`, `part` into
-    `parts`. The parts of a request are adjacent. The parts leave out `unknown_ns`, the time without a phase.
+    `place` is a request's index among all requests of the trace. `endpoint` is an index into `names`, and `part` one
+    into `parts`. The parts of a request are adjacent. They do not include `unknown_ns`, the time without a phase.
     """
 
     names: tuple[str, ...]
@@ -272,7 +272,7 @@ class CompleteRequests:
 
     @classmethod
     def of(cls, trace: Columns, joined: Joined, ledger: Ledger, rows: Int64s) -> CompleteRequests:
-        """Return the requests in some rows of a trace."""
+        """Return the requests in the given rows of a trace."""
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
         request = places_of(places, len(joined.rows))[ledger.request]
@@ -298,19 +298,19 @@ class CompleteRequests:
         )
 
     def endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
-        """Return a row per endpoint, in any order. `counted` is the number of ended requests by name."""
+        """Return a row for each endpoint, in any order. `counted` has the number of all ended requests by endpoint."""
         rows = self._times_of_groups(self.endpoint, self.names, options)
         return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
 
     def groups(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
-        """Return a row per value of the grouping attribute. One row has all small groups."""
+        """Return a row for each value of the attribute `requests_by`. One row sums up all small groups."""
         if options.requests_by in ("", ENDPOINT):
             return ()
         names, groups = group_values(values_of(trace, self.rows, options.requests_by), options.at_most)
         return tuple(self._times_of_groups(groups, names, options))
 
-    def rest(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
-        """Return the row that sums up the requests of some endpoints."""
+    def sum_endpoints(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
+        """Return the row that sums up the requests of several endpoints."""
         left_out = {row.name for row in rows}
         is_other = np.array([name in left_out for name in self.names], dtype=np.bool_)
         groups = np.where(is_other[self.endpoint], 0, NONE)
@@ -320,12 +320,12 @@ class CompleteRequests:
     def _times_of_groups(
         self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0
     ) -> list[EndpointTimes]:  # fmt: skip
-        """Return a row per group, except for groups without requests."""
+        """Return a row for each group with requests."""
         count, all_ns = len(names), sum(self.wall_ns.tolist())
-        walls, unknown = (_sorted_by_group(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
+        walls, unknown = (_sort_by_group(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
         failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()
         cancelled = Groups(groups, count).sums(self.broken_off.astype(np.int64)).tolist()
-        phases, answers = self._times_of_phases(groups), self._answers(groups, count)
+        phases, answers = self._times_of_phases(groups), self._answers_by_group(groups, count)
         rows = []
         for number, name in enumerate(names):
             walls_ns, unknown_times = walls[number], unknown[number]
@@ -354,8 +354,8 @@ class CompleteRequests:
                     unknown_p50_ns=unknown_p50_ns,
                     unknown_p99_ns=unknown_p99_ns,
                     unknown_ratio=share(unknown_ns, wall_ns),
-                    statuses=answered.statuses() if answered else {},
-                    streams=answered.streams() if answered else None,
+                    statuses=answered.count_statuses() if answered else {},
+                    streams=answered.measure_streams() if answered else None,
                     remaining=remaining,
                     cancelled=cancelled[number],
                 )
@@ -363,11 +363,11 @@ class CompleteRequests:
         return rows
 
     def _times_of_phases(self, groups: Int64s) -> dict[int, dict[str, list[int]]]:
-        """Return the sorted times of requests in a phase, by group and phase."""
+        """Return the sorted times of each group's requests in each phase."""
         group_of_part = groups[self.request]
         in_group = group_of_part != NONE
         numbers, firsts = numbered(group_of_part[in_group], self.part[in_group])
-        times = _sorted_by_group(numbers, len(firsts), self.time_ns[in_group])
+        times = _sort_by_group(numbers, len(firsts), self.time_ns[in_group])
         times_by_group: dict[int, dict[str, list[int]]] = {}
         for group, part, of_phase in zip(
             group_of_part[in_group][firsts].tolist(), self.part[in_group][firsts].tolist(), times, strict=True
@@ -375,29 +375,30 @@ class CompleteRequests:
             times_by_group.setdefault(group, {})[self.parts[part]] = of_phase
         return times_by_group
 
-    def _answers(self, groups: Int64s, count: int) -> dict[int, Answers]:
-        """Return the known answers of each group's requests. Groups without answers are left out."""
-        places = self.answers.known_places()
+    def _answers_by_group(self, groups: Int64s, count: int) -> dict[int, Answers]:
+        """Return the known answers of each group's requests. Groups without known answers are left out."""
+        places = self.answers.indices_of_known()
         members = Groups(groups[places], count).members()
         return {int(groups[places[indexes[0]]]): self.answers.only(places[indexes]) for indexes in members}
 
     def phases_of(self, number: int) -> dict[str, list[int]]:
-        """Return the time of each phase of one request, each as a list with one time."""
+        """Return the time of each phase of one request, as a list with one time."""
         first, last = np.searchsorted(self.request, [number, number + 1])
         times = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.parts[part]: [time_ns] for part, time_ns in times}
 
 
 TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50, 90)
-"""The lower bounds of ranges: of tokens, and of the cached part of a prompt in percent."""
+"""The lower bounds of the ranges in tables: numbers of tokens, and percentages of the prompt that were cached."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """The requests of an endpoint whose fact `by` is in a `range`: a number of tokens, or the cached part of a prompt.
+    """An endpoint's requests in one `range` of the number `by`: their tokens, or the cached percentage of their prompt.
 
-    Prefill is over the requests with such a stage, and a token is the time per output token after the first one. The
-    first one is the first item of a streamed answer, else the end of the prefill. None is an unknown time.
+    Prefill times are over the requests with that stage. A token's time is the time after the first output token,
+    divided by the number of tokens after it. The first token is the first item of a stream, else the end of the
+    prefill. None is an unknown time.
     """
 
     by: str
@@ -415,12 +416,12 @@ class TokenTimes:
     token_p99_ns: int | None
 
 
-def token_times(
+def times_by_tokens(
     attributes: Attributes, table: CompleteRequests, all_stages: Iterable[Stages], names: Sequence[str]
 ) -> tuple[TokenTimes, ...]:
-    """Return the times of the requests of some endpoints, by their output tokens, input tokens and cached tokens."""
+    """Return the times of some endpoints' requests by their output, input and cached tokens."""
     inputs, outputs, cached = (
-        _numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
+        _read_numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
     )
     prefill_ns, after_ns = np.full((2, len(table.rows)), NONE, dtype=np.int64)
     at_place = {place: at for at, place in enumerate(table.place.tolist())}
@@ -474,8 +475,8 @@ def request_outcome(trace: Columns, row: int) -> str:
     return outcome if isinstance(outcome, str) else ""
 
 
-def _sorted_by_group(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
-    """Return a list of times per group, the shortest time first."""
+def _sort_by_group(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
+    """Return the times of each group as a list, the shortest first."""
     order = np.lexsort((times, groups))
     edges = np.searchsorted(groups[order], np.arange(count + 1)).tolist()
     in_order = times[order].tolist()
@@ -483,23 +484,23 @@ def _sorted_by_group(groups: Int64s, count: int, times: Int64s) -> list[list[int
 
 
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
-    """Return a row per phase, in the order of `IN_ORDER`. The options bound them to the phases with the most time."""
+    """Return a row for each phase in the order of `IN_ORDER`. The options keep those with the most time."""
 
     def phase(name: str, times_ns: Sequence[int]) -> PhaseTime:
         summed_ns, (p50_ns, p99_ns) = sum(times_ns), percentiles_of(times_ns, (0.5, 0.99))
         mean_ns, ratio = summed_ns / len(times_ns), share(summed_ns, wall_ns)
         return PhaseTime(name, len(times_ns), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
 
-    def rest(phases: Sequence[PhaseTime]) -> PhaseTime:
+    def sum_endpoints(phases: Sequence[PhaseTime]) -> PhaseTime:
         summed_ns = sum(phase.summed_ns for phase in phases)
         return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(phases))
 
     all_of_it = [phase(name, times_ns) for name, times_ns in times.items()]
     all_of_it.sort(key=lambda phase: (-phase.summed_ns, phase.name))
-    shown = bounded(all_of_it, options, lambda phase: phase.summed_ns, rest)
-    return tuple(sorted(shown, key=_place))
+    shown = bounded(all_of_it, options, lambda phase: phase.summed_ns, sum_endpoints)
+    return tuple(sorted(shown, key=_rank))
 
 
-def _place(phase: PhaseTime) -> tuple[bool, int]:
+def _rank(phase: PhaseTime) -> tuple[bool, int]:
     place = IN_ORDER.index(phase.name) if phase.name in IN_ORDER else len(IN_ORDER)
     return bool(phase.remaining), place

@@ -1,11 +1,11 @@
-"""The rows of the `events` view, made from a tally: a block per thread with its calls by name, and the copies.
+"""The rows of the `events` view, computed from a tally: the calls of each thread by name, and the sums of copies.
 
-The Total time splits into computation and framework, in services also into waiting. A service waits for most of its
-time: in queues, for I/O, and for its turn on the event loop. The self time of suspended coroutines is waiting, not
-overhead.
+The Total time is split into computation and framework, and in services also into waiting. A service spends most of its
+time waiting: in queues, for I/O, and for its turn on the event loop. So the time in which coroutines are suspended is
+waiting, not overhead.
 
-The parts of a service add up to the Total time. A call's time is divided among the calls below it, on any thread or
-task. If these took longer than the call, their times are scaled down. The remaining time is the call's own.
+The parts of a service add up to its Total time. The time of a call is divided among the calls below it, on any thread
+or task, and the remaining time is the call's own. If the calls below took longer than the call, they are scaled down.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.recording.tally import Records, Tally, Totals, total_of
-from instrument.report.function_times import total_of_topmost
+from instrument.report.function_times import sum_topmost
 from instrument.report.table import Ratio, share
 from instrument.report.tree import ROOT, TIMES, NameTree, ShownEntries
 from instrument.report.view import Options
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})
-"""The phases that are waiting time. A span without a declared phase waits if its name is in this set."""
+"""The phases that count as waiting. A span that declares no phase counts as waiting if its name is in this set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """The Total time of all threads, split into computation and framework, and for a service into waiting, too.
+    """The Total time of all threads, split into computation and framework, and for a service also into waiting.
 
-    Computation is the time of topmost layers, of phases named `compute`, and of phases declared as `compute`,
-    `forward`, `backward` or `optimizer`. If torch.profiler recorded torch's operators, it is their time instead. If
-    nothing computes, it is None, and so is `framework_ns`. `waiting_ns` is None without a service. Parallel computation
-    may exceed the Total time. Then `framework_ns` is None, except in a service, where computation is scaled down to
-    fit.
+    Computation is the time of topmost layers, of spans named `compute`, and of phases declared as `compute`, `forward`,
+    `backward` or `optimizer`. If torch.profiler recorded torch's operators, it is their time instead. `computation_ns`
+    and `framework_ns` are None if no such span exists. `waiting_ns` is None without a service. Parallel computation may
+    exceed the Total time. `framework_ns` is None then, except in a service, where computation is scaled down to fit.
     """
 
     total_ns: int
@@ -57,18 +56,18 @@ class Overhead:
     framework_ratio = Ratio("framework_ns", of="total_ns")
 
 
-def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
-    """Return the split of a state's Total time. A service, which has requests or coroutines, has waiting time, too."""
+def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
+    """Return the split of a state's Total time. Programs with requests or coroutines also wait."""
     kinds = tally.tree.by_site(KIND)
     # Most processes have no such site. Then no site is checked.
     may_compute = any(site.attributes for site in tally.tree.sites) or "layer" in kinds or "phase" in kinds
     has_operators = "op" in kinds and any(tally.tree.by_site(is_operator))
-    computes = _operates if has_operators else _computes
+    computes = _is_operation if has_operators else _is_computation
     is_known = has_operators or (may_compute and any(tally.tree.by_site(computes)))
     is_service = "request" in kinds or tally.has("waiting_ns") or any(site.suspends for site in tally.tree.sites)
     if state == "GPU" or not is_service:
-        return Overhead(total_ns, getattr(total_of_topmost(tally, computes), TIMES[state]) if is_known else None)
-    whole_ns, computation_ns, waiting_ns = _parts(tally, state, computes)
+        return Overhead(total_ns, getattr(sum_topmost(tally, computes), TIMES[state]) if is_known else None)
+    whole_ns, computation_ns, waiting_ns = _split_service_time(tally, state, computes)
     if whole_ns != total_ns:  # a row of several paths has calls in some of them alone
         computation_ns, waiting_ns = (
             part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in (computation_ns, waiting_ns)
@@ -76,8 +75,8 @@ def overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     return Overhead(total_ns, computation_ns if is_known else None, waiting_ns)
 
 
-def _parts(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
-    """Return the total time of the topmost calls, and how much of it is computation and waiting."""
+def _split_service_time(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
+    """Return the total time of the topmost calls, and the computation and the waiting time within it."""
     count = len(tally.parents)
     sums = tally.by(np.arange(count), count)
     calls, times, waited = (sums[name].tolist() for name in ("calls", TIMES[state], "waiting_ns"))
@@ -92,7 +91,7 @@ def _parts(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[
         if calls[node]:
             if computes(site):
                 computation_ns, waiting_ns = time_ns, 0
-            elif _waits(site):
+            elif _is_waiting(site):
                 computation_ns, waiting_ns = 0, time_ns
             else:
                 if of_children_ns > time_ns:
@@ -107,34 +106,34 @@ def _parts(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[
     return whole_ns, computation_ns, waiting_ns
 
 
-def _declared(site: Site) -> object:
+def _declared_phase(site: Site) -> object:
     return dict(site.attributes).get("phase") if site.attributes else None
 
 
-def _computes(site: Site) -> bool:
-    declared = _declared(site)
+def _is_computation(site: Site) -> bool:
+    declared = _declared_phase(site)
     return declared in _COMPUTING or (
         declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
     )
 
 
-def _operates(site: Site) -> bool:
-    return is_operator(site) or (_declared(site) or (site.name if site.kind == "phase" else None)) == "compute"
+def _is_operation(site: Site) -> bool:
+    return is_operator(site) or (_declared_phase(site) or (site.name if site.kind == "phase" else None)) == "compute"
 
 
-def _waits(site: Site) -> bool:
-    declared = _declared(site)
+def _is_waiting(site: Site) -> bool:
+    declared = _declared_phase(site)
     return declared in _WAITING or (declared is None and site.name in _WAITING)
 
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """One row of the view. Times are in ns and sums over the row's calls.
+    """One row of the view. Times are in ns and are sums over the row's calls.
 
-    `name` is unescaped and complete, `depth` is 0 for the topmost rows. `thread` is the thread's id, or None for all
-    threads merged. `total_ns` is the state's time: `elapsed_ns`, `host_ns` or `device_ns`. `ratio` is its share of the
-    block's Total time. Extremes and percentiles are of elapsed time. They are None if the total is another time. A
-    `remaining` row has no percentiles. `instance` is, with `AllOpDetail`, a layer's path, else the place of the code.
+    `name` is complete and unescaped. `depth` is 0 for topmost rows. `thread` is the thread's id, None for all threads
+    merged. `total_ns` is `elapsed_ns`, `host_ns` or `device_ns`, depending on the state, and `ratio` is its share of
+    the block's Total time. Extremes and percentiles are of `elapsed` times, and None if the total is another time or if
+    `remaining` is above 0. `instance` is, with `AllOpDetail`, the path of a layer or else the place in the code.
     `self_ns` is host time outside the row's children. It includes the self time of hidden phases and, in the row of a
     type, of its instances. `waiting_ns` is the part of it in suspended calls. A row with `remaining` replaces that many
     rows of its level.
@@ -169,7 +168,7 @@ class EventRow:
 class EventsBlock:
     """The rows of one thread, or of all threads merged if `thread` is None.
 
-    `total_ns` is the Total time, the base of their ratios. `number` counts threads by their first call, from 0.
+    `total_ns` is the Total time, the base of the rows' ratios. `number` counts the threads from 0, by their first call.
     """
 
     thread: int | None
@@ -181,9 +180,9 @@ class EventsBlock:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The sum of copies between devices and host at any depth: of all, the asynchronous or the synchronous ones.
+    """The sum of the copies between devices and host at any depth: of all, of asynchronous or of synchronous copies.
 
-    `ratio` is the share of the Total time of all threads.
+    `ratio` is their share of the Total time of all threads.
     """
 
     label: str
@@ -192,8 +191,8 @@ class CopySum:
     ratio: float | None
 
 
-def blocks_of(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
-    """Return a block of all threads, if the options ask for it, then a block per thread, the newest thread first."""
+def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
+    """Return a block of all threads, if the options ask for it, then a block for each thread, the newest first."""
     by_thread: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
     shown: list[int | None] = []
     if options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1):
@@ -211,14 +210,14 @@ def blocks_of(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
         if total_ns is None:
             full = full or NameTree(tally, "OpDetail")
             total_ns = full.total_below_ns(thread, options.state)
-            full.forget(thread)
+            full.drop_sums(thread)
         number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
-        blocks.append(EventsBlock(thread, number, name, total_ns, _rows(tree, thread, total_ns, options)))
-        tree.forget(thread)
+        blocks.append(EventsBlock(thread, number, name, total_ns, _event_rows(tree, thread, total_ns, options)))
+        tree.drop_sums(thread)
     return tuple(blocks)
 
 
-def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
+def _event_rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
     selection, sums = ShownEntries(tree, thread, options), tree.sums(thread)
     rows: list[EventRow] = []
     # Pairs of a depth and an entry, or the omitted entries of a level.
@@ -238,7 +237,7 @@ def _rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) ->
 def _event_row(
     tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Records, base_ns: int, state: str
 ) -> EventRow:
-    """Return the row of an entry, or one row that sums up the omitted entries of a level."""
+    """Return the row of an entry of the tree, or one row that adds up a list of omitted entries."""
     totals = Totals._make(sums[item].tolist()) if isinstance(item, int) else total_of(sums[item])
     called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
     # No call's time of a state exceeds its elapsed time, so with equal sums each is the same.
@@ -273,7 +272,7 @@ def _event_row(
 
 
 def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
-    """Return the sums of copies: of all except from host to host, then of asynchronous and of synchronous ones."""
+    """Return the sum of all copies except those within the host, then those of asynchronous and synchronous copies."""
     copies: list[tuple[object, Totals]] = []
     if "copy" in tally.tree.by_site(KIND):
         ways, by_site = tally.tree.by_site(_sync_of_copy), tally.by_site()
@@ -290,7 +289,7 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
 
 
 def _sync_of_copy(site: Site) -> tuple[object] | None:
-    """Return a site's kind of copy: synchronous or not; None for a span that is no copy between devices and host."""
+    """Return whether a site's copies are synchronous, in a tuple; None unless it copies to, from or within devices."""
     if site.kind != "copy":
         return None
     attributes = dict(site.attributes)

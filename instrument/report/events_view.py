@@ -1,24 +1,23 @@
-"""The `events` view: the calls as a tree of names, with their numbers and times.
+"""The `events` view: all calls as a tree of names, in the layout of Paddle's fluid profiler.
 
-Layout and row names follow the report of Paddle's fluid profiler (`tracer_option`, state, `sorted_key`). The numbers
-follow these rules, which differ from fluid's report where that is wrong:
+The options `tracer_option` and `state` and the names of rows are fluid's, too. The numbers follow these rules, which
+differ from fluid's where fluid is wrong:
 
-- Total is a sum over calls. In state All it sums up `elapsed`, in which time counts once if host and device both ran.
-  In state CPU it sums up host time, in state GPU device time.
-- The device time of a row is the time of its own events or, if larger, the sum of the rows below it. Events around a
-  span already include the work of the spans below it.
-- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed`, as in the tally's histogram. They
-  are unknown, shown as a dash, if a row's Total is not the sum of `elapsed`.
-- Ratio. is a row's Total divided by the Total time of its block, the sum of the topmost rows. A span that has not
+- Total is a sum over calls. In state All it adds up `elapsed` times, in which a moment counts once even if host and
+  device both worked. In state CPU it adds up host times, in state GPU device times.
+- A row's device time is the time of its own events, or the sum of the rows below it if that is larger. The events of a
+  span include the work of the spans below it.
+- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed` times, as in the tally's histogram.
+  They print a dash if a row's Total is not the sum of `elapsed` times.
+- Ratio. is a row's Total as a share of the Total time of its block, the sum of the topmost rows. A span that has not
   ended, or that ended on another thread, counts no call. The rows below it count instead.
-- Rows are sums of work. Parallel children may exceed their parent, as may device work after its return. The Total time
-  of all threads may exceed the elapsed time.
-- A row is a list of names, so names may contain any character.
+- Rows are sums of work. Parallel children may exceed their parent, and so may device work after the parent's return.
+  The Total time of all threads may exceed the elapsed time.
+- A row is identified by a list of names, so names may contain any character.
 
-Fluid's table is 160 columns wide. Here a line has 100. Times have the six significant digits of fluid if every name
-then remains whole, else fewer, and four from the histogram (the objects have integer ns). CPU Time and GPU Time with
-their ratios are a table of their own, with the rows that have device time. For any other row the CPU Time is the Total
-and the GPU Time 0.
+Fluid's lines have 160 columns, and these have 100. Times have fluid's six significant digits if all names still fit,
+else fewer. Percentiles have four. A second table lists CPU Time and GPU Time of the rows with device time. For any
+other row the CPU Time is the Total and the GPU Time 0.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from instrument.report.event_rows import CopySum, EventRow, EventsBlock, Overhead, blocks_of, copy_sums
-from instrument.report.event_rows import overhead as split_of
+from instrument.report.event_rows import CopySum, EventRow, EventsBlock, Overhead, copy_sums, event_blocks
+from instrument.report.event_rows import split_overhead as split_of
 from instrument.report.section import Section, Text, View, value_of
 from instrument.report.table import (
     GAP,
@@ -63,40 +62,40 @@ ORDERS = {
     "gpu_min": "minimum time in ascending order",
     "gpu_ave": "average device time in descending order",
 }
-"""The heading for each sort key. `cpu` and `gpu` keys sort by extremes of host and device time together: the tally has
-no others."""
+"""The printed order for each sort key. Keys of `max` and `min` sort by `elapsed` times, the only ones with extremes."""
 
 WIDE = 160
-"""Columns of fluid's table."""
+"""The width of fluid's lines, in columns."""
 
 NAME_LIMIT = 64
-"""The largest width of a name with its indent and thread. The longest names of PaddlePaddle's tables fit."""
+"""The maximum width of a name with its indent and thread, in columns. PaddlePaddle's longest names fit."""
 DETAIL_LEAST = 12
-"""The minimum number of columns for an instance's detail. It is left out if fewer are free."""
+"""The number of free columns from which on an instance's detail is printed after its name."""
 INDENT_LIMIT = 12
-"""The largest number of indented levels. A deeper level shows its number instead of more indent."""
+"""The maximum number of levels that are indented. Deeper rows print their level as a number."""
 LABEL_WIDTH = 25
 NUMBER_WIDTH = 12
 CALLS_WIDTH = 10
-"""The maximum number of digits of a number of calls. Larger numbers are rounded."""
+"""The maximum number of digits of a count of calls. Larger counts are rounded."""
 RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
-"""The significant digits of totals and of other exact times. The first pair with which all names fit is used."""
+"""Pairs of significant digits, for totals and for other exact times. The first pair with room for names is used."""
 EXPONENT = 3
-"""The maximum number of columns that an exponent adds to the digits of a large time."""
+"""The maximum width of the exponent of a large time, in columns."""
 SAMPLE = 100
-"""The number of rows that are formatted first, to choose the digits."""
+"""The number of first rows from which the number of digits is chosen."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
-"""The decimals with which a time in each unit shows full nanoseconds."""
+"""The number of decimals that a time in each unit needs to show single nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Events(View):
-    """The `events` view: a block for all threads merged, if the options ask for it, then one per thread, newest first.
+    """The `events` view: a block of rows for all threads merged, if wanted, then a block for each thread.
 
-    `overhead` and `copies` are sums over all threads. A report by thread alone has them only if there is one thread.
-    `probes_ns` is the cost of the probes if `corrected` self times are shown, 0 if it is unknown.
+    Threads are listed from the newest to the oldest. `overhead` and `copies` are sums over all threads, so a report by
+    thread has them only if there is one thread. `probes_ns` is the cost of probes that `corrected` self times exclude,
+    0 if it is unknown, None if times are not corrected.
     """
 
     window_ns: int | None
@@ -107,29 +106,29 @@ class Events(View):
     has_device_time: bool
     _options: Options
     _columns: int = LINE
-    """The columns of a line. Longer names are shortened."""
+    """The maximum width of a line, in columns. Longer names are shortened."""
 
-    def wide(self) -> Events:
-        """Return the report with lines as long as fluid's, so that fewer names are shortened."""
+    def widened(self) -> Events:
+        """Return the view with lines as wide as fluid's, so that fewer names are shortened."""
         return replace(self, _columns=WIDE)
 
     def sections(self) -> list[Section]:
         note = "Of all calls, also without kept spans. Ratio: of the sum of the topmost rows."
         return [
             *(
-                replace(self._table(block.rows), title=block.name or "All threads", notes=(note,))
+                replace(self._times_section(block.rows), title=block.name or "All threads", notes=(note,))
                 for block in self.blocks
             ),
             Section("Copies", self.copies, "label=Copies|calls=Calls|total_ns=Total|ratio=Ratio"),
         ]
 
-    def _table(self, rows: Sequence[EventRow], digits: tuple[int, int] = (6, 6)) -> Section:
-        """Return the table of rows. `digits` are for totals and other exact times; percentiles have four digits."""
+    def _times_section(self, rows: Sequence[EventRow], digits: tuple[int, int] = (6, 6)) -> Section:
+        """Return the table of rows. `digits` are those of totals and of other exact times."""
         total, time = digits
         shown = dict.fromkeys(("min_ns", "max_ns", "ave_ns", "self_ns"), time) | {"p50_ns": 4, "p99_ns": 4}
-        texts: dict[str, Text] = {name: partial(_time_of, name, number) for name, number in shown.items()}
+        texts: dict[str, Text] = {name: partial(_field_text, name, number) for name, number in shown.items()}
         texts["calls"] = lambda row, unit: compact(row.calls, CALLS_WIDTH)
-        texts["total_ns"] = lambda row, unit: _time(row.total_ns if row.calls else None, unit, total)
+        texts["total_ns"] = lambda row, unit: _time_text(row.total_ns if row.calls else None, unit, total)
         texts["ratio"] = lambda row, unit: compact(row.ratio, RATIO_WIDTH)
         columns = (
             "name=Event|calls=Calls|+errors=Errors|total_ns=Total|min_ns=Min.|max_ns=Max.|ave_ns=Ave.|ratio=Ratio.|"
@@ -137,10 +136,10 @@ class Events(View):
         )
         return Section("Event Summary", rows, columns, texts=texts)
 
-    def _parts(self, rows: Sequence[EventRow], digits: tuple[int, int]) -> Section:
-        """Return the table of each row's host and device time as shares of its total, in fluid's format `%f (%f)`."""
-        texts: dict[str, Text] = {part: partial(_part_of, part) for part in ("host", "device")}
-        texts["total_ns"] = lambda row, unit: _time(row.total_ns if row.calls else None, unit, digits[0])
+    def _device_section(self, rows: Sequence[EventRow], digits: tuple[int, int]) -> Section:
+        """Return the table of each row's host and device time as shares of its Total, in fluid's format `%f (%f)`."""
+        texts: dict[str, Text] = {part: partial(_device_text, part) for part in ("host", "device")}
+        texts["total_ns"] = lambda row, unit: _time_text(row.total_ns if row.calls else None, unit, digits[0])
         columns = "name=Event|total_ns=Total|host=CPU Time (Ratio)|device=GPU Time (Ratio)"
         return Section("Host and Device Time", rows, columns, texts=texts)
 
@@ -150,9 +149,9 @@ class Events(View):
         by_thread = [block for block in self.blocks if block.thread is not None]
         for report in (merged, by_thread):
             if report:
-                lines += _heading(self, report)
-                lines += _sections(self) if report[0] is self.blocks[0] else []
-                lines += _event_summary(self, report)
+                lines += _heading_lines(self, report)
+                lines += _summary_lines(self) if report[0] is self.blocks[0] else []
+                lines += _event_lines(self, report)
         if nothing:
             lines += [*title("Profiling Report"), *nothing, ""]
         return [*lines, *_reading_notes(self)]
@@ -162,14 +161,14 @@ class Events(View):
 
 
 def events(recording: Recording, options: Options) -> Events:
-    """Return the view of the tally: exact for all calls.
+    """Return the `events` view of the tally, which is exact for all calls.
 
-    `tracer_option`: `Default` shows operators and copies but no phases. `OpDetail` shows phases, too. `AllOpDetail`
-    adds a row per instance of an operator or layer, numbered from 0 by first call. `state` selects the time of Total
-    (see the module). `sorted_by` orders every level. `rows` bounds a block to the largest rows by the sort key (by
-    Total for `default`), each with its parents. `least_ns` leaves out rows with a smaller Total. One more row has the
-    rest of a level. `threads`: `merged` selects the report of all threads together, `apart` the one by thread, `both`
-    both of them. `corrected` adds a column of self times, without the cost of the probes of the calls below.
+    `tracer_option`: `Default` shows operators and copies but no phases. `OpDetail` adds phases. `AllOpDetail` adds a
+    row for each instance of an operator or layer, numbered from 0 in the order of first calls. `state` selects the time
+    of Total (see the module). `sorted_by` orders every level. `rows` limits a block to the rows with the largest value
+    of the sort key (with `default`, of Total) and their parents. `least_ns` leaves out rows with a smaller Total. The
+    omitted rows of a level are added up in one row. `threads`: `merged` reports all threads together, `apart` each
+    thread, `both` both. `corrected` adds a column of self times without the cost of the probes of the calls below.
     """
     probes_ns = None
     if options.corrected:
@@ -177,7 +176,7 @@ def events(recording: Recording, options: Options) -> Events:
         probes_ns = int(tally.lines["probe_ns"].sum())
     else:
         tally = recording.totals(merged=options.threads == "merged")
-    blocks = blocks_of(tally, options)
+    blocks = event_blocks(tally, options)
     of_all = len(blocks) == 1 or (bool(blocks) and blocks[0].thread is None)
     total_ns = blocks[0].total_ns if of_all else 0
     return Events(
@@ -194,8 +193,8 @@ def events(recording: Recording, options: Options) -> Events:
 # The text.
 
 
-def _heading(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
-    """Return the lines at the top: the time unit, the order, the window, and the base of ratios."""
+def _heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
+    """Return the first lines: the unit of times, the order, the window, and the base of ratios."""
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
     lines = [
@@ -217,7 +216,7 @@ def _heading(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     return [*lines, ""]
 
 
-def _sections(view: Events) -> list[str]:
+def _summary_lines(view: Events) -> list[str]:
     """Return the Overhead Summary and the GpuMemCpy Summary."""
     split, unit = view.overhead, view._options.unit
     if split is None:
@@ -248,8 +247,8 @@ def _summary_line(label: str, base_ns: int, part_ns: int | None, unit: str, call
     return f"{label:<{LABEL_WIDTH}}{counted}Total: {six_digits(part_ns, unit):<{NUMBER_WIDTH}}Ratio: {ratio}"
 
 
-def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
-    """Return the legend of threads, the table of rows, and a table with their shares of host and device time."""
+def _event_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
+    """Return the list of threads, the table of rows, and a table of host and device times."""
     unit = view._options.unit
     legend = []
     for block in blocks:
@@ -258,10 +257,10 @@ def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
             tag = f"thread{block.number}: "
             legend.append(tag + shorten(safe(block.name), LINE - len(tag) - len(facts)) + facts)
     rows = [(block, row) for block in blocks for row in block.rows]
-    lines = [*legend, *([""] if legend else []), *_tree_table(rows, view._table, unit, view._columns), ""]
-    timed = _with_device_time(rows)
+    lines = [*legend, *([""] if legend else []), *_tree_table(rows, view._times_section, unit, view._columns), ""]
+    timed = _select_device_rows(rows)
     if view._options.state == "All" and timed:
-        lines += _tree_table(timed, view._parts, unit, view._columns)
+        lines += _tree_table(timed, view._device_section, unit, view._columns)
         lines += [
             "",
             "Ratio: of the row's Total, in which time that host and device shared counts once; the two may",
@@ -271,8 +270,8 @@ def _event_summary(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     return lines
 
 
-def _with_device_time(rows: Sequence[tuple[EventsBlock, EventRow]]) -> list[tuple[EventsBlock, EventRow]]:
-    """Return the rows with device time and their parents."""
+def _select_device_rows(rows: Sequence[tuple[EventsBlock, EventRow]]) -> list[tuple[EventsBlock, EventRow]]:
+    """Return the rows with device time, and the rows above them in the tree."""
     timed_rows: list[tuple[EventsBlock, EventRow]] = []
     above = 0
     for block, row in reversed(rows):
@@ -288,8 +287,8 @@ def _tree_table(
     unit: str,
     line: int,
 ) -> list[str]:
-    """Return a table of a line's width. Its first column has indented names, shortened to the free columns."""
-    names = _names(rows, NAME_LIMIT)
+    """Return a table of at most `line` columns. Its first column has indented names, which are shortened to fit."""
+    names = _name_cells(rows, NAME_LIMIT)
     longest, every = max(map(columns, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
         header, cells = section_of(every[:SAMPLE], digits).cells(unit)
@@ -299,30 +298,30 @@ def _tree_table(
         if room >= longest and len(cells) == len(rows):
             break
     if room < longest:
-        names = _names(rows, room)
+        names = _name_cells(rows, room)
     shown = [[name, *texts] for name, (_, *texts) in zip(names, cells, strict=True)]
     return [*section_title(section_of((), digits).title), *table(header, shown, [0] * len(header))]
 
 
-def _names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]:
+def _name_cells(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]:
     return [_name_cell(row, "" if block.number is None else f"thread{block.number}::", room) for block, row in rows]
 
 
 def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
-    """Return the columns of a line that remain for a name."""
+    """Return the number of columns of a line that its other cells leave for the name."""
     widths = [max(columns(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
 
 
-def _time(time_ns: float | None, unit: str, digits: int) -> str:
+def _time_text(time_ns: float | None, unit: str, digits: int) -> str:
     return MISSING if time_ns is None else compact(time_ns / UNITS[unit], digits + EXPONENT, digits)
 
 
-def _time_of(name: str, digits: int, row: EventRow, unit: str) -> str:
-    return _time(value_of(row, name), unit, digits)
+def _field_text(name: str, digits: int, row: EventRow, unit: str) -> str:
+    return _time_text(value_of(row, name), unit, digits)
 
 
-def _part_of(part: str, row: EventRow, unit: str) -> str:
+def _device_text(part: str, row: EventRow, unit: str) -> str:
     if not row.calls:
         return MISSING
     ratio = value_of(row, f"{part}_ratio")
@@ -331,9 +330,9 @@ def _part_of(part: str, row: EventRow, unit: str) -> str:
 
 
 def _name_cell(row: EventRow, tag: str, room: int) -> str:
-    """Return the cell of a name: indent, thread tag of a topmost row, name, and an instance's detail if it fits.
+    """Return the cell of a name: indent, thread if the row is topmost, name, and an instance's detail if it fits.
 
-    Below the deepest indent a number gives the depth, so that the name keeps its columns.
+    Levels beyond the maximum indent are printed as a number, so that the name keeps its columns.
     """
     levels = min(INDENT_LIMIT, room // 4)
     before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
@@ -346,7 +345,7 @@ def _name_cell(row: EventRow, tag: str, room: int) -> str:
 
 
 def _reading_notes(view: Events) -> list[str]:
-    """Return notes on the special cells that the table has."""
+    """Return notes that explain the special cells of the printed table."""
     lines = []
     if any(not row.calls for block in view.blocks for row in block.rows):
         lines.append("Calls 0: the span had not ended, or it ended on another thread.")

@@ -1,15 +1,15 @@
-"""The explanation of a slow request or window: the causes of its excess over the typical time of requests like it.
+"""The explanation of a slow request or window: the causes of its excess, the time beyond that of similar requests.
 
-Requests are alike if they have one endpoint and like work: engine steps, weight in batches, and sizes among attributes.
-The typical time is a mean over up to `NEAREST` such requests: the middle half by wall time. Its parts add up to it,
-too. Each cause accounts for its time beyond its typical time. Causes are taken from the largest to the smallest until
-the excess is used up. The rest is unexplained.
+Requests are similar if they have the same endpoint and like work: engine steps, weight in batches, and sizes among
+their attributes. The typical time is the mean of the middle half, by wall time, of up to `NEAREST` similar requests.
+The parts of that mean add up to it, too. Each cause accounts for its own time beyond its typical time. Causes are
+counted from the largest down until the excess is used up. The rest of the excess is unexplained.
 
-A window is explained by the mean of its requests. Each is compared with one request outside of the window: the one with
-the median wall time among the `TRIALS` with the most similar work.
+A window is explained by the mean of its requests. Each of them is compared with one request outside of the window. That
+is the one with the median wall time among the `TRIALS` requests with the most similar work.
 
-A time within the usual spread is typical. An explanation needs one cause that accounts for at least `MOSTLY` of the
-excess and that the evidence separates from other causes. Otherwise it is inconclusive.
+The verdict is `typical` if the time is within the usual spread. It is `explained` if one cause accounts for at least
+`MOSTLY` of the excess, and the evidence separates that cause from all others. Otherwise it is `inconclusive`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import EXECUTOR_QUEUE
 from instrument.report import causes as listed
-from instrument.report.causes import CAUSES, CauseTimes, Proof, host_gauges, pressures
+from instrument.report.causes import CAUSES, CauseTimes, Proof, host_gauges, measure_pressure
 from instrument.report.like_requests import (
     ENOUGH,
     NEAREST,
     POOL,
-    alike,
     choose_evenly,
-    is_endpoint,
-    medians_alike,
-    usual_most_ns,
+    mask_endpoint,
+    median_requests,
+    similar_requests,
+    slow_from_ns,
 )
 from instrument.report.request_groups import joined_requests, values_of
-from instrument.report.request_life import places_of_request
+from instrument.report.request_life import find_request
 from instrument.report.requests_view import A_REQUEST
 from instrument.report.section import Section, View
 from instrument.report.table import in_unit, safe, shorten, tenths, wrapped
@@ -45,42 +45,42 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The usual spread of a mean comes from blocks as large as the window's requests. It needs `LEAST_BLOCKS` blocks, and
-ends `DEVIATIONS` standard deviations above their mean."""
+"""The usual spread of a window's mean is estimated from blocks as large as the window, at least `LEAST_BLOCKS` of them.
+It reaches `DEVIATIONS` standard deviations above the mean of the blocks."""
 
 MOSTLY = 0.5
-"""A cause explains the excess time if it accounts for at least this share of it."""
+"""The minimum share of the excess that a cause must account for to explain it."""
 
 LEAST_SHARE = 0.05
-"""The largest excess that counts as typical, as a share of the typical time."""
+"""The excess, as a share of the typical time, up to which a time always counts as typical."""
 
 MORE_STEPS = "more steps"
-"""The path of the excess from more engine steps than the endpoint's requests typically have."""
+"""The path of the cause if a request had more engine steps than is typical of its endpoint."""
 
 NEARLY = 0.75
-"""The minimum share of a slowdown that a pressure explains, from which on it counts as the cause of all of it."""
+"""The share of a slowdown from which on a pressure (a gauge of waits) counts as the cause of all of it."""
 
 NOTABLE = 0.01
-"""A cause has a row if it accounts for at least this share of the excess time."""
+"""The minimum share of the excess that a cause needs for a row in the table of causes."""
 
 TENANT = "tenant"
-"""The default attribute by which the requests of a burst are counted."""
+"""The default attribute by which the requests of an arrival burst are counted."""
 
 TYPICAL, EXPLAINED, INCONCLUSIVE = "typical", "explained", "inconclusive"
 
 SLOWED = (listed.SLOW, listed.OWN, listed.COPY, listed.FILL, listed.TRANSPORTED)
-"""The causes that look the same as a lack of processors or memory."""
+"""The causes that look the same as a lack of processors or memory, so that a gauge must decide."""
 
 STOPPED = (listed.SLOW, listed.OWN, listed.COPY)
-"""The causes that look the same as one long stop of a thread."""
+"""The causes that look the same as a single long stop of a thread."""
 
 KEY_LENGTH = 40
 
 
 class RequestChoice(NamedTuple):
-    """The requests to explain: the one with a key, or the slowest ones that began within a time.
+    """The requests to explain: the one with a key, or the `slowest` ones that began between `since_ns` and `until_ns`.
 
-    `since_ns` and `until_ns` bound that time, from the trace's start. Without `slowest` its mean request is explained.
+    These times count from the start of the trace. Without `slowest` the mean of all requests in that time is explained.
     """
 
     request: str | None = None
@@ -92,10 +92,10 @@ class RequestChoice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CauseShare:
-    """A cause: its time in the request, its typical time, and the part of the excess that it accounts for.
+    """A cause with its time in the request, its typical time, and the part of the excess that it accounts for.
 
-    `path` is the call path, "" for a cause without one. `proofs` are the rows that show the cause. `note` describes
-    them, or says why the cause does not explain the excess.
+    `path` is a call path, "" for a cause without one. `proofs` are spans that show the cause. `note` describes them, or
+    says why the cause does not explain the excess.
     """
 
     name: str
@@ -108,13 +108,12 @@ class CauseShare:
     proofs: tuple[Proof, ...] = ()
 
     def title(self) -> str:
-        """Return the cause's name followed by its call path."""
         return f"{self.name}: {self.path}" if self.path else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class PartExcess:
-    """A part of the ledger: its time in the request, and its typical time."""
+    """A part of the request's time, such as `queue`: its time in this request, and its typical time."""
 
     name: str
     time_ns: int
@@ -122,17 +121,16 @@ class PartExcess:
 
     @property
     def excess_ns(self) -> int:
-        """The time beyond the typical one."""
         return self.time_ns - self.typical_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation(View):
-    """The explanation of a request, or of the mean of the `requests` that began in a window from `begin_ns` on.
+    """The explanation of one request, or of the mean of all `requests` that began in a window from `begin_ns` on.
 
-    `verdict` is `typical`, `explained` or `inconclusive`; `doubt` says why. `alike` is the number of compared requests,
-    and `is_like` is True if they have like work. The times of `causes` and `unexplained_ns` add up to the excess.
-    `rivals` are other causes that were assessed.
+    `verdict` is `typical`, `explained` or `inconclusive`, and `doubt` is the reason for the last. `alike` is the number
+    of requests compared with, and `is_like` is True if they have like work. The accounted times of `causes` and
+    `unexplained_ns` add up to the excess. `rivals` are the causes that were examined and account for nothing.
     """
 
     name: str
@@ -162,14 +160,14 @@ class Explanation(View):
         return self.wall_ns - self.typical_ns
 
     def label(self) -> str:
-        """Return the endpoint with the request's key or with the number of requests."""
+        """Return the name of the endpoint with the request's key, or with the number of requests."""
         name = shorten(safe(self.name) or "(no name)", KEY_LENGTH)
         if self.requests != 1:
             return f"{name} in this time (mean of {self.requests} requests)"
         return f"{name} {shorten(safe(self.keys[0]), KEY_LENGTH)}" if self.keys else f"{name} (span {self.span_id})"
 
     def sentence(self) -> str:
-        """Return the verdict in plain words, in one sentence or two."""
+        """Return the verdict in one or two sentences."""
         unit = self._options.unit
         took = f"{self.label()} took {in_unit(self.wall_ns, unit)} {unit}"
         if not self.alike:
@@ -187,13 +185,13 @@ class Explanation(View):
             return f"{usual} Most of its excess is {safe(lead.title())} ({tenths(lead.ratio, 1)})."
         part = max(self.parts, key=lambda part: part.excess_ns, default=None)
         more = f": {in_unit(part.excess_ns, unit)} {unit} more in {safe(part.name)}" if part else ""
-        because = "" if lead is None else f" {_because(lead, unit)}"
+        because = "" if lead is None else f" {_cause_sentence(lead, unit)}"
         if self.verdict == INCONCLUSIVE:
             return f"{typical}{more}. Inconclusive: {self.doubt}.{because}"
         return f"{typical}{more}.{because}"
 
     def headline(self) -> str:
-        """Return an explained verdict in one sentence."""
+        """Return a verdict `explained` in one sentence."""
         unit, lead = self._options.unit, self.causes[0]
         took, typical, accounted = (in_unit(ns, unit) for ns in (self.wall_ns, self.typical_ns, lead.accounted_ns))
         return (
@@ -239,15 +237,15 @@ class Explanation(View):
 
 
 def explain(recording: Recording, choice: RequestChoice, options: Options) -> list[Explanation]:
-    """Return the explanations of the chosen requests, or of a window. Raises `TraceError` if no request matches."""
+    """Return an explanation for each chosen request, or one for a window. Raises `TraceError` if no request matches."""
     trace, joined = recording.columns, recording.once(joined_requests)
     if choice.request is not None:
-        return [explain_request(recording, places_of_request(trace, joined, choice.request)[0], options)]
+        return [explain_request(recording, find_request(trace, joined, choice.request)[0], options)]
     begins_ns = trace.start_ns[joined.rows] - recording.trace.start_ns
     since_ns, until_ns = choice.since_ns or 0, math.inf if choice.until_ns is None else choice.until_ns
     is_within = ~trace.clipped[joined.rows] & (begins_ns >= since_ns) & (begins_ns < until_ns)
     if choice.endpoint:
-        is_within &= is_endpoint(recording, choice.endpoint)
+        is_within &= mask_endpoint(recording, choice.endpoint)
     places = np.flatnonzero(is_within)
     if not len(joined.rows):
         raise TraceError(f"found no request. {A_REQUEST}")
@@ -262,16 +260,16 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
 
 
 def explain_request(recording: Recording, place: int, options: Options) -> Explanation:
-    """Return the explanation of one request, given by its index."""
+    """Return the explanation of one request, given by its index among the joined requests."""
     trace, joined = recording.columns, recording.once(joined_requests)
-    places, is_like = alike(recording, place)
+    places, is_like = similar_requests(recording, place)
     row = int(joined.rows[place])
     begin_ns, end_ns = int(trace.start_ns[row]), int(trace.end_ns[row])
     walls = trace.total_ns[joined.rows[places]]
     by_wall = places[np.argsort(walls, kind="stable")]
     middle = by_wall[len(by_wall) // 4 : len(by_wall) - len(by_wall) // 4]
     times = CauseTimes(recording, np.append(middle, place))
-    explanation = _begun(recording, times, np.array([place]), options)
+    explanation = _without_verdict(recording, times, np.array([place]), options)
     if len(places) < ENOUGH:
         doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
         return replace(explanation, doubt=doubt)
@@ -284,12 +282,12 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
         options.requests_by,
         is_like=is_like,
     )
-    most_ns = usual_most_ns(walls, len(joined.rows))
-    return _with_verdict(replace(explanation, alike=len(places), is_like=is_like), evidence, most_ns)
+    most_ns = slow_from_ns(walls, len(joined.rows))
+    return _add_verdict(replace(explanation, alike=len(places), is_like=is_like), evidence, most_ns)
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
-    """Return the explanation of a window's requests. Only those of the endpoint with the most time count."""
+    """Return the explanation of a window's requests, for the endpoint with the most time in it."""
     trace, joined = recording.columns, recording.once(joined_requests)
     walls = trace.total_ns[joined.rows]
     names, of_site = trace.numbered_sites(lambda site: site.name)
@@ -301,9 +299,9 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     is_outside[places] = False
     outside = np.flatnonzero(is_outside)
     targets = choose_evenly(places, NEAREST)
-    typical = medians_alike(recording, targets, choose_evenly(outside, POOL))
+    typical = median_requests(recording, targets, choose_evenly(outside, POOL))
     times = CauseTimes(recording, np.append(targets, typical))
-    explanation = replace(_begun(recording, times, targets, options), requests=len(places))
+    explanation = replace(_without_verdict(recording, times, targets, options), requests=len(places))
     if len(outside) < ENOUGH:
         doubt = f"the recording has {len(outside)} requests of the endpoint outside of the time, {ENOUGH} are needed"
         return replace(explanation, doubt=doubt)
@@ -314,16 +312,16 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     explanation = replace(explanation, alike=len(outside))
     if blocks < LEAST_BLOCKS:
         return replace(
-            _with_verdict(explanation, evidence, 0.0),
+            _add_verdict(explanation, evidence, 0.0),
             verdict=INCONCLUSIVE,
             doubt="the recording is too short to know the usual spread of as many requests",
         )
     means = walls[outside[: blocks * len(places)]].reshape(blocks, -1).mean(axis=1)
-    return _with_verdict(explanation, evidence, float(means.mean() + DEVIATIONS * means.std(ddof=1)))
+    return _add_verdict(explanation, evidence, float(means.mean() + DEVIATIONS * means.std(ddof=1)))
 
 
-def _begun(recording: Recording, times: CauseTimes, places: Int64s, options: Options) -> Explanation:
-    """Return an explanation without a verdict."""
+def _without_verdict(recording: Recording, times: CauseTimes, places: Int64s, options: Options) -> Explanation:
+    """Return an explanation with the measured times and no verdict yet."""
     trace, joined = recording.columns, recording.once(joined_requests)
     row = int(joined.rows[places[0]])
     wall_ns = round(float(trace.total_ns[joined.rows[places]].mean()))
@@ -344,23 +342,23 @@ def _begun(recording: Recording, times: CauseTimes, places: Int64s, options: Opt
         unexplained_ns=0,
         rivals=(),
         parts=(),
-        not_assessed=tuple(_not_assessed(recording, times)),
+        not_assessed=tuple(_list_unassessed(recording, times)),
         _options=options,
     )
 
 
-def _largest_group(values: Sequence[str | None], by: str) -> str:
-    """Return a text on the most frequent value of an attribute and its count, "" without any value."""
+def _describe_largest_group(values: Sequence[str | None], by: str) -> str:
+    """Return a text with the most frequent value of an attribute and its count, "" if no request has the attribute."""
     largest = Counter(value for value in values if value is not None).most_common(1)
     return "".join(f" ({count} of them of {by} {shorten(safe(value), KEY_LENGTH)})" for value, count in largest)
 
 
-def _with_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) -> Explanation:
-    """Return an explanation with its causes and verdict. Wall times up to `most_ns` are usual."""
+def _add_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) -> Explanation:
+    """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual."""
     typical_ns = evidence.typical_ns()
     excess_ns = explanation.wall_ns - typical_ns
     claims, doubts = evidence.claims()
-    shares, rivals, remaining_ns = _accounted(claims, excess_ns)
+    shares, rivals, remaining_ns = _account_for_excess(claims, excess_ns)
     verdict, doubt = EXPLAINED, ""
     if explanation.wall_ns - evidence.more_work_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
         verdict = TYPICAL
@@ -374,7 +372,7 @@ def _with_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float)
         usual_most_ns=round(most_ns),
         verdict=verdict,
         doubt=doubt,
-        causes=tuple(evidence.proven(share) for share in shares),
+        causes=tuple(evidence.add_proofs(share) for share in shares),
         unexplained_ns=round(max(remaining_ns, 0.0)),
         rivals=rivals,
         parts=evidence.parts(),
@@ -385,9 +383,9 @@ def _with_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float)
 
 
 class _Evidence:
-    """The mean time of each cause in the explained requests and in typical ones, and the conclusions.
+    """The mean time of each cause in the explained requests and in typical ones, and what follows from the difference.
 
-    `arrivals` is the interval in which requests arrived that may have delayed the explained ones.
+    `arrivals` is the interval whose new requests may have delayed the explained requests.
     """
 
     def __init__(
@@ -399,7 +397,7 @@ class _Evidence:
         self.more_work_ns = 0.0
         """The time of the steps beyond the typical number of steps. `claims` sets it."""
         self._of_requests, self._usual = (
-            _mean([times.times_of(place) for place in side.tolist()]) for side in (places, typical)
+            _mean_times([times.times_of(place) for place in side.tolist()]) for side in (places, typical)
         )
         trace, joined = recording.columns, recording.once(joined_requests)
         rows, walls = joined.rows, trace.total_ns[joined.rows]
@@ -413,14 +411,14 @@ class _Evidence:
         self.arrived, self.usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
 
     def typical_ns(self) -> float:
-        """Return the typical wall time."""
         trace, joined = self._recording.columns, self._recording.once(joined_requests)
         return float(trace.total_ns[joined.rows[self._typical]].mean())
 
     def parts(self) -> tuple[PartExcess, ...]:
-        """Return the parts of the ledger, the largest excess first."""
+        """Return the parts of the requests' time, the part with the largest excess first."""
         parts, usual = (
-            _mean([self._times.parts_of(place) for place in side.tolist()]) for side in (self._places, self._typical)
+            _mean_times([self._times.parts_of(place) for place in side.tolist()])
+            for side in (self._places, self._typical)
         )
         rows = [PartExcess(name, round(parts[name]), round(usual[name])) for name in {**parts, **usual}]
         return tuple(sorted(rows, key=lambda row: -row.excess_ns))
@@ -429,29 +427,29 @@ class _Evidence:
     def _is_burst(self) -> bool:
         return bool(self.arrived > self.usually_arrive + 3 * math.sqrt(self.usually_arrive) + 1)
 
-    def _difference(self, cause: str) -> dict[str, tuple[float, float]]:
-        """Return a cause's time and its typical time for each call path."""
+    def _times_by_path(self, cause: str) -> dict[str, tuple[float, float]]:
+        """Return, for each call path of a cause, its time in the requests and its typical time."""
         keys = [key for key in {**self._of_requests, **self._usual} if key[0] == cause]
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
     def claims(self) -> tuple[list[CauseShare], dict[str, str]]:
-        """Return the time of each assessed cause, and by cause the reason to doubt it."""
-        claims = [self._claim(cause) for cause in CAUSES if cause != listed.BURST]
-        load = self._difference(listed.LOAD)
+        """Return the times of all examined causes, and for each doubtful cause the reason to doubt it."""
+        claims = [self._examine_cause(cause) for cause in CAUSES if cause != listed.BURST]
+        load = self._times_by_path(listed.LOAD)
         queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
         served_ns, usually_served_ns = load.pop(listed.IN_BATCH, (0.0, 0.0))
         steps, usual_steps = (
-            sum(len(self._times.batches_of(place)[0]) for place in side.tolist()) / len(side)
+            sum(len(self._times.serving_steps(place)[0]) for place in side.tolist()) / len(side)
             for side in (self._places, self._typical)
         )
         if not self._is_like and steps > usual_steps:
             self.more_work_ns = served_ns * (1 - usual_steps / steps)
             path = f"{MORE_STEPS}, {steps:.4g} where {usual_steps:.4g} are typical"
-            claims.append(_share_of(listed.OWN, path, self.more_work_ns, 0.0))
+            claims.append(_make_claim(listed.OWN, path, self.more_work_ns, 0.0))
             served_ns -= self.more_work_ns
         if self._is_burst:
             spent_ns, usual_ns = queued_ns + served_ns, usually_queued_ns + usually_served_ns
-            claims.append(_share_of(listed.BURST, "", spent_ns, usual_ns))
+            claims.append(_make_claim(listed.BURST, "", spent_ns, usual_ns))
         elif queued_ns > usually_queued_ns:
             causes = (listed.SLOW, listed.PREFILL, listed.PADDING, listed.FIRST, listed.DEVICE, listed.COPY)
             lead = max((claim for claim in claims if claim.name in causes), key=_excess_of)
@@ -459,7 +457,7 @@ class _Evidence:
                 claims.remove(lead)
                 time_ns, typical_ns = lead.time_ns + round(queued_ns), lead.typical_ns + round(usually_queued_ns)
                 claims.append(replace(lead, time_ns=time_ns, typical_ns=typical_ns))
-        claims, doubts = self._under_pressure(claims)
+        claims, doubts = self._assign_to_pressure(claims)
         if not self._assesses(listed.CONTENTION):
             not_assessed = "and processor contention is not assessed"
             if any(claim.name == listed.SLOW and claim.path == listed.SPREAD for claim in claims):
@@ -467,23 +465,23 @@ class _Evidence:
             doubts.setdefault(listed.FILL, f"the engine waited for a batch to fill, or did not run, {not_assessed}")
         return [claim for claim in claims if claim.time_ns or claim.typical_ns], doubts
 
-    def _claim(self, cause: str) -> CauseShare:
-        by_path = self._difference(cause)
+    def _examine_cause(self, cause: str) -> CauseShare:
+        by_path = self._times_by_path(cause)
         spent_ns, usual_ns = (sum(times[side] for times in by_path.values()) for side in (0, 1))
         more_ns = {path: times[0] - times[1] for path, times in by_path.items()}
         path = max(more_ns, key=lambda path: more_ns[path], default="")
         if len(more_ns) > 1 and more_ns[path] < MOSTLY * (spent_ns - usual_ns):
             path = listed.SPREAD
-        return _share_of(cause, path, spent_ns, usual_ns)
+        return _make_claim(cause, path, spent_ns, usual_ns)
 
     def _pressure(self, cause: str) -> tuple[float, float] | None:
-        return pressures(self._gauges, cause, self._recording.trace, self._begin_ns, self._end_ns)
+        return measure_pressure(self._gauges, cause, self._recording.trace, self._begin_ns, self._end_ns)
 
     def _assesses(self, cause: str) -> bool:
         return self._pressure(cause) is not None
 
-    def _under_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
-        """Move time to contention or memory pressure if gauges show them. Return the claims, and doubts by cause."""
+    def _assign_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
+        """Move time of slow calls to processor contention or memory pressure if gauges prove it. Also return doubts."""
         extra_ns: dict[str, float] = {}
         for cause in (listed.CONTENTION, listed.MEMORY):
             pressure = self._pressure(cause)
@@ -506,18 +504,18 @@ class _Evidence:
             else claim
             for claim in claims
         ]
-        return [*remaining, _share_of(likely[0], "", moved_ns, 0.0)], doubts
+        return [*remaining, _make_claim(likely[0], "", moved_ns, 0.0)], doubts
 
-    def proven(self, share: CauseShare) -> CauseShare:
-        """Return the cause with proofs from the slowest request and with its evidence in words."""
+    def add_proofs(self, share: CauseShare) -> CauseShare:
+        """Return the cause with the spans that prove it in the slowest request, and with its evidence in words."""
         proofs = tuple(self._times.proofs(self._slowest, share.name, share.path))
         note = CAUSES[share.name]
         if share.name == listed.BURST:
             usual = f"{self.usually_arrive:.3g} are usual"
             values = values_of(self._recording.columns, self._arrived_rows, self._by)
-            group = _largest_group(values, self._by)
+            group = _describe_largest_group(values, self._by)
             note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where {usual}"
-        elif share.path.startswith(MORE_STEPS) and (facts := self._times.facts_of(self._slowest)):
+        elif share.path.startswith(MORE_STEPS) and (facts := self._times.describe_request(self._slowest)):
             note = f"{note} ({facts})"
         elif (
             share.name in (listed.BLOCKED, listed.PREFILL, listed.PREEMPTED, listed.LOCK) and proofs and proofs[0].note
@@ -531,7 +529,7 @@ class _Evidence:
         return replace(share, proofs=proofs, note=note)
 
 
-def _mean(sides: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+def _mean_times(sides: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     means = defaultdict[Any, float](float)
     for times in sides:
         for key, spent_ns in times.items():
@@ -543,16 +541,16 @@ def _excess_of(claim: CauseShare) -> float:
     return claim.time_ns - claim.typical_ns
 
 
-def _share_of(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    """Return a cause without its share. A typical step faster than expected counts as one without the cause."""
+def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
+    """Return a cause that accounts for nothing yet. A negative typical time, of faster steps, raises both times."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 
 
-def _accounted(
+def _account_for_excess(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
-    """Return the causes that account for an excess, largest first, all other claims, and the unexplained ns."""
+    """Return the causes that account for the excess, the largest first, all other causes, and the unexplained ns."""
     shares, rivals, remaining_ns = [], [], excess_ns
     for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
         accounted_ns = min(_excess_of(claim), remaining_ns)
@@ -564,7 +562,7 @@ def _accounted(
     return shares, tuple(rivals), remaining_ns
 
 
-def _because(lead: CauseShare, unit: str) -> str:
+def _cause_sentence(lead: CauseShare, unit: str) -> str:
     ratio = tenths(lead.ratio, 1)
     path = f" ({safe(lead.path)})" if lead.path else ""
     return (
@@ -572,8 +570,8 @@ def _because(lead: CauseShare, unit: str) -> str:
     )
 
 
-def _not_assessed(recording: Recording, times: CauseTimes) -> list[str]:
-    """Return the causes that this recording cannot show, each with the reason."""
+def _list_unassessed(recording: Recording, times: CauseTimes) -> list[str]:
+    """Return the causes that this recording cannot show, each with the reason in brackets."""
     trace, facts = recording.columns, recording.trace
     names = {site.name for site in trace.sites}
     kinds = {site.kind for site in trace.sites}
@@ -584,7 +582,7 @@ def _not_assessed(recording: Recording, times: CauseTimes) -> list[str]:
         steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)
         reasons[", ".join(steps)] = "no rule has `batch:`"
     elif np.ptp(times.joined.served.weight) == 0:
-        has_sizes = np.ptp(recording.once(listed.weights)) > 0
+        has_sizes = np.ptp(recording.once(listed.weights_of_pairs)) > 0
         unknown = (listed.PADDING,) if has_sizes else (listed.PREFILL, listed.PADDING)
         reasons[", ".join(unknown)] = "no weights of `batch:` say how large the members are"
     if not len(times.collections):

@@ -1,7 +1,7 @@
-"""The functions of a tally, each with sums of its tally lines: the numbers behind the views of self times.
+"""The functions of a tally, with the sums of the calls inside them: the numbers behind the views of self times.
 
-The function of a call path is its topmost request or, without a request, its topmost call. A function called inside
-another function counts for both, unless the two are the same.
+A call path belongs to its topmost request or, without a request, to its topmost call. That is its function. A function
+called inside another one also counts for itself, unless both are the same.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from instrument.trace.forest import NONE, nearest, nearest_above, topmost_rows
 from instrument.trace.groups import by_first_sight, numbered
 
 ORDERS = ("total", "calls", "ave")
-"""The orders of a function's rows, largest first: self time, calls, or self time per call."""
+"""The possible orders of a function's rows, the largest first: by self time, by calls, or by self time per call."""
 
 
-def are_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
-    """Return an array over the tally's nodes, True for topmost nodes among those whose site the function accepts."""
+def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
+    """Return an array over the tally's nodes: True for nodes that `say` accepts and that are below no such node."""
     marked = np.array([*tally.tree.by_site(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
 
 
-def topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
-    """Return the totals of the topmost nodes whose site the function accepts, by name."""
+def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
+    """Return, by name, the totals of the topmost nodes whose site `say` accepts."""
     numbers: dict[str, int] = {}
     of_site = [numbers.setdefault(site.name, len(numbers)) for site in tally.tree.sites]
-    groups = np.where(are_topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
+    groups = np.where(mask_topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
     sums = map(Totals._make, tally.by(groups, len(numbers)).tolist())
     return {name: totals for name, totals in zip(numbers, sums, strict=True) if totals.calls}
 
 
-def total_of_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
-    """Return the sum over the topmost nodes whose site the function accepts."""
-    groups = np.where(are_topmost(tally, say), 0, NONE)
+def sum_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
+    """Return the total of the topmost nodes whose site `say` accepts."""
+    groups = np.where(mask_topmost(tally, say), 0, NONE)
     totals = Totals._make(tally.by(groups, 1)[0].tolist())
     below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)
     return totals._replace(device_ns=totals.device_ns + below_ns)
 
 
 class Group(NamedTuple):
-    """A row of a function: the number of its first tally line, the number of lines, and their sums.
+    """A row of a function: the sums of `lines` tally lines. `first` is the number of the first line.
 
-    The waiting time of lines has a row of its own: there `waiting` is equal to `lines`, else it is 0. `number` is the
-    index for `FunctionTable.lines`.
+    Waiting time is a row of its own, in which `waiting` equals `lines`; in other rows it is 0. `number` is the index
+    for `FunctionTable.lines`.
     """
 
     first: int
@@ -62,10 +62,10 @@ class Group(NamedTuple):
 
 
 class FunctionSums(NamedTuple):
-    """A function: its topmost node (`NONE` for the sum of all functions), and the sums of its tally lines.
+    """The sums of one function. `node` is its topmost node, `NONE` for the sum of all functions.
 
     `outer_ns` is the time of its `calls`, and `own_ns` the part of it in no span inside. `work_ns` is the self time of
-    its work in other lines, `time_ns` the self time of all lines. `first` and `rows` give its groups.
+    the work inside it, and `time_ns` the self time of all its lines. `first` and `rows` select its groups.
     """
 
     node: int
@@ -80,7 +80,7 @@ class FunctionSums(NamedTuple):
 
 
 class FunctionTable:
-    """The functions by number: 0 is the sum of all, the others are in the order of their first calls."""
+    """The functions by number. Number 0 is the sum of all others, which are in the order of their first calls."""
 
     def __init__(self, functions: Int64s, groups: Int64s, of_group: Int64s, at: Int64s) -> None:
         self._functions, self._groups = functions, groups
@@ -94,21 +94,21 @@ class FunctionTable:
         return FunctionSums._make(self._functions[number].tolist())
 
     def column(self, field: str) -> list[int]:
-        """Return one field of every function."""
+        """Return one field of all functions."""
         values: list[int] = self._functions[:, FunctionSums._fields.index(field)].tolist()
         return values
 
     def groups(self, function: FunctionSums) -> Iterator[Group]:
-        """Yield the groups of a function in their order."""
+        """Yield the rows of a function in their order."""
         for group in self._groups[function.first : function.first + function.rows]:
             yield Group._make(group.tolist())
 
     def lines(self, group: Group) -> Int64s:
-        """Return the numbers of a group's tally lines."""
+        """Return the numbers of a row's tally lines."""
         begin = self._ends[group.number - 1] if group.number else 0
         return self._at[begin : self._ends[group.number]]
 
-    def calls_and_lines(self, function: FunctionSums) -> tuple[int, int]:
+    def count_calls(self, function: FunctionSums) -> tuple[int, int]:
         """Return the calls and tally lines of a function. A line with running and waiting time counts twice."""
         groups = self._groups[function.first : function.first + function.rows]
         sums = Group._make(groups.sum(axis=0).tolist())
@@ -116,8 +116,8 @@ class FunctionTable:
 
 
 class SiteFacts(NamedTuple):
-    """Arrays by site number: True for requests, True for work, the number of the site's key, and the number of the row
-    that its tally lines share (`NONE` for a row per line)."""
+    """Arrays by the number of a site. `is_request` and `is_work` are True for requests and for work. `keys` numbers the
+    keys of sites. `rows` is the number of the row that a site's tally lines share, `NONE` if each line has its own."""
 
     is_request: Bools
     is_work: Bools
@@ -125,11 +125,11 @@ class SiteFacts(NamedTuple):
     rows: Int64s
 
 
-def functions(
+def sum_functions(
     nodes: Int64s, lines: Records, parents: Int32s, site_of: Int32s, sites: SiteFacts, order: str
 ) -> FunctionTable:
     """Return the functions of merged tally lines. `nodes` has the node of each line."""
-    function_of, root_of = _functions_of(parents, sites.is_request[site_of])
+    function_of, root_of = _find_functions(parents, sites.is_request[site_of])
     its_site, its_function, its_root = site_of[nodes], function_of[nodes], root_of[nodes]
     key_of_node = sites.keys[site_of]
     keys = key_of_node[its_function]
@@ -151,18 +151,18 @@ def functions(
     ones = np.ones((len(lines), 1), dtype=np.int64)
     count = len(firsts) + 1
     sums = _sum_by_group(np.concatenate([ones, counted], axis=1), number, count)
-    groups, of_groups, of_line, at = _groups(lines, number, np.concatenate([rows, rows]), at)
-    in_order = _order(groups, of_groups, order)
+    groups, of_groups, of_line, at = _group_lines(lines, number, np.concatenate([rows, rows]), at)
+    in_order = _order_rows(groups, of_groups, order)
     sizes = np.bincount(of_groups, minlength=count)
     edges = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
     node = np.concatenate([[NONE], its_function[firsts]])[:, None]
     return FunctionTable(np.concatenate([node, sums, edges], axis=1), groups[in_order], of_line, at)
 
 
-def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return the groups of lines by function, split into running and waiting, and the function of each group.
+def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Return the rows of each function, with running and waiting time apart, and the number of each row's function.
 
-    Return also the group of each line that is part of one, and the line's number `at`.
+    Also return, for each line with time, the number of its row and its own number.
     """
     waited, self_ns = lines["waiting_ns"], lines["self_ns"]
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)
@@ -178,7 +178,7 @@ def _groups(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[I
     return rows_of_groups, number[line_numbers][firsts], of_group, at[line_numbers]
 
 
-def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
+def _find_functions(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
     """Return the node of each node's function, and the topmost node above each node."""
     root_of = topmost_rows(parents)
     topmost = is_request & (nearest_above(parents, is_request) == NONE)
@@ -187,7 +187,7 @@ def _functions_of(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
 
 
 def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
-    """Return the sums of columns per group."""
+    """Return the sums of columns for each group."""
     sums = np.zeros((count, columns.shape[1]), dtype=columns.dtype)
     if len(groups):
         order = np.argsort(groups, kind="stable")
@@ -196,8 +196,8 @@ def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
     return sums
 
 
-def _order(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """Return the order of groups: by function, then the largest first. Of equal groups the latest comes first."""
+def _order_rows(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
+    """Return the order of rows: by function, then the largest first. Of equal rows the latest comes first."""
     first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
     return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

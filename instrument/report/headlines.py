@@ -1,8 +1,8 @@
-"""The headlines: up to three sentences that say what takes the time, what that means, and where to look next.
+"""The headlines of a report: up to three sentences on what takes the time, what that means, and what to read next.
 
-The first one is about the largest part of the heaviest endpoint or, without requests, of the steps. The second one is
-about the part that makes the p99 slow. The third one is about the largest other cause. A headline needs at least
-`ENOUGH` requests, steps or device intervals, and a share of at least `NOTABLE`.
+The first sentence is on the largest part of the busiest endpoint's time or, without requests, of the steps. The second
+is on the part that makes the p99 slow, and the third on the largest other cause. A headline needs at least `ENOUGH`
+requests, steps or device intervals, and a share of at least `NOTABLE`.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from instrument.trace.ledger import COPIES, LOCK, QUEUE, SHARE, STALL, SUB_REQUE
 MOST = 3
 
 ENOUGH = 10
-"""The minimum number of requests, steps or device intervals behind a headline."""
+"""The minimum number of requests, steps or device intervals that a headline is based on."""
 
 ENOUGH_FOR_P99 = 100
-"""The minimum number of requests behind a headline on their p99."""
+"""The minimum number of requests that a headline on their p99 is based on."""
 
 SLOWEST = 5
 """The minimum number of slowest requests whose mean represents the p99."""
 
 NOTABLE = 0.2
-"""The minimum share of a part in requests, steps or a device's time for which there is a headline."""
+"""The minimum share of a part, in requests, steps or a device's time, that is worth a headline."""
 
 NOTABLE_STOP = 0.05
-"""The minimum share of the window with a blocked event loop, or with garbage collections, for a headline."""
+"""The minimum share of the window with blocked event loops, or with garbage collections, that is worth a headline."""
 
 SLOW = 1.2
-"""The minimum ratio of p99 to p50 for a headline on the p99."""
+"""The minimum ratio of p99 to p50 that is worth a headline."""
 
 FULL = 0.8
-"""The ratio of a batch's mean size to its largest size from which on batches count as full."""
+"""The mean batch size, as a share of the largest size, from which on batches count as full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
     """A sentence on one `part` of the time and its share (`ratio`). `evidence` counts the requests, steps, stops or
-    device intervals behind it. `view` has more details."""
+    device intervals that it is based on. `view` names the view with more details."""
 
     text: str
     part: str
@@ -64,7 +64,7 @@ class Headline:
 
 
 class PartMeaning(NamedTuple):
-    """Words for one part of a request's time: where the request was, the advice if the part is large, and a view."""
+    """The words for one part of a request's time: where the request was, advice if the part is large, and a view."""
 
     place: str
     advice: str
@@ -94,10 +94,10 @@ MEANINGS: Mapping[str, PartMeaning] = {
     "load": PartMeaning("in the wait for input", "load it earlier, or with more workers", "benchmark"),
     "compute": PartMeaning("in layers of the model", "shorten the slowest layers", "ops"),
 }
-"""The words for each part of a request. A part without an entry is a phase of the service's own work."""
+"""The words for each part of a request. A part without an entry is a phase of the service itself."""
 
 
-def headlines(
+def find_headlines(
     recording: Recording,
     options: Options,
     times: RequestTimes,
@@ -111,21 +111,24 @@ def headlines(
     endpoints = [endpoint for endpoint in times.endpoints if not endpoint.remaining]
     endpoint = max(endpoints, key=lambda endpoint: endpoint.wall_ns, default=None)
     if endpoint is not None:
-        of_parts = _of_parts(recording, options, endpoint)
+        of_parts = _describe_parts(recording, options, endpoint)
         first, other_causes = of_parts[:1], of_parts[1:]
-        first += _of_p99(recording, options, endpoint)
+        first += _describe_p99(recording, options, endpoint)
     elif steps is not None:
-        of_steps = [*_of_steps(steps, phases, options)]
+        of_steps = [*_describe_steps(steps, phases, options)]
         first, other_causes = of_steps[:1], of_steps[1:]
     window_ns = recording.window_ns or 0
-    other_causes += [*_blocked(times.blocked, window_ns, options), *_collections(recording, window_ns, options)]
-    other_causes += _of_devices(devices)
-    first = [*_of_slowest(recording, options, times), *first]
+    other_causes += [
+        *_describe_blocked(times.blocked, window_ns, options),
+        *_describe_collections(recording, window_ns, options),
+    ]
+    other_causes += _describe_devices(devices)
+    first = [*_explain_slowest(recording, options, times), *first]
     return (*first, *sorted(other_causes, key=lambda headline: -headline.ratio))[:MOST]
 
 
-def _of_slowest(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
-    """Return the headline on the cause of the slowest request, if the explanation is certain."""
+def _explain_slowest(recording: Recording, options: Options, times: RequestTimes) -> list[Headline]:
+    """Return the headline on the cause of the slowest request, if the explanation is conclusive."""
     if times.requests <= ENOUGH:
         return []
     from instrument.report.explanation import EXPLAINED, explain_request
@@ -139,34 +142,34 @@ def _of_slowest(recording: Recording, options: Options, times: RequestTimes) -> 
     return [Headline(explanation.headline(), lead.name, lead.ratio or 0.0, explanation.alike, "requests")]
 
 
-def _of_parts(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
-    """Return a headline on each notable part of an endpoint's requests, the largest first."""
+def _describe_parts(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
+    """Return a headline on each notable part of the time of an endpoint's requests, the largest first."""
     if endpoint.requests < ENOUGH:
         return []
     parts = {phase.name: phase.summed_ns for phase in endpoint.phases if not phase.remaining}
     parts[UNKNOWN] = endpoint.unknown_ns
-    batch, lines = _batch_of(recording, endpoint), list[Headline]()
+    batch, lines = _find_main_batch(recording, endpoint), list[Headline]()
     for part, summed_ns in sorted(parts.items(), key=lambda item: -item[1]):
         ratio = summed_ns / endpoint.wall_ns if endpoint.wall_ns else 0.0
         if ratio < NOTABLE:
             break
-        place, advice, view = _meaning(part)
+        place, advice, view = _meaning_of_part(part)
         if batch is not None and part in (QUEUE, WAITING):
             advice, view = _batch_advice(batch, part), "batches"
         mean, whole = (in_unit(ns, options.unit) for ns in (summed_ns / endpoint.requests, endpoint.mean_ns))
         took = f"{tenths(ratio, 1)} of its time {place} ({mean} of {whole} {options.unit})"
-        text = f"{_name(endpoint.name)} spends {took}: {advice}; see --view {view}."
+        text = f"{_short(endpoint.name)} spends {took}: {advice}; see --view {view}."
         lines.append(Headline(text, part, ratio, endpoint.requests, view))
     return lines
 
 
-def _meaning(part: str) -> PartMeaning:
-    return MEANINGS.get(part) or PartMeaning(f"in the phase {_name(part)}", "shorten its functions", "ops")
+def _meaning_of_part(part: str) -> PartMeaning:
+    return MEANINGS.get(part) or PartMeaning(f"in the phase {_short(part)}", "shorten its functions", "ops")
 
 
 def _batch_advice(batch: NamedBatches, part: str) -> str:
-    """Return the advice for a long queue time, or a long wait in batches, from the sizes of the batches."""
-    members = f"batches of {_name(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
+    """Return the advice for a long queue time or a long wait in batches. It depends on the sizes of the batches."""
+    members = f"batches of {_short(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
     if part == WAITING:
         return f"{members}; smaller ones shorten it"
     if (batch.fill or 0.0) >= FULL:
@@ -174,8 +177,8 @@ def _batch_advice(batch: NamedBatches, part: str) -> str:
     return f"{members}: find out what they wait for"
 
 
-def _batch_of(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
-    """Return the batches that serve an endpoint most often, None if none does."""
+def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | None:
+    """Return the batches that serve an endpoint's requests most often, None if no batch does."""
     joined, trace = recording.once(joined_requests), recording.columns
     served = joined.served
     if not len(served.batch):
@@ -189,8 +192,8 @@ def _batch_of(recording: Recording, endpoint: EndpointTimes) -> NamedBatches | N
     return next((row for row in batches(recording, Options()).rows if row.name == name), None)
 
 
-def _of_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
-    """Return the headline on the part that grows most in an endpoint's slowest requests."""
+def _describe_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> list[Headline]:
+    """Return the headline on the part that makes an endpoint's slowest requests longer than the others."""
     if endpoint.requests < ENOUGH_FOR_P99 or endpoint.p99_ns < SLOW * endpoint.p50_ns:
         return []
     table = recording.once(request_table)
@@ -213,37 +216,37 @@ def _of_p99(recording: Recording, options: Options, endpoint: EndpointTimes) -> 
         in_unit(ns, unit) for ns in (endpoint.p99_ns, endpoint.p50_ns, of_slowest[part], of_all[part])
     )
     text = (
-        f"p99 of {_name(endpoint.name)} is {p99} {unit}, and p50 is {p50}: the slowest {count} of {endpoint.requests} "
-        f"spend {slow} {unit} {_meaning(part).place}; the mean of all requests is {usual}."
+        f"p99 of {_short(endpoint.name)} is {p99} {unit}, and p50 is {p50}: the slowest {count} of {endpoint.requests} "
+        f"spend {slow} {unit} {_meaning_of_part(part).place}; the mean of all requests is {usual}."
     )
     return [Headline(text, part, ratio, count, "requests")]
 
 
-def _of_steps(steps: Loops, phases: PhasesView | None, options: Options) -> Iterator[Headline]:
-    """Yield a headline on the wait for input of the loop with the most steps, and one on the largest phase."""
+def _describe_steps(steps: Loops, phases: PhasesView | None, options: Options) -> Iterator[Headline]:
+    """Yield a headline on the wait for input in the loop with the most steps, and one on the largest phase."""
     loop = max(steps.loops, key=lambda loop: loop.steps, default=None)
     if loop is None or loop.steps < ENOUGH:
         return
     if loop.reader is not None and (loop.reader_ratio or 0.0) >= NOTABLE:
         waited = f"{in_unit(loop.reader.mean, options.unit)} {options.unit} a step"
         text = (
-            f"Steps of {_name(loop.name)} wait for their input for {tenths(loop.reader_ratio, 1)} of their time "
+            f"Steps of {_short(loop.name)} wait for their input for {tenths(loop.reader_ratio, 1)} of their time "
             f"({waited}): load it earlier, or with more workers; see --view benchmark."
         )
         yield Headline(text, "load", loop.reader_ratio or 0.0, loop.steps, "benchmark")
     rows = [] if phases is None or phases.of != "step" else [row for row in phases.rows[1:] if row.name != "others"]
     row = max(rows, key=lambda row: row.host.total_ns, default=None)
     if row is not None and (ratio := row.host.ratio or 0.0) >= NOTABLE:
-        text = f"Steps spend {tenths(ratio, 1)} of their time in the phase {_name(row.name)}; see --view phases,ops."
+        text = f"Steps spend {tenths(ratio, 1)} of their time in the phase {_short(row.name)}; see --view phases,ops."
         yield Headline(text, row.name, ratio, loop.steps, "phases,ops")
 
 
-def _blocked(blocked: BlockedLoops | None, window_ns: int, options: Options) -> Iterator[Headline]:
+def _describe_blocked(blocked: BlockedLoops | None, window_ns: int, options: Options) -> Iterator[Headline]:
     """Yield the headline on blocked event loops."""
     if blocked is None or not window_ns or (ratio := blocked.summed_ns / window_ns) < NOTABLE_STOP:
         return
     most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
-    by = "" if most.remaining else f", mostly by {_name(most.name)}"
+    by = "" if most.remaining else f", mostly by {_short(most.name)}"
     text = (
         f"An event loop is blocked for {tenths(ratio, 1)} of the window ({blocked.stretches} times, "
         f"{in_unit(blocked.longest_ns, options.unit)} {options.unit} at most{by}), and its requests wait: run this on "
@@ -252,8 +255,8 @@ def _blocked(blocked: BlockedLoops | None, window_ns: int, options: Options) -> 
     yield Headline(text, "loop blocked", ratio, blocked.stretches, "requests")
 
 
-def _collections(recording: Recording, window_ns: int, options: Options) -> Iterator[Headline]:
-    """Yield the headline on garbage collections, in which all threads of a process stop."""
+def _describe_collections(recording: Recording, window_ns: int, options: Options) -> Iterator[Headline]:
+    """Yield the headline on garbage collections, which stop all threads of a process."""
     trace = recording.columns
     rows = np.flatnonzero(trace.of_sites([is_collection(site) for site in trace.sites]))
     if not len(rows) or not window_ns:
@@ -269,8 +272,8 @@ def _collections(recording: Recording, window_ns: int, options: Options) -> Iter
     yield Headline(text, "garbage collection", ratio, len(rows), "overview")
 
 
-def _of_devices(view: DeviceView) -> Iterator[Headline]:
-    """Yield headlines on the GPUs that are most idle during requests, most launch-bound, or copy most."""
+def _describe_devices(view: DeviceView) -> Iterator[Headline]:
+    """Yield a headline for each state that costs a GPU much time: starved, launch-bound, or copying alone."""
     uses = [(use, sum(stream.intervals for stream in use.streams)) for use in view.devices]
     uses = [(use, intervals) for use, intervals in uses if intervals >= ENOUGH]
     for state, name, base, advice in (
@@ -288,7 +291,7 @@ def _of_devices(view: DeviceView) -> Iterator[Headline]:
 def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
     """Return a sentence on the span that most requests in flight are in. `places` are pairs of its name and age in ns.
 
-    It is "" for fewer than three requests, and if no span has half of them.
+    It is "" for fewer than three requests, or if no span contains half of them.
     """
     counts = Counter(name for name, _ in places if name)
     if len(places) < SLOWEST - 2 or not counts:
@@ -298,8 +301,8 @@ def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
         return ""
     oldest_ns = max(age_ns for place, age_ns in places if place == name)
     longest = f"the longest for {in_unit(oldest_ns, 's')} s"
-    return f"{count} of {len(places)} requests in flight are in {_name(name)}, {longest}."
+    return f"{count} of {len(places)} requests in flight are in {_short(name)}, {longest}."
 
 
-def _name(text: str) -> str:
+def _short(text: str) -> str:
     return shorten(safe(text) or "(no name)", LINE // 4)

@@ -1,7 +1,7 @@
-"""The `kernels` view: the work on the devices by kernel name, and by the place in the host's code that launched it.
+"""The `kernels` view: the work on GPUs by the name of the kernel, and by the span in which the host launched it.
 
-The names and times of kernels come from torch.profiler's record. Without it the view uses the device intervals of our
-spans, between two events on a stream. Only the innermost intervals count.
+Kernels and their times come from torch.profiler's record. Without it the view lists the device intervals of spans, each
+between two events on a stream. Of nested intervals only the innermost count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from instrument.report.table import (
     share,
     shorten,
 )
-from instrument.report.units import SHARED, UNKNOWN, UNKNOWN_NUMBER, NumberedPlaces, places
+from instrument.report.units import SHARED, UNKNOWN, UNKNOWN_NUMBER, NumberedPlaces, find_places
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Int64s
 from instrument.trace.groups import Groups, numbered
@@ -41,7 +41,7 @@ KERNELS = "torch.profiler"
 STRETCHES = "pairs of events"
 
 LABEL_ROOM = 50
-"""The maximum number of columns of a kernel's label."""
+"""The maximum width of a kernel's shortened name, in columns."""
 
 HEAVIEST_ROOM = 40
 
@@ -66,10 +66,10 @@ NO_HOST_TIME = "total time, for a kernel has no host time"
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """The calls of one kernel: their sum, `busy_ns` with any of them, and `ratio`, the sum's share of all kernels.
+    """The calls of one kernel: the sum of their times, and `busy_ns`, the time in which at least one of them ran.
 
-    `name` is complete. If the view's `source` is `STRETCHES`, it is the name of the span with this device time. A row
-    with `remaining` replaces that many kernels; its `busy_ns` is None.
+    `ratio` is the sum's share of all kernels. `name` is complete. If the view's `source` is `STRETCHES`, it is the name
+    of the span with this device time. A row with `remaining` replaces that many kernels, and its `busy_ns` is None.
     """
 
     name: str
@@ -86,10 +86,10 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlace:
-    """The kernels launched by the spans of one place itself, not by spans inside them.
+    """The kernels that the spans of one site launched themselves, not in a span inside them.
 
-    `ratio` is the share of the sum of all kernels, `heaviest` the kernel with the largest sum. A row with `remaining`
-    replaces that many places, and has no `busy_ns`.
+    `ratio` is the share of the sum of all kernels, and `heaviest` is the kernel with the largest sum. A row with
+    `remaining` replaces that many sites, and its `busy_ns` is None.
     """
 
     name: str
@@ -104,7 +104,7 @@ class KernelPlace:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKernels:
-    """The kernels of one device: number, summed time, time with any kernel, and the share of it in the window."""
+    """The kernels of one device: their number and summed time, the time with any, and its share of the window."""
 
     device: int
     calls: int
@@ -115,7 +115,7 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True)
 class OtherWork:
-    """Copies or fills (`kind`) on the devices: number, summed time, and time with any of them."""
+    """Copies or fills (`kind`) on all devices: their number, the sum of their times, and the time in which any ran."""
 
     kind: str
     calls: int
@@ -125,10 +125,10 @@ class OtherWork:
 
 @dataclass(frozen=True, slots=True)
 class Kernels(View):
-    """The `kernels` view. `source` is `KERNELS` or `STRETCHES`. Shares of time are of `window`, the watched time.
+    """The `kernels` view. `source` is `KERNELS` or `STRETCHES`. Ratios are shares of the watched time, `window`.
 
-    `total_ns` is the sum over all kernels. `places` is empty if no kernel has a known launch. `outside` is the number
-    of calls outside of the window.
+    `total_ns` is the sum over all kernels. `places` is empty if no kernel's launch is known. `outside` is the number of
+    calls outside of the window.
     """
 
     source: str
@@ -155,7 +155,7 @@ class Kernels(View):
             if self.source == KERNELS
             else "From: CUDA events around recorded calls; a row is a call's stretch of its stream, not a kernel"
         )
-        return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {_sorting(self._options)}"]
+        return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {_describe_order(self._options)}"]
 
     def nothing(self) -> list[str]:
         return [] if self.calls else NO_KERNEL if self.source == KERNELS else NO_STRETCH
@@ -164,7 +164,7 @@ class Kernels(View):
         is_seen = self.source == KERNELS
         heaviest = [use.heaviest for use in self.places if not use.remaining]
         names = [use.name for use in self.kernels if not use.remaining]
-        labels = _labels(dict.fromkeys([*names, *heaviest])) if is_seen else {}
+        labels = _shorten_kernel_names(dict.fromkeys([*names, *heaviest])) if is_seen else {}
         return [
             Section(
                 "Devices", self.devices, "device=Device|calls=Calls|total_ns=Sum|busy_ns=Busy|busy_ratio=Of window",
@@ -180,7 +180,7 @@ class Kernels(View):
                 "Kernels by place", self.places,
                 "name=Launched in|+kind=Kind|kernels=Kernels|total_ns=Total|busy_ns=Busy|ratio=Of sum|"
                 "heaviest=Heaviest kernel",
-                texts={"heaviest": lambda use, unit: MISSING if use.remaining else _label_start(labels[use.heaviest])},
+                texts={"heaviest": lambda use, unit: MISSING if use.remaining else _cut_label(labels[use.heaviest])},
             ),
         ]  # fmt: skip
 
@@ -202,18 +202,18 @@ class Kernels(View):
 
 
 def kernels(recording: Recording, options: Options) -> Kernels:
-    """Return the view of the watched part of the window.
+    """Return the view of the part of the window that torch.profiler watched.
 
-    `sorted_by` takes every key of `SortKey`. A key of host time sorts by the total. `rows` and `least_ns` (of a row's
-    total) bound the tables. `unit` is the unit of times. The view uses no other option.
+    `sorted_by` may be any key of `SortKey`. Keys of host time sort by the total. `rows` and `least_ns` (of a row's
+    total) limit the tables. `unit` is the unit of times. The view uses no other option.
     """
     facts = recording.trace
     # torch.profiler may have watched memory alone.
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
-    device_work = _work_of_torch(recording) if has_profiler else _work_of_events(recording)
+    device_work = _read_torch_work(recording) if has_profiler else _read_span_work(recording)
     total_ns = sum(device_work.kernels.took_ns.tolist())
     uses = device_work.uses(total_ns)
-    key = _key(options)
+    key = _sort_key(options)
     column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
     uses.sort(key=lambda use: (sign * getattr(use, column), -use.total_ns, use.name))
     by_place = sorted(device_work.by_place(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
@@ -223,8 +223,8 @@ def kernels(recording: Recording, options: Options) -> Kernels:
         calls=len(device_work.kernels.name),
         total_ns=total_ns,
         devices=tuple(device_work.devices()),
-        kernels=bounded(uses, options, lambda use: use.total_ns, lambda rows: _other_kernels(rows, total_ns)),
-        places=bounded(by_place, options, lambda use: use.total_ns, lambda rows: _other_places(rows, total_ns)),
+        kernels=bounded(uses, options, lambda use: use.total_ns, lambda rows: _sum_kernels(rows, total_ns)),
+        places=bounded(by_place, options, lambda use: use.total_ns, lambda rows: _sum_places(rows, total_ns)),
         others=tuple(device_work.other_work()),
         outside=device_work.outside,
         coverage=tuple(_coverage_lines(recording, device_work)),
@@ -232,25 +232,25 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     )
 
 
-def _other_kernels(rows: Sequence[KernelUse], all_ns: int) -> KernelUse:
+def _sum_kernels(rows: Sequence[KernelUse], all_ns: int) -> KernelUse:
     return remaining_row(
         rows, ("calls", "total_ns"), name=f"(remaining {len(rows)})", max_ns=max(use.max_ns for use in rows),
         min_ns=min(use.min_ns for use in rows), ratio=share(sum(use.total_ns for use in rows), all_ns),
     )  # fmt: skip
 
 
-def _other_places(rows: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
+def _sum_places(rows: Sequence[KernelPlace], all_ns: int) -> KernelPlace:
     ratio = share(sum(use.total_ns for use in rows), all_ns)
     return remaining_row(rows, ("kernels", "total_ns"), name=f"(remaining {len(rows)})", ratio=ratio)
 
 
-def _key(options: Options) -> SortKey:
+def _sort_key(options: Options) -> SortKey:
     if options.sorted_by.startswith("cpu_"):
         return SortKey("gpu", "total", ascending=False)
     return SortKey.of(options)
 
 
-def _sorting(options: Options) -> str:
+def _describe_order(options: Options) -> str:
     if options.sorted_by.startswith("cpu_"):
         return NO_HOST_TIME
     key = SortKey.of(options)
@@ -258,7 +258,7 @@ def _sorting(options: Options) -> str:
 
 
 class _Work(NamedTuple):
-    """Device work as columns. `name` is an index into names, and times are clipped to the window."""
+    """Device work as columns: `name` is an index into names, and times are clipped to the window."""
 
     name: NDArray[Any]
     device: Int64s
@@ -274,7 +274,7 @@ class _Work(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Lists by number of group: calls, and sums and extremes of their times. `calls` is 0 for a group without work."""
+    """The number of calls in each group, and the sums and extremes of their times. `calls` is 0 for an empty group."""
 
     calls: list[int]
     total_ns: list[int]
@@ -284,7 +284,7 @@ class _Sums(NamedTuple):
 
     @classmethod
     def of(cls, work: _Work, groups: NDArray[Any], count: int) -> _Sums:
-        """Return the sums of work by group. Parallel work counts once per device in `busy_ns`."""
+        """Return the sums of work by group. In `busy_ns`, parallel work on a device counts once."""
         sums, took_ns = Groups(groups, count), work.took_ns
         on_device, firsts = numbered(groups, numbered(work.device)[0])
         unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
@@ -294,8 +294,8 @@ class _Sums(NamedTuple):
 
 
 class _DeviceWork(NamedTuple):
-    """The device work of a window: kernels, other work by kind, and the places that launched the kernels, None if
-    unknown. `outside` is the number of calls outside of the window."""
+    """The device work of a window: kernels, copies and fills by kind, and the spans that launched the kernels (None if
+    unknown). `outside` is the number of calls outside of the window."""
 
     source: str
     window: Interval
@@ -348,8 +348,8 @@ class _DeviceWork(NamedTuple):
         ]
 
 
-def _work_of_torch(recording: Recording) -> _DeviceWork:
-    """Return the device work from torch.profiler's record, which has every kernel."""
+def _read_torch_work(recording: Recording) -> _DeviceWork:
+    """Return the device work from torch.profiler's record, which has all kernels."""
     window = recording.trace.watched or (0, 0)
     events = KernelColumns.of(recording.trace.kernels)
     is_inside = overlap(events.start_ns, events.end_ns, window)
@@ -358,14 +358,14 @@ def _work_of_torch(recording: Recording) -> _DeviceWork:
     counted = by_kind.pop("kernel", np.zeros(len(events), dtype=np.bool_))
     launched = None
     if events.thread_id[counted].any():
-        launched = places(recording, events.thread_id[counted], events.launched_ns[counted])
+        launched = find_places(recording, events.thread_id[counted], events.launched_ns[counted])
         launched.number[events.thread_id[counted] == 0] = UNKNOWN_NUMBER
     other_work = {kind: work.only(mask) for kind, mask in by_kind.items()}
     return _DeviceWork(KERNELS, window, events.names, work.only(counted), other_work, launched, int((~is_inside).sum()))
 
 
-def _work_of_events(recording: Recording) -> _DeviceWork:
-    """Return the device work from spans: the innermost intervals of each stream, so that no time counts twice."""
+def _read_span_work(recording: Recording) -> _DeviceWork:
+    """Return the device work from the innermost device intervals of spans, so that no time of a stream counts twice."""
     trace, window = recording.columns, recording.trace.coverage
     timed = trace.device.only(trace.device.timed)
     inner = timed.only(are_innermost(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
@@ -390,7 +390,7 @@ def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
 
 
 def _window_lines(view: Kernels) -> list[str]:
-    """Return a line on the window, and one on device work that the table leaves out."""
+    """Return a line on the window, and one on the device work that the table leaves out."""
     unit = view._options.unit
     text = ", ".join(
         f"{work.calls} {SEVERAL[work.kind] if work.calls > 1 else work.kind} "
@@ -400,13 +400,13 @@ def _window_lines(view: Kernels) -> list[str]:
     return [f"Window: {in_unit(view.window_ns, unit)} {unit}", *([f"Not in it: {text}"] if text else [])]
 
 
-def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
-    """Return short labels of kernels: without parameters and, if too long, without namespaces, then without the middle.
-    Equal labels are numbered."""
+def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
+    """Return shortened names of kernels: without parameters and, if still too long, without namespaces, then without
+    their middle. Equal results are numbered."""
     labels: dict[str, str] = {}
     uses: Counter[str] = Counter()
     for name in names:
-        label = _without_parameters(name)
+        label = _strip_parameters(name)
         if len(label) > room:
             label = _QUALIFIERS.sub("", label).replace("> >", ">>").replace("> >", ">>")
         if len(label) > room:
@@ -417,13 +417,13 @@ def _labels(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
     return labels
 
 
-def _label_start(label: str) -> str:
+def _cut_label(label: str) -> str:
     text = safe(label)
     return text if columns(text) <= HEAVIEST_ROOM else shorten(text[: HEAVIEST_ROOM - 3], HEAVIEST_ROOM - 3) + "..."
 
 
-def _without_parameters(name: str) -> str:
-    """Return the name of a C++ function without its parameters and its return type `void`."""
+def _strip_parameters(name: str) -> str:
+    """Return the name of a C++ function without parameters and without the return type `void`."""
     if name.endswith(")"):
         depth = 0
         for at in range(len(name) - 1, 0, -1):

@@ -1,4 +1,4 @@
-"""Requests with like work on one endpoint, and the usual spread of their wall times."""
+"""Requests of one endpoint with similar work, to compare with a slow request, and the usual spread of their times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
-from instrument.report.comparison import size_numbers, sizes_in
+from instrument.report.comparison import size_names, size_numbers
 from instrument.report.request_groups import joined_requests
 from instrument.report.view import Recording
 from instrument.trace.columns import Int64s
@@ -18,33 +18,33 @@ from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.step_costs import Floats
 
 NEAREST = 100
-"""The most requests with which a request is compared, and the most requests of a window that are compared."""
+"""The maximum number of similar requests to compare with, and of a window's requests that are compared."""
 
 TRIALS = 5
-"""The number of requests outside of a window with which each of its requests is compared."""
+"""The number of similar requests outside of a window, of which the one with the median time is compared."""
 
 POOL = 5_000
-"""The maximum number of requests outside of a window that are searched."""
+"""The maximum number of requests outside of a window that are searched for similar ones."""
 
 ENOUGH = 10
-"""The minimum number of requests with like work. With fewer, all requests of the endpoint are compared."""
+"""The minimum number of similar requests. If fewer exist, all requests of the endpoint are compared."""
 
 LIKE = 0.5
-"""The largest difference between two requests with like work, in powers of two."""
+"""The largest difference in the work of two similar requests, as a power of two: 0.5 is a factor of 1.4."""
 
 CHANCE = 0.01
-"""The expected number of typical requests per recording that are called slow by chance."""
+"""The number of typical requests in a recording that may be called slow by chance."""
 
 
-def alike(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the requests with like work and True. With too few of them return all of the endpoint and False."""
+def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
+    """Return the indices of requests with similar work and True. If too few, return any of the endpoint and False."""
     trace, joined = recording.columns, recording.once(joined_requests)
     of_site = trace.site[joined.rows]
     name = trace.sites[of_site[place]].name
     is_same = np.array([site.name == name for site in trace.sites])[of_site] & ~trace.clipped[joined.rows]
     is_same[place] = False
     places = np.flatnonzero(is_same)
-    work = recording.once(_work)
+    work = recording.once(_measure_work)
     if len(work):
         distances = np.abs(work[:, places] - work[:, [place]]).max(axis=0)
         near = np.argsort(distances, kind="stable")[:NEAREST]
@@ -54,8 +54,8 @@ def alike(recording: Recording, place: int) -> tuple[Int64s, bool]:
     return choose_evenly(places, NEAREST), not len(work)
 
 
-def is_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
-    """Return an array over all requests, True for those of an endpoint. Raises `TraceError` for an unknown name."""
+def mask_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
+    """Return True for each request of an endpoint. Raises `TraceError` for an unknown endpoint."""
     trace, joined = recording.columns, recording.once(joined_requests)
     of_site = trace.site[joined.rows]
     names = sorted({trace.sites[site].name for site in set(of_site.tolist())})
@@ -68,15 +68,15 @@ def is_endpoint(recording: Recording, name: str) -> NDArray[np.bool_]:
 
 
 def choose_evenly(places: Int64s, most: int) -> Int64s:
-    """Return up to `most` of the indices, evenly spread."""
+    """Return up to `most` of the given indices, evenly spread."""
     chosen = np.unique(np.linspace(0, max(len(places) - 1, 0), min(len(places), most)).astype(np.int64))
     return places[chosen]
 
 
-def medians_alike(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
-    """Return a request outside of the window per target: of the `TRIALS` with the nearest work the median by time."""
+def median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
+    """Return, for each target, the one with the median time of the `TRIALS` requests `outside` most similar to it."""
     trace, joined = recording.columns, recording.once(joined_requests)
-    walls, work = trace.total_ns[joined.rows], recording.once(_work)
+    walls, work = trace.total_ns[joined.rows], recording.once(_measure_work)
     medians = []
     for target in targets.tolist() if len(outside) else ():
         distances = np.abs(work[:, outside] - work[:, [target]]).max(axis=0, initial=0.0)
@@ -85,11 +85,11 @@ def medians_alike(recording: Recording, targets: Int64s, outside: Int64s) -> Int
     return np.array(medians, dtype=np.int64)
 
 
-def _work(recording: Recording) -> Floats:
-    """Return the base-2 logarithm of each measure of work: a row per measure, a column per request."""
+def _measure_work(recording: Recording) -> Floats:
+    """Return the base-2 logarithm of each measure of work: a row for each measure, a column for each request."""
     trace, joined = recording.columns, recording.once(joined_requests)
     served, count = joined.served, len(joined.rows)
-    columns = [size_numbers(trace, name)[joined.rows] for name in sorted(sizes_in(trace))]
+    columns = [size_numbers(trace, name)[joined.rows] for name in sorted(size_names(trace))]
     pairs = np.flatnonzero(served.request != NONE)
     if len(pairs):
         columns.append(np.bincount(served.request[pairs], minlength=count).astype(np.float64))
@@ -99,10 +99,10 @@ def _work(recording: Recording) -> Floats:
     return np.log2(1 + np.maximum(np.array(used), 0)) if used else np.zeros((0, count))
 
 
-def usual_most_ns(walls: Int64s, requests: int) -> float:
-    """Return the wall time from which on a request is slow. Among all typical requests `CHANCE` exceed it by chance.
+def slow_from_ns(walls: Int64s, requests: int) -> float:
+    """Return the wall time above which a request is slow. By chance, `CHANCE` of all typical requests exceed it.
 
-    The tail of wall times is assumed to be exponential, as in a queue.
+    The distribution of long wall times is assumed to be exponential, as in a queue.
     """
     middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
     return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))

@@ -1,8 +1,8 @@
-"""The `memory` view: the rise of memory, the time and place of its peak, and the places that kept memory.
+"""The `memory` view: how much memory grew, when and where its peak was, and which spans kept memory.
 
-Places come from torch.profiler's record of torch's allocators. An allocation counts for the span that was open on its
-thread. Without that record the view has gauges: the resident memory of the process and the memory of torch's allocator
-on each device, each with its greatest value.
+The spans are known from torch.profiler's record of torch's allocators. An allocation counts for the span that was open
+on its thread. Without that record the view has gauges: the memory of the process, and that of torch's allocator on each
+device, each with its maximum.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from instrument.recording.spans import HOST, Sample, is_operator
 from instrument.report.section import Section, View, device_name, mebibytes
 from instrument.report.table import MISSING, bounded, number, remaining_row, safe, shorten, wrapped
-from instrument.report.units import NOWHERE, SHARED, UNKNOWN, places
+from instrument.report.units import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.groups import Groups, numbered
@@ -26,10 +26,10 @@ from instrument.trace.watched import rows_and_times
 
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
-    """The memory allocated and freed by the spans of one place itself, not by spans inside them.
+    """The memory that the spans of one site allocated and freed themselves, not in spans inside them.
 
     `held_bytes` is the part of `allocated_bytes` that was still in use at the end. `thread` is "" for all threads
-    together, `device` None for several. A row with `remaining` replaces that many places.
+    together, and `device` None for several. A row with `remaining` replaces that many sites.
     """
 
     device: int | None
@@ -50,7 +50,7 @@ class PlaceMemory:
 
 
 BEFORE = "(before it began)"
-"""The place of a peak from before the record began."""
+"""The place of a peak that was reached before the record began."""
 
 PEAK_OF: Mapping[str, str] = {
     "process_memory": "process_memory_peak",
@@ -59,7 +59,7 @@ PEAK_OF: Mapping[str, str] = {
     "torch_allocated": "torch_allocated_peak",
     "torch_reserved": "torch_reserved_peak",
 }
-"""The gauges of memory in use, each with the gauge that counts its peak between readings."""
+"""The gauges of memory in use, each with the gauge that has its peak between two readings ("" without one)."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -81,7 +81,7 @@ NO_GAUGES = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest memory of an allocator in the watched time, and the place that reached it.
+    """The maximum memory of an allocator in the watched time, and the span in which it was reached.
 
     `device` is `HOST` for the host. `what` is `allocated` or `reserved`. `since_ns` is the time from the trace's start
     to the peak. A peak from before the record has no place and no thread.
@@ -102,7 +102,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The sums of one allocator. `earlier_bytes` of `freed_bytes` were allocated before the record began."""
+    """The sums of one allocator. Of `freed_bytes`, `earlier_bytes` were allocated before the record began."""
 
     device: int
     allocations: int
@@ -114,12 +114,11 @@ class DeviceMemory:
 
     @property
     def increase_bytes(self) -> int:
-        """The allocated memory minus the freed memory."""
         return self.allocated_bytes - self.freed_bytes
 
 
 class CountedAllocations(NamedTuple):
-    """The sums of all allocations: uses and threads in the order of first sight, peaks and devices by device number.
+    """The sums of all allocations: by place and thread in the order of their first ones, and by device number.
     `outside` is the number of allocations outside of the watched time."""
 
     uses: list[PlaceMemory]
@@ -131,14 +130,14 @@ class CountedAllocations(NamedTuple):
 
 def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
     """Return the allocations of the watched time by device, place and, if `by_thread`, thread. Places are the wanted
-    spans. `state` selects all allocations (All), those of the host (CPU), or of devices (GPU)."""
+    spans. `state` selects all allocations (All), those of the host (CPU), or those of devices (GPU)."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     rows, times_ns = rows_and_times(facts.allocations)
     is_inside = (first <= times_ns) & (times_ns <= last)
     is_counted = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
     thread_id, at_ns = rows["thread_id"][is_counted], times_ns[is_counted]
-    at_place = places(recording, thread_id, at_ns, is_wanted)
+    at_place = find_places(recording, thread_id, at_ns, is_wanted)
     device, size_bytes, address = (rows[name][is_counted] for name in ("device", "size_bytes", "address"))
     thread, of_thread = numbered(thread_id)
     threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
@@ -190,7 +189,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
 
 
 def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Return two arrays over the events, True if an allocation precedes at the address, and if any event follows there.
+    """Return for each event True if an allocation precedes it at its address, and True if any event follows there.
 
     The event after an allocation is its free, or the next allocation if the record misses the free.
     """
@@ -207,7 +206,7 @@ def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tup
 @dataclass(frozen=True, slots=True)
 class GaugedMemory:
     """The readings of a gauge: the first, the last and the largest, which was `most_ns` after the trace's start.
-    `peak_bytes` is the largest value between readings, too; None if no gauge counts it."""
+    `peak_bytes` also covers the time between readings; it is None if no gauge has it."""
 
     device: int
     gauge: str
@@ -223,16 +222,15 @@ class GaugedMemory:
 
     @property
     def growth_bytes(self) -> float:
-        """The growth from the first reading to the last."""
         return self.last_bytes - self.first_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryView(View):
-    """The `memory` view. The watched time is from `since_ns` to `until_ns` of the trace, None without a record.
+    """The `memory` view. The watched time is from `since_ns` to `until_ns` of the trace, both None without a record.
 
-    `spans` is the number of spans that name places, complete from `places_since_ns` on. `outside` is the number of
-    allocations outside of the watched time.
+    `spans` is the number of spans that name places. None of them is missing from `places_since_ns` on. `outside` is the
+    number of allocations outside of the watched time.
     """
 
     since_ns: int | None
@@ -263,13 +261,13 @@ class MemoryView(View):
             for row in self.devices
         ]  # fmt: skip
         at, thread = f"At, {self._options.unit}", "thread=Thread|" if self._options.threads == "apart" else ""
-        cut = {"thread": lambda row, unit: _cut(row.thread, THREAD_ROOM) or MISSING}
+        cut = {"thread": lambda row, unit: _cut_name(row.thread, THREAD_ROOM) or MISSING}
         return [
             Section(
                 "Peaks", self.peaks,
                 f"label=Memory|peak_bytes=Peak|since_ns={at}|place=Reached in|thread=Thread|begin_bytes=Begin|"
                 "end_bytes=End",
-                texts={**cut, "place": lambda peak, unit: _cut(peak.place, NAME_ROOM) or "(no name)"},
+                texts={**cut, "place": lambda peak, unit: _cut_name(peak.place, NAME_ROOM) or "(no name)"},
             ),
             Section(
                 "Memory by place", [*self.places, *of_all],
@@ -318,16 +316,16 @@ class MemoryView(View):
 
 def memory(recording: Recording, options: Options) -> MemoryView:
     """Return the view of the time that torch.profiler watched, and of all readings of gauges. `sorted_by` is `calls`
-    (allocations), `total` (allocated bytes), else the increase; the largest comes first. `rows` bounds the places. With
-    `threads: apart` places are split by thread. `state` is CPU for the host's memory alone, GPU for that of devices.
-    `unit` is the unit of times. The view uses no other option."""
+    (for allocations), `total` (for allocated bytes), else the increase; the largest comes first. `rows` limits the
+    places. With `threads: apart` they are split by thread. `state` is CPU for the memory of the host, GPU for that of
+    devices. `unit` is the unit of times. The view uses no other option."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
     totals = count_allocations(recording, options.state, options.threads == "apart", is_wanted)
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     totals.uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
-    shown = bounded(totals.uses, replace(options, least_ns=0), lambda use: 0, _merged_row)
+    shown = bounded(totals.uses, replace(options, least_ns=0), lambda use: 0, _sum_places)
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return MemoryView(
         since_ns=since_ns,
@@ -346,7 +344,7 @@ def memory(recording: Recording, options: Options) -> MemoryView:
 
 
 def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
-    """Yield the readings of each memory gauge: first the host's, then those of devices by number."""
+    """Yield the readings of each memory gauge: first those of the host, then those of devices by number."""
     readings: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
         if sample.value is not None and (state == "All" or (sample.device == HOST) == (state == "CPU")):
@@ -363,7 +361,7 @@ def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Ite
                 yield GaugedMemory(device, gauge, len(values), *ends, most, most_ns - start_ns, peak)
 
 
-def _merged_row(uses: Sequence[PlaceMemory]) -> PlaceMemory:
+def _sum_places(uses: Sequence[PlaceMemory]) -> PlaceMemory:
     devices = {use.device for use in uses}
     device = devices.pop() if len(devices) == 1 else None
     sums = ("allocations", "frees", "allocated_bytes", "freed_bytes", "held_bytes")
@@ -373,14 +371,14 @@ def _merged_row(uses: Sequence[PlaceMemory]) -> PlaceMemory:
 # Text
 
 
-def _cut(name: str, room: int) -> str:
+def _cut_name(name: str, room: int) -> str:
     return shorten(safe(name), room)
 
 
 def _coverage_lines(view: MemoryView) -> list[str]:
     since, until = (number((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
     spans = f", with {view.spans} spans" if view.is_ours else ""
-    names = [_cut(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
+    names = [_cut_name(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
     names += ["..."] if len(view.threads) > NAMED_THREADS else []
     profiler = "torch.profiler" if view.is_ours else "its profiler"
     return [

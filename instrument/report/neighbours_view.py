@@ -1,7 +1,7 @@
-"""The `neighbours` view: the waits of requests, by the group that waited and the group that caused the wait.
+"""The `neighbours` view: how long requests of one group (such as a tenant) waited because of requests of another.
 
-`instrument.trace.bill` has the rules. Each nanosecond of waiting has one group as its cause, or nobody. A replay
-(`instrument.trace.replay`) predicts the queue time of the other groups without one of them.
+Each nanosecond of waiting is attributed to one group or to nobody, by the rules of `instrument.trace.bill`. A replay of
+the queues (`instrument.trace.replay`) predicts the queue times if one group were absent.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ NOBODY = "(nobody)"
 """The cause of waits during which no recorded batch ran and no known request blocked the event loop."""
 
 REPLAYED = 3
-"""The number of groups whose absence is simulated: those that delayed others most."""
+"""The number of groups whose absence is predicted. They are those that delayed other groups most."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupWaits:
-    """The waits of a group's requests by cause, and the waits that the group caused in others (`inflicted_ns`)."""
+    """The waits of a group's requests by cause, and the waits of all requests that the group caused
+    (`inflicted_ns`)."""
 
     name: str
     requests: int
@@ -51,13 +52,13 @@ class GroupWaits:
 
     @property
     def mean_ns(self) -> float:
-        """Return the mean wait of a request in nanoseconds."""
+        """The mean wait of a request of the group."""
         return self.suffered_ns / self.requests
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The waits of one group's requests that another group caused. `ratio` is the share of all waits of the group."""
+    """The waits of one group's requests that another group caused. `ratio` is their share of all its waits."""
 
     name: str
     cause: str
@@ -73,7 +74,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The queue time of all other requests: recorded, and predicted without the requests of one group."""
+    """The queue times of all other requests: as recorded, and as predicted if the requests of one group were absent."""
 
     name: str
     requests: int
@@ -85,9 +86,10 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourBill(View):
-    """The `neighbours` view: groups by the waits they caused, delays by their sum, and predictions.
+    """The `neighbours` view: groups by the waits that they caused, delays of one group by another, and predictions.
 
-    `queue_ns` is the recorded mean queue time, and `replayed_ns` that of a replay, None without one.
+    `queue_ns` is the recorded mean queue time, and `replayed_ns` the mean of a replay of all requests, None without
+    one.
     """
 
     coverage: Coverage
@@ -162,9 +164,9 @@ class NeighbourBill(View):
 
 
 def neighbours(recording: Recording, options: Options) -> NeighbourBill:
-    """Return the view of the kept spans. `requests_by` groups the requests, by endpoint without it.
+    """Return the view of the kept spans. `requests_by` groups the requests, by endpoint if it is not set.
 
-    `rows` and `least_ns` bound the tables of groups and delays.
+    `rows` and `least_ns` limit the tables of groups and of delays.
     """
     trace, joined = recording.columns, recording.once(joined_requests)
     grouped = request_groups(recording, options)
@@ -194,7 +196,7 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     ]  # fmt: skip
     delays.sort(key=lambda row: (-row.summed_ns, row.name, row.cause))
     on_others = np.array(inflicted[:-1], dtype=np.int64) - np.diagonal(sums)
-    every, predictions = _without(recording, account, group, on_others, names)
+    every, predictions = _predict_absence(recording, account, group, on_others, names)
     return NeighbourBill(
         coverage=Coverage.of_recording(recording),
         groups=bounded(
@@ -203,7 +205,7 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
             lambda row: row.suffered_ns,
             adding("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns"),
         ),
-        delays=bounded(delays, options, lambda row: row.summed_ns, _rest_of_delays),
+        delays=bounded(delays, options, lambda row: row.summed_ns, _sum_delays),
         predictions=predictions,
         suffered_ns=sum(bill.suffered_ns.tolist()),
         inflicted_ns=sum(inflicted[:-1]),
@@ -214,10 +216,10 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     )
 
 
-def _without(
+def _predict_absence(
     recording: Recording, account: Account, group: Int64s, on_others: Int64s, names: Sequence[str]
 ) -> tuple[Replay | None, tuple[Without, ...]]:
-    """Return the replay of all requests, and predictions without each of the groups that delayed others most."""
+    """Return the replay of all requests, and the predictions without each of the groups that delayed others most."""
     joined = recording.once(joined_requests)
     causes = [place for place in np.argsort(-on_others, kind="stable").tolist() if on_others[place]][:REPLAYED]
     if not causes:
@@ -248,6 +250,6 @@ def _without(
     return every, tuple(rows)
 
 
-def _rest_of_delays(rows: Sequence[Delay]) -> Delay:
+def _sum_delays(rows: Sequence[Delay]) -> Delay:
     row = remaining_row(rows, ("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"))
     return replace(row, name="")

@@ -1,7 +1,7 @@
-"""Rows of calls by name, with host and device times: the tables of the views `operators` and `user`.
+"""The tables of the views `operators` and `user`: a row for each name of calls, with host and device times.
 
 A track is one thread, or one task on it. A call that runs on another track than its caller is not part of the caller's
-time. The device time of a call is the union of all device intervals at or below it on its track.
+time. The device time of a call is the union of the device intervals at or below it on its track.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instrument.trace.columns import FARTHEST_NS, Bools, Columns
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """Sum, greatest and least of the times of some calls; `ave_ns` divides the sum by all calls of the row."""
+    """The sum, maximum and minimum of the times of some calls. `ave_ns` is the sum divided by all calls of the row."""
 
     total_ns: int
     ave_ns: float | None
@@ -30,7 +30,7 @@ class CallTimes:
 
 
 class PlaceTimes(NamedTuple):
-    """The number, sum, greatest and least of the times of some calls."""
+    """The number, sum, maximum and minimum of the times of some calls."""
 
     calls: int
     total_ns: int
@@ -40,7 +40,7 @@ class PlaceTimes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PlaceCalls:
-    """The calls of one site below the same callers on one track. `parent` has the caller's calls on that track.
+    """The calls of one site below the same callers on one track. `parent` is the same for their caller.
 
     `inside` is True if a caller has one of the chosen kinds, `again` if one has the same name and kind. `elsewhere` has
     the calls that these calls started on other tracks.
@@ -63,8 +63,8 @@ class PlaceCalls:
         return self.host.calls
 
 
-def times_on(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
-    """Return the times of all calls on `host` or `device`, None if no call has any. A missing time counts as 0."""
+def sum_times(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
+    """Return the times of all calls on `host` or `device`, None without any. A missing time counts as 0."""
     times: list[PlaceTimes] = [getattr(place, on) for place in places]
     calls, timed = (sum(part.calls for part in parts) for parts in (places, times))
     if not timed:
@@ -74,12 +74,12 @@ def times_on(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
     return CallTimes(total_ns, share(total_ns, calls), most_ns, least_ns if timed == calls else 0)
 
 
-def place_tree(
+def build_call_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> PlaceCalls:  # fmt: skip
     """Return the root of the call tree of all spans, or of the spans that `among` selects.
 
-    Device time counts for calls of `kinds` and for their direct children. With a `window`, only the time in it counts.
+    Calls of `kinds` and their direct children have device times. With a `window`, only the time within it counts.
     """
     tree, no_calls = call_tree(trace, kinds, window, among), PlaceTimes(0, 0, 0, FARTHEST_NS)
     root = PlaceCalls(Site("(root)"), 0, None, False, FARTHEST_NS, no_calls, no_calls)
@@ -134,7 +134,7 @@ def iterate_places(root: PlaceCalls) -> Iterator[PlaceCalls]:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """The calls of one name. `gpu` is None if no call had device time. The view says what ratios are shares of.
+    """The calls of one name. `gpu` is None if no call had device time. Each view says what its ratios are shares of.
 
     A row with `remaining` replaces that many rows of its level. Its ratios count only outermost calls.
     """
@@ -152,7 +152,7 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class CallBlock:
-    """The rows of one thread, or of all threads if `thread` is None, and the base of their ratios in ns."""
+    """The rows of one thread, or of all threads if `thread` is None, and the bases of their ratios in ns."""
 
     thread: int | None
     name: str
@@ -161,13 +161,13 @@ class CallBlock:
     rows: tuple[CallRow, ...]
 
 
-def blocks_of(
+def call_blocks(
     places: Sequence[PlaceCalls],
     names: Mapping[int, str],
     options: Options,
     block: Callable[[int | None, str, Sequence[PlaceCalls], Options], CallBlock],
 ) -> tuple[CallBlock, ...]:
-    """Return a block of all threads, if the options ask for it and there are several, and a block per thread."""
+    """Return a block of all threads, if the options ask for it and there are several, and a block for each thread."""
     by_thread: dict[int, list[PlaceCalls]] = {}
     for place in places:
         by_thread.setdefault(place.thread_id, []).append(place)
@@ -182,7 +182,7 @@ def blocks_of(
     return tuple(blocks)
 
 
-def by_name(places: Iterable[PlaceCalls]) -> dict[tuple[str, str], list[PlaceCalls]]:
+def group_by_name(places: Iterable[PlaceCalls]) -> dict[tuple[str, str], list[PlaceCalls]]:
     places_by_name: dict[tuple[str, str], list[PlaceCalls]] = {}
     for place in places:
         places_by_name.setdefault((place.site.name, place.site.kind), []).append(place)
@@ -196,17 +196,17 @@ def call_rows(
     gpu_base_ns: int,
     options: Options,
 ) -> tuple[CallRow, ...]:
-    """Return a row per name and kind of a level, sorted and bounded by the options, and one row of the rest. In the
-    topmost level ratios count nested calls of a row once."""
+    """Return a row for each name and kind of a level, as the options sort and limit them, and one row that sums up the
+    others. In the topmost level, nested calls of a row count once in its ratio."""
 
     def row(name: str, kind: str, places: Sequence[PlaceCalls], once: Sequence[PlaceCalls]) -> CallRow:
-        gpu = times_on(places, "device")
+        gpu = sum_times(places, "device")
         return CallRow(
             name,
             kind,
             depth,
             sum(place.calls for place in places),
-            times_on(places, "host"),
+            sum_times(places, "host"),
             gpu,
             share(sum(place.host.total_ns for place in once), cpu_base_ns),
             None if gpu is None else share(sum(place.device.total_ns for place in once), gpu_base_ns),
@@ -215,10 +215,12 @@ def call_rows(
     def rest(omitted: Sequence[CallRow]) -> CallRow:
         names = {(row.name, row.kind) for row in omitted}
         places = [place for name in names for place in groups[name]]
-        total = row(f"(remaining {len(omitted)})", "", places, [row for row in places if not _is_among(row, names)])
+        total = row(f"(remaining {len(omitted)})", "", places, [row for row in places if not _has_caller(row, names)])
         if depth:
             total = replace(
-                total, cpu_ratio=_total(r.cpu_ratio for r in omitted), gpu_ratio=_total(r.gpu_ratio for r in omitted)
+                total,
+                cpu_ratio=_sum_ratios(r.cpu_ratio for r in omitted),
+                gpu_ratio=_sum_ratios(r.gpu_ratio for r in omitted),
             )
         return replace(total, remaining=len(omitted))
 
@@ -244,12 +246,12 @@ def call_rows(
     return bounded(rows, options, heaviest_ns, rest)
 
 
-def _total(ratios: Iterable[float | None]) -> float | None:
+def _sum_ratios(ratios: Iterable[float | None]) -> float | None:
     known_ratios = [ratio for ratio in ratios if ratio is not None]
     return sum(known_ratios) if known_ratios else None
 
 
-def _is_among(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
+def _has_caller(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
     """Return True if a caller on the same track has one of the names."""
     above = place.parent
     while above is not None and (above.site.name, above.site.kind) not in names:
@@ -260,8 +262,8 @@ def _is_among(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
 REMAINING = "Ratio of the remaining rows: without calls that are inside each other."
 
 
-def note_of_rest(blocks: Iterable[CallBlock]) -> list[str]:
-    """Return the note on ratios of remaining rows, [] if no topmost row has `remaining`."""
+def remaining_note(blocks: Iterable[CallBlock]) -> list[str]:
+    """Return the note on the ratio of a row that replaces others, [] if no topmost row does."""
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
@@ -275,7 +277,7 @@ def describe_order(options: Options) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A table line: the host times (`CPU`) or device times (`GPU`) of a row. The `first` line has the row's name."""
+    """A line of the table: host times (`CPU`) or device times (`GPU`) of a row. Only the `first` has the row's name."""
 
     row: CallRow
     on: str
@@ -290,7 +292,7 @@ class _Line:
 
 
 def block_section(block: CallBlock, options: Options, noun: str) -> Section:
-    """Return the table of a block. Each row has a line for host times, and one for device times if it has any."""
+    """Return the table of a block. Each row has a line of host times, and one of device times if it has any."""
     bases = [] if options.state == "GPU" else [f"CPU {in_unit(block.cpu_base_ns, options.unit)}"]
     if options.state != "CPU" and any(row.gpu for row in block.rows):
         bases.append(f"GPU {in_unit(block.gpu_base_ns, options.unit)}")
@@ -300,7 +302,11 @@ def block_section(block: CallBlock, options: Options, noun: str) -> Section:
         kinds.setdefault((row.name, row.depth), set()).add(row.kind)
     return Section(
         "All threads" if block.thread is None else "Thread",
-        [line for row in block.rows for line in _lines(row, options, with_kind=len(kinds[row.name, row.depth]) > 1)],
+        [
+            line
+            for row in block.rows
+            for line in _make_lines(row, options, with_kind=len(kinds[row.name, row.depth]) > 1)
+        ],
         f"name={noun}|row.calls=Calls|on=On|times.total_ns=Total|times.ave_ns=Ave|times.max_ns=Max|times.min_ns=Min|"
         "ratio=Ratio",
         texts={
@@ -312,7 +318,7 @@ def block_section(block: CallBlock, options: Options, noun: str) -> Section:
     )
 
 
-def _lines(row: CallRow, options: Options, *, with_kind: bool) -> list[_Line]:
+def _make_lines(row: CallRow, options: Options, *, with_kind: bool) -> list[_Line]:
     name = f"{row.name} ({row.kind})" if with_kind and row.kind else row.name
     parts: list[tuple[str, CallTimes | None, float | None]] = [
         (on, times, ratio)

@@ -1,24 +1,22 @@
-"""The `operators` view: each operator by name, at any depth, on the host and on the device, and in order of time.
+"""The `operators` view: the operators by name, at any depth, with host and device times; and the `user` view.
 
 The columns are those of the Operator Summary of `paddle.profiler`. An operator is a span of kind `op`, `layer` or
-`comm`. Rows are sums over calls. Ratios are shares of the sum over operators that are inside no other operator, so the
-time of an inner operator counts once. `paddle.profiler` counts it twice. A call inside a call of the same name counts
-in the row's total but not again in its ratio. Only the part of the window with every span counts.
+`comm`. Rows are sums over calls. Ratios are shares of the sum of the operators that are inside no other operator. So
+the time of an inner operator counts once, where `paddle.profiler` counts it twice. A call inside a call of the same
+name counts in the row's total but not again in its ratio. Only the part of the window without missing spans counts.
 
-`tracer_option: OpDetail` adds the rows right below each operator: phases, inner operators, copies and streams. Their
-ratios are shares of the operator's time. `AllOpDetail` adds every operator of an iteration in the order of execution,
-as SINGA's verbosity 2 prints them.
+`tracer_option: OpDetail` adds the rows directly below each operator: phases, inner operators, copies and streams. Their
+ratios are shares of the operator's time. `AllOpDetail` adds a list of all operators of an iteration in the order of
+execution, as SINGA prints them at verbosity 2.
 
-The attribute `flops` of a span counts its own floating-point operations. Operators in traces of torch.profiler with
-shapes have it, as do our spans next to such a trace, and scopes that set it. A row is the sum over its calls and all
-spans below them on their track. The FLOPs columns of `paddle.profiler` and of Theano's Apply section mean the same. But
-Theano divides the operations of one call by the time of all calls.
+The attribute `flops` of a span is the number of its own floating-point operations. Three sources set it: traces of
+torch.profiler with shapes, spans recorded together with such a trace, and scopes of the user. A row sums it over its
+calls and all spans below them on their track, like the FLOPs columns of `paddle.profiler` and of Theano's Apply
+section. But Theano divides the operations of one call by the time of all calls.
 
-The `user` view: the names that the service's authors gave, on the host and on the device.
-
-It is the UserDefined Summary of `paddle.profiler`: one row for each name of the spans of kind `user`, such as ``with
-scope("tokenize")``. Rows are sums over calls. A call inside another one of the same name counts in the total but not
-again in the ratio. Ratios are shares of the window, which work on several threads may exceed.
+The `user` view has a row for each name of the spans of kind `user`, such as ``with scope("tokenize")``. It is the
+UserDefined Summary of `paddle.profiler`. A call inside a call of the same name counts in the total but not again in the
+ratio. Ratios are shares of the window. Their sum may exceed 100 % if several threads work.
 """
 
 from __future__ import annotations
@@ -35,13 +33,13 @@ from instrument.report.operator_rows import (
     CallTimes,
     PlaceCalls,
     block_section,
-    blocks_of,
-    by_name,
+    build_call_tree,
+    call_blocks,
     call_rows,
     describe_order,
+    group_by_name,
     iterate_places,
-    note_of_rest,
-    place_tree,
+    remaining_note,
 )
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
@@ -57,7 +55,7 @@ from instrument.report.table import (
     six_digits,
     tenths,
 )
-from instrument.report.units import rows_open
+from instrument.report.units import innermost_rows
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import lengths_below
 from instrument.trace.columns import Bools, Columns, Int64s
@@ -71,9 +69,9 @@ from instrument.trace.watched import KernelColumns
 class FlopRow:
     """The floating-point operations of one operator's calls, including the spans below them on the same track.
 
-    `calls` counts the outermost calls with operations. `time_ns` is their device time if all have some (`on` is `GPU`),
-    their host time if none has (`CPU`), else None. `ratio` is the share of all reported operations. A row with
-    `remaining` replaces that many.
+    `calls` counts the outermost calls with operations. `time_ns` is their device time if all calls have one (`on` is
+    `GPU`), their host time if none has (`CPU`), else None. `ratio` is the share of all counted operations. A row with
+    `remaining` replaces that many operators.
     """
 
     name: str
@@ -87,20 +85,19 @@ class FlopRow:
 
     per_call = Ratio("flops", of="calls")
     rate_gflop_s = Ratio("flops", of="time_ns")
-    """The operations per ns of the calls' time, which equals 10^9 operations per second."""
+    """The operations per ns, which is the same as 10^9 operations per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlopTable:
-    """All reported floating-point operations, and the rows, the most operations first. No row has the `elsewhere`
-    operations: they ran without an open span, or while several tasks had open spans."""
+    """All counted floating-point operations, and rows with the most operations first. The `elsewhere` operations are in
+    no row, because they ran without an open span or while several tasks had open spans."""
 
     flops: int
     elsewhere: int
     rows: tuple[FlopRow, ...]
 
     def section(self) -> Section:
-        """Return the table, with a note on the operations that no row has."""
         part = f"{tenths(self.elsewhere, self.flops)} ran where no span was open, or those of several tasks"
         elsewhere = [f"{part}: they are in no row."] if self.elsewhere else []
         return Section(
@@ -121,10 +118,10 @@ class FlopTable:
 
 
 def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
-    """Return the table of floating-point operations of the spans of some kinds, None without operations.
+    """Return the floating-point operations of the spans of some kinds, None without operations.
 
-    Other spans that report operations have a row, too. `rows` and `least_ns` (of a row's time) bound the table. The
-    cost is 1 us per span with operations.
+    All other spans with operations have rows, too. `rows` and `least_ns` (of a row's time) limit the table. The cost is
+    1 us for each span with operations.
     """
     trace = recording.columns
     first, last = recording.trace.coverage
@@ -138,7 +135,7 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
     elsewhere = 0
     if launches:
         thread_ids, times_ns = (np.array([launch[at] for launch in launches], dtype=np.int64) for at in (0, 1))
-        for number, launch in zip(rows_open(recording, thread_ids, times_ns).tolist(), launches, strict=True):
+        for number, launch in zip(innermost_rows(recording, thread_ids, times_ns).tolist(), launches, strict=True):
             if number < 0:
                 elsewhere += launch.flops
             else:
@@ -151,11 +148,11 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
 
     def row(name: str, kind: str) -> FlopRow:
         flops, calls = tree.flops[name, kind], tree.calls[name, kind]
-        return FlopRow(name, kind, len(calls), flops, *_time_of(trace, calls, launched_ns), share(flops, whole))
+        return FlopRow(name, kind, len(calls), flops, *_sum_times(trace, calls, launched_ns), share(flops, whole))
 
     def rest(rows: Sequence[FlopRow]) -> FlopRow:
         # Rows may be nested: each span's operations count once, but times would count some spans twice.
-        flops = tree.flops_of_any({(row.name, row.kind) for row in rows})
+        flops = tree.sum_flops({(row.name, row.kind) for row in rows})
         return FlopRow("", "", sum(row.calls for row in rows), flops, "", None, share(flops, whole), len(rows))
 
     rows = sorted((row(*key) for key in tree.calls), key=lambda row: (-row.flops, row.name, row.kind))
@@ -166,11 +163,11 @@ class _Tree:
     """The spans with operations and all their callers on the same track, each once.
 
     `calls` has the outermost calls by name and kind. `flops` has their operations, including all calls below. For kinds
-    that were not asked for, it has the span's own operations alone.
+    that were not requested, it has the operations of the span alone.
     """
 
     def __init__(self, trace: Columns, flops_of_rows: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
-        rows, self._around = _lines(trace, [row for row, _ in flops_of_rows])
+        rows, self._around = _add_callers(trace, [row for row, _ in flops_of_rows])
         numbers = {row: number for number, row in enumerate(rows)}
         self._own_flops = [0] * len(rows)
         for row, count in flops_of_rows:
@@ -187,7 +184,7 @@ class _Tree:
             if around != NONE:
                 below[around] += below[number]
         sums, calls = [0] * len(names), [dict[int, None]() for _ in names]
-        for number, (name, outermost) in enumerate(zip(self._name_of, self._outermost(), strict=True)):
+        for number, (name, outermost) in enumerate(zip(self._name_of, self._find_outermost(), strict=True)):
             if self._is_asked[name]:
                 counted = below[number] if outermost == number else 0
                 calls[name][outermost] = None
@@ -197,8 +194,8 @@ class _Tree:
         self.flops = {name: sums[at] for name, at in names.items()}
         self.calls = {name: [rows[number] for number in calls[at]] for name, at in names.items() if calls[at]}
 
-    def _outermost(self) -> list[int]:
-        """Return, for each span, its outermost caller of the same name, else the span itself."""
+    def _find_outermost(self) -> list[int]:
+        """Return, for each span, its outermost caller of the same name, or the span itself without such a caller."""
         name, around = np.array(self._name_of, dtype=np.int64), np.array(self._around, dtype=np.int64)
         outermost, up = np.arange(len(name)), around.copy()
         inner = np.flatnonzero(up != NONE)
@@ -210,8 +207,8 @@ class _Tree:
         numbers: list[int] = outermost.tolist()
         return numbers
 
-    def flops_of_any(self, names: Collection[tuple[str, str]]) -> int:
-        """Return the operations of all spans of some names and kinds, including the spans below them."""
+    def sum_flops(self, names: Collection[tuple[str, str]]) -> int:
+        """Return the operations of all spans of the given names and kinds, including the spans below them."""
         is_wanted = [name in names for name in self._names]
         flops, inside = 0, list[bool]()
         for name, around, count in zip(self._name_of, self._around, self._own_flops, strict=True):
@@ -220,18 +217,17 @@ class _Tree:
         return flops
 
 
-def _lines(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return some rows and all their callers on the same track, parents first. Return also the index of each row's
-    parent, `NONE` without one."""
+def _add_callers(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the given rows and all their callers on the same track, parents first, and the index of each one's parent
+    (`NONE` without one)."""
     rows = np.flatnonzero(are_at_or_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
     return rows.tolist(), places_of(rows, len(trace))[trace.around[rows]].tolist()
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """Return the device time in ns of each call, by row, 0 without any. It is that of the kernels that torch.profiler
-    saw the call launch. Without these it is that of the device intervals of the call and the calls below it on its
-    track."""
+    """Return the device ns of each call, by row. It is the time of the kernels that torch.profiler saw the call launch
+    or, without kernels, the device intervals at or below the call on its track. It is 0 without either."""
     trace, columns = recording.columns, KernelColumns.of(recording.trace.kernels)
     rows = distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
@@ -255,14 +251,14 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
 
 
 def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
-    """Return the calls with device intervals at or below them on their track, and the device time of each."""
+    """Return the calls with device intervals at or below them on their track, and the device time of each call."""
     intervals = trace.device
     intervals = intervals.only(intervals.timed & (intervals.start_ns < intervals.end_ns))
     return lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
 
 
-def _time_of(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return `GPU` and the device time of some calls, `CPU` and the host time, or "" and None if the calls differ."""
+def _sum_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
+    """Return `GPU` and the calls' device time, `CPU` and their host time if none has it, else "" and None."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):
@@ -271,13 +267,13 @@ def _time_of(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple
 
 
 OPERATORS = ("op", "layer", "comm")
-"""Kinds of span that are operators."""
+"""The kinds of span that are operators."""
 
 IN_ORDER = (*OPERATORS, "copy")
-"""Kinds of span that the order of execution lists."""
+"""The kinds of span that the list in the order of execution contains."""
 
 ITERATIONS = ("step", "request")
-"""Kinds of span that can be an iteration. The first one that the trace has is used."""
+"""The kinds of span that may be an iteration. The first kind that the trace contains is used."""
 
 
 NO_OPERATOR = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
@@ -286,7 +282,7 @@ NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step')
 
 @dataclass(frozen=True, slots=True)
 class OrderedOperator:
-    """One operator at one place of the iterations. `number` counts the operators from 0 by first call.
+    """One operator in the order of execution. `number` counts the operators from 0 by their first call.
 
     `total_ns` is the time of its calls in all timed iterations, on the device if they have device time. `mean_ns` is
     the time per timed iteration.
@@ -304,11 +300,11 @@ class OrderedOperator:
 
 
 @dataclass(frozen=True, slots=True)
-class InOrder:
+class ExecutionOrder:
     """The operators of the iterations in the order of execution.
 
-    An iteration is a topmost span of the kind `iteration`, "" without any. `timed` counts the averaged iterations,
-    `skipped` the first ones that were left out, and `cut` those that are not completely kept. The `remaining` unlisted
+    An iteration is a topmost span of the kind `iteration`, which is "" without iterations. `timed` counts the averaged
+    iterations, `skipped` the first ones that were left out, `cut` the ones with missing spans. The `remaining` unlisted
     operators took `remaining_ns` per timed iteration.
     """
 
@@ -323,12 +319,11 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True)
 class Operators(View):
-    """The `operators` view: blocks of rows, the order of execution for `AllOpDetail`, and floating-point operations if
-    known."""
+    """The `operators` view: blocks of rows, the order of execution for `AllOpDetail`, and floating-point operations."""
 
     coverage: Coverage
     blocks: tuple[CallBlock, ...]
-    in_order: InOrder | None
+    in_order: ExecutionOrder | None
     operations: FlopTable | None
     _options: Options = field(repr=False)
 
@@ -340,7 +335,7 @@ class Operators(View):
             f"Time unit: {self._options.unit}; {describe_order(self._options)}",
             "Ratio: 100 % is the sum of all operators that are inside no other one. For a row below an operator,",
             "100 % is that operator. Work at the same time counts for each.",
-            *note_of_rest(self.blocks),
+            *remaining_note(self.blocks),
         ]
 
     def nothing(self) -> list[str]:
@@ -364,18 +359,18 @@ def operators(recording: Recording, options: Options) -> Operators:
     `rows` and `least_ns` bound the operators, and the rows below each of them.
     """
     facts = recording.trace
-    root = place_tree(recording.columns, OPERATORS, facts.coverage)
+    root = build_call_tree(recording.columns, OPERATORS, facts.coverage)
     places = [place for place in iterate_places(root) if place.site.kind in OPERATORS]
-    blocks = blocks_of(places, facts.threads, options, _block)
-    in_order = _in_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
+    blocks = call_blocks(places, facts.threads, options, _make_block)
+    in_order = _execution_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
     operations = flop_table(recording, OPERATORS, options)
     return Operators(Coverage.of_recording(recording), blocks, in_order, operations, options)
 
 
-def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
+def _make_block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
     outermost = [place for place in places if not place.inside]
     cpu_ns, gpu_ns = (sum(getattr(place, on).total_ns for place in outermost) for on in ("host", "device"))
-    groups = by_name(places)
+    groups = group_by_name(places)
     shown: list[CallRow] = []
     for row in call_rows(groups, 0, cpu_ns, gpu_ns, options):
         shown.append(row)
@@ -385,9 +380,9 @@ def _block(thread: int | None, name: str, places: Sequence[PlaceCalls], options:
 
 
 def _child_rows(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iterator[CallRow]:
-    """Yield the rows below an operator, each followed by its streams, and then the streams of the operator."""
+    """Yield the rows below an operator, each followed by its streams, and then the operator's own streams."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
-    children = by_name(child for place in places for child in place.children.values() if child.calls)
+    children = group_by_name(child for place in places for child in place.children.values() if child.calls)
     for child_row in call_rows(children, 1, cpu_ns, gpu_ns, options):
         yield child_row
         if not child_row.remaining and child_row.gpu and options.state != "CPU":
@@ -412,7 +407,7 @@ def _stream_rows(depth: int, places: Iterable[PlaceCalls], base_ns: int) -> Iter
 # The order of execution.
 
 
-def _in_order(recording: Recording, options: Options) -> InOrder:
+def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
     trace, (first, last) = recording.columns, recording.trace.coverage
     kinds = {trace.sites[place].kind for place in distinct(trace.site).tolist()}
     kind = next((kind for kind in ITERATIONS if kind in kinds), "")
@@ -424,11 +419,11 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
     timed = whole[options.skip_first :]
     is_timed = np.zeros(len(trace) + 1, dtype=np.bool_)
     is_timed[timed] = True
-    root = place_tree(trace, IN_ORDER, among=is_timed[owner])
+    root = build_call_tree(trace, IN_ORDER, among=is_timed[owner])
     executed = list(_ordered_operators(root, len(timed)))
     shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.bound]
     shown_numbers = {operator.number for operator in shown}
-    return InOrder(
+    return ExecutionOrder(
         iteration=kind,
         timed=len(timed),
         skipped=len(whole) - len(timed),
@@ -440,7 +435,7 @@ def _in_order(recording: Recording, options: Options) -> InOrder:
 
 
 def _ordered_operators(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
-    """Yield the operators below a root, parents first, each level by first call. All tracks are merged."""
+    """Yield the operators below a root, parents first, each level by first call. All threads and tasks are merged."""
     number = 0
     pending = [(0, group) for group in _child_groups([root])]
     while pending:
@@ -459,7 +454,7 @@ def _ordered_operators(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator
 
 
 def _child_groups(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
-    """Return the children of some calls, grouped by site. The group whose first call is the latest comes first."""
+    """Return the children of some calls, grouped by site. The group with the latest first call comes first."""
     places_by_site: dict[tuple[object, ...], list[PlaceCalls]] = {}
     for place in places:
         for child in (*place.children.values(), *place.elsewhere.values()):
@@ -470,7 +465,7 @@ def _child_groups(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
 # The text.
 
 
-def _order_lines(order: InOrder, coverage: Coverage) -> list[str]:
+def _order_lines(order: ExecutionOrder, coverage: Coverage) -> list[str]:
     lines = section_title("Order of execution")
     if not order.iteration:
         return [*lines, *coverage.none_held("iteration", NO_ITERATION), ""]
@@ -497,9 +492,9 @@ NO_SPAN = "No span of kind user was recorded: open one with scope(name), or give
 
 @dataclass(frozen=True, slots=True)
 class User(View):
-    """The `user` view: a block of rows for all threads, or for each. Ratios are shares of `window_ns`.
+    """The `user` view: a block of rows for all threads, or for each thread. Ratios are shares of `window_ns`.
 
-    The window is the time with every span. A call counts only with its part in the window.
+    The window is the time without missing spans. A call counts with the part that is in the window.
     """
 
     coverage: Coverage
@@ -514,7 +509,7 @@ class User(View):
             *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {describe_order(self._options)}",
             "Ratio: of the window, or of its part with all spans; work at the same time counts for each.",
-            *note_of_rest(self.blocks),
+            *remaining_note(self.blocks),
         ]
 
     def nothing(self) -> list[str]:
@@ -530,10 +525,10 @@ def user(recording: Recording, options: Options) -> User:
     window_ns = window[1] - window[0]
 
     def block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
-        rows = call_rows(by_name(places), 0, window_ns, window_ns, options)
+        rows = call_rows(group_by_name(places), 0, window_ns, window_ns, options)
         return CallBlock(thread, name, window_ns, window_ns, rows)
 
-    root = place_tree(recording.columns, ("user",), window)
+    root = build_call_tree(recording.columns, ("user",), window)
     places = [place for place in iterate_places(root) if place.site.kind == "user"]
-    blocks = blocks_of(places, recording.trace.threads, options, block)
+    blocks = call_blocks(places, recording.trace.threads, options, block)
     return User(Coverage.of_recording(recording), window_ns, blocks, options)

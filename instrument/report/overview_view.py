@@ -1,11 +1,11 @@
-"""The `overview` view: the part of the window with each kind of work, on the host and on each device.
+"""The `overview` view: the share of the window in which each kind of work ran, on the host and on each device.
 
-It is the Overview Summary of `paddle.profiler`. Every time is a union over threads and over streams, so that parallel
-work counts once. Rows may overlap and do not add up. Ratios are shares of the first row. If there are steps, a second
-ratio is the row's time in steps as a share of the time in steps. `paddle.profiler` also counts time between steps.
+It is the Overview Summary of `paddle.profiler`. A moment counts once, also if several threads or streams work. Rows may
+overlap, so they do not add up. Ratios are shares of the first row, the window. If there are steps, a second ratio is
+the row's time within steps as a share of the time of steps. (`paddle.profiler` also counts time between steps.)
 
 Device times are intervals between pairs of events on a stream. Compute is all work except copies, so it includes
-memsets and communication. Communication is the intervals of spans of kind `comm` and of spans below them.
+memsets and communication. Communication is the intervals of spans of kind `comm` and of the spans below them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instrument.trace.groups import distinct
 from instrument.trace.intervals import Union, clipped, overlap, shared_ns, union, unite
 
 ALL_DEVICES = -1
-"""The device number of rows that sum up all devices."""
+"""The device number of rows that combine all devices."""
 
 NO_SPAN = "No span was recorded in it: name functions or layers in the profile, or open a scope."
 
@@ -39,9 +39,9 @@ WORK = {
 
 @dataclass(frozen=True, slots=True)
 class KindUse:
-    """The spans of one kind in the window: their number, the union of their times, and the part of it in steps.
+    """The spans of one kind in the window: their number, the time with any of them, and the part of it in steps.
 
-    `ratio` is the share of the window. `step_ratio` is the share of the time in steps, None without any step.
+    `ratio` is the share of the window. `step_ratio` is the share of the time of steps, None without steps.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class KindUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """The timed intervals of one kind of work on a device: their number and their union."""
+    """The device intervals of one kind of work: their number, and the time in which at least one ran."""
 
     device: int
     work: str
@@ -67,8 +67,7 @@ class DeviceWork:
 
 @dataclass(frozen=True, slots=True)
 class Overview(View):
-    """The `overview` view. `window_ns` is the length of the time with every span, `steps_ns` the time in steps, None
-    without any."""
+    """The `overview` view. `window_ns` is the time without missing spans, `steps_ns` the time of steps or None."""
 
     coverage: Coverage
     window_ns: int
@@ -124,13 +123,13 @@ class Overview(View):
 
 
 def overview(recording: Recording, options: Options) -> Overview:
-    """Return the view of the kept spans. `state` leaves out host or device rows.
+    """Return the view of the kept spans. The option `state` selects host or device rows.
 
     Kinds are sorted by time, or by calls if `sorted_by` is `calls`. The view uses no other option.
     """
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
-    kinds_of_work = _kinds(recording.columns, window)
+    kinds_of_work = _intervals_of_kinds(recording.columns, window)
     steps = kinds_of_work.get("step")
     steps_ns = steps.union.length_ns() if steps is not None else None
 
@@ -142,10 +141,10 @@ def overview(recording: Recording, options: Options) -> Overview:
 
     kinds = [KindUse(kind, stretches.count, *facts(stretches)) for kind, stretches in kinds_of_work.items()]
     by_calls = SortKey.of(options).column == "calls"
-    kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, _place(use.kind)))
+    kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, _rank_of_kind(use.kind)))
     devices = [
         DeviceWork(device, work, stretches.count, *facts(stretches))
-        for device, work, stretches in _by_work(_work(recording.columns, window))
+        for device, work, stretches in _combine_intervals(_intervals_of_devices(recording.columns, window))
     ]
     return Overview(
         Coverage.of_recording(recording),
@@ -157,21 +156,21 @@ def overview(recording: Recording, options: Options) -> Overview:
     )
 
 
-def _place(kind: str) -> int:
-    """Return the index of a kind in the usual order. Unknown kinds of a file come last."""
+def _rank_of_kind(kind: str) -> int:
+    """Return the index of a kind in the usual order. Kinds that only a foreign file has come last."""
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretches:
-    """Intervals in the window: their number and their union."""
+    """Intervals of work: their number, and their union."""
 
     count: int
     union: Union
 
 
-def _kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
-    """Return the intervals of spans by kind, without interruptions: these are part of the interrupted spans."""
+def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
+    """Return the intervals of each kind of span. Interruptions are left out: interrupted spans include them."""
     inside = overlap(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clipped(trace.start_ns, trace.end_ns, window)
@@ -183,8 +182,8 @@ def _kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
     }
 
 
-def _work(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]:
-    """Return the device intervals by device number and kind of work."""
+def _intervals_of_devices(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]:
+    """Return the device intervals of each device and kind of work."""
     intervals = trace.device.only(trace.device.timed).within(window)
     is_copy = trace.of_kind("copy")[intervals.row]
     communicates = trace.owners(trace.of_kind("comm"))[intervals.row] != NONE
@@ -198,8 +197,8 @@ def _work(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]
     return stretches
 
 
-def _by_work(stretches: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
-    """Yield the intervals of each row: first those of all devices, if there are several, then those of each device."""
+def _combine_intervals(stretches: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
+    """Yield the intervals of each row: of all devices together if there are several, then of each device."""
     numbers = sorted({device for device, _ in stretches})
     for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
         chosen = numbers if device == ALL_DEVICES else [device]

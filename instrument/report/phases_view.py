@@ -1,16 +1,15 @@
-"""The `phases` view: the parts of steps: loading, forward, backward, optimizer, and the time outside of phases.
+"""The `phases` view: how the time of steps divides into phases such as loading, forward and backward, and other time.
 
-If a loop waits for its input between two steps, a step begins with the wait for its own input.
+It is the Model Summary of `paddle.profiler`, with the two lines of SINGA's first verbosity. If a loop waits for its
+input between two steps, that wait belongs to the later step. Without steps the view divides requests, and without
+requests the window.
 
-The view is the Model Summary of `paddle.profiler` and the two lines of SINGA's first verbosity. Without any step the
-view is of requests, and without any request of the window.
-
-A phase is a span that is declared as one (`phase:` in a rule or scope), one of kind `phase` by its name, or a loader.
-Each instant of a thread counts for one phase: the open one that began first, so an inner phase is part of it. An
-exception is the optimizer: the phases in its closure count on their own. An instant of a step counts first for spans on
-the step's own thread and task. Its tasks and suspended generators get the remaining instants, since the times at which
-they ran are unknown. Other tasks get none. The rows add up to the steps, so `others` is never negative. In
-`paddle.profiler` it may be, because overlapping phases count twice.
+A phase is a span declared as one (`phase:` in a rule or scope), a span of kind `phase`, or a loader. Each moment of a
+thread counts for one phase: the open one that began first, so an inner phase is part of the outer one. Phases within
+the closure of an optimizer are an exception and count themselves. A moment of a step counts first for spans on the
+step's own thread and task. The tasks that it started and suspended generators get the remaining moments, because the
+times at which they ran are unknown. Other tasks get none. The rows add up to the steps, so `others` is never negative.
+In `paddle.profiler` it may be, because overlapping phases count twice.
 
 Device time is the time of a phase's work on streams, including copies. Parallel work on several streams counts for each
 stream. `others` is the work that no phase launched.
@@ -29,7 +28,7 @@ from instrument.profile.model import PHASES
 from instrument.recording.spans import Interval
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import in_unit, share, six_digits
-from instrument.report.units import LOADER, OPTIMIZER, Units, phase_of, units_of
+from instrument.report.units import LOADER, OPTIMIZER, Units, find_units, phase_of
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above
@@ -38,15 +37,15 @@ from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.self_times import turns, were_suspended
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
-"""The ranks of calls of phases. If several calls are open at an instant, the one with the lowest rank gets the time."""
+"""The ranks of calls. Of several open calls the one with the lowest rank gets the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of phases within units: the index of each call's phase in `names`, and its time.
+    """The calls of phases within units (such as steps): the index of each call's phase in `names`, and its time.
 
-    `whole_ns` has the time of each phase in complete units. `pieces` are the intervals of calls by track, and
-    `of_piece` has the call of each interval. `outside_ns` are the lengths of the calls outside of units.
+    `whole_ns` is the time of each phase in complete units. `pieces` are the intervals of calls by track, and `of_piece`
+    is the call of each interval. `outside_ns` are the durations of the calls outside of units.
     """
 
     names: Sequence[str]
@@ -58,7 +57,7 @@ class Calls:
     outside_ns: Sequence[int]
 
 
-def _by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
+def _group_by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
     """Return the list of times of each phase that has any."""
     order = np.argsort(phase, kind="stable")
     numbers = phase[order]
@@ -67,7 +66,7 @@ def _by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> di
     return {names[number]: part.tolist() for number, part in zip(numbers[firsts].tolist(), parts, strict=False)}
 
 
-def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
+def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     """Return the calls of phases within units. Phases inside a communication or a copy do not count."""
     of_sites = list(map(phase_of, trace.sites))
     numbers: dict[str, int] = {}
@@ -86,14 +85,14 @@ def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
     rank[(rank == OWN) & (np.array([*(name == OPTIMIZER for name in of_sites), False])[trace.site[rows]])] = (
         OWN_OPTIMIZER
     )
-    line, ends = _lines_and_ends(trace, units, rows, stood_still[rows])
+    line, ends = _place_calls(trace, units, rows, stood_still[rows])
     is_outside = (line == NONE) & (trace.start_ns[rows] < interval[1]) & (trace.end_ns[rows] > interval[0])
     outside = rows[is_outside]
     outside_ns = np.minimum(trace.end_ns[outside], interval[1]) - np.maximum(trace.start_ns[outside], interval[0])
     order = np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], rank, line))
     order = order[np.searchsorted(line[order], 0) :]
     rows, line, ends, rank = rows[order], line[order], ends[order], rank[order]
-    call, pieces, unit = _stretches_of_calls(units, line, trace.start_ns[rows], ends, rank)
+    call, pieces, unit = _divide_units(units, line, trace.start_ns[rows], ends, rank)
     lengths_ns = pieces.ends - pieces.starts
     call_numbers = distinct(call)
     own_ns = Groups(np.searchsorted(call_numbers, call), len(call_numbers)).sums(lengths_ns)
@@ -113,8 +112,8 @@ def calls_of(trace: Columns, units: Units, interval: Interval) -> Calls:
     )
 
 
-def _lines_and_ends(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
-    """Return the track and the end of each call. Calls between steps or in skipped steps have the track `NONE`.
+def _place_calls(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
+    """Return the track and the end of each call. Calls outside of steps, or in skipped steps, have the track `NONE`.
 
     A suspended generator counts up to the end of the step in which it began.
     """
@@ -132,12 +131,12 @@ def _lines_and_ends(trace: Columns, units: Units, rows: Int64s, stood_still: Boo
     return line, ends
 
 
-def _stretches_of_calls(
+def _divide_units(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Return the intervals in which each call gets the time of a unit: the calls, the intervals, and their units.
+    """Return the intervals in which calls get the time of a unit: the call, the interval and the unit of each.
 
-    The first of simultaneous calls gets the time. A call without length has an interval if no call of its rank is open.
+    Of simultaneous calls the first gets the time. A call of length 0 has an interval if no call of its rank is open.
     """
     call, since, until = turns(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
@@ -159,10 +158,10 @@ def _stretches_of_calls(
 
 @dataclass(frozen=True, slots=True)
 class StreamUses:
-    """The device time of spans in units: per stream parallel work counts once, and streams are added up.
+    """The device time of units and of the calls in them. Streams are added up, each with parallel work once.
 
-    `units` and `calls` have the sum of each unit and each call with work on a stream, calls by phase. `phases` has the
-    sum of each phase, `base_ns` that of all units, `covered_ns` that of all calls.
+    `units` and `calls` have the sums of the units and calls with work on a stream, calls by phase. `phases` has the sum
+    of each phase, `base_ns` is the sum of all units, and `covered_ns` that of all calls.
     """
 
     units: Sequence[int]
@@ -172,8 +171,8 @@ class StreamUses:
     covered_ns: int
 
 
-def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
-    """Return the device time of the spans that began in a unit, and of spans that began in a call."""
+def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
+    """Return the device time of spans that began in a unit, and of spans that began in a call."""
     device = trace.device
     rows = distinct(device.row)
     rows = rows[units.line_of[rows] != NONE]
@@ -187,20 +186,20 @@ def streams_of(trace: Columns, units: Units, calls: Calls) -> StreamUses:
     parts = stream, device.start_ns[indexes], device.end_ns[indexes]
     in_call = call != NONE
     call, parts_of_calls = call[in_call], tuple(column[in_call] for column in parts)
-    of_units, (of_calls, call_numbers) = _summed(unit, *parts)[0], _summed(call, *parts_of_calls)
-    of_phases, phases = _summed(calls.phase[call], *parts_of_calls)
+    of_units, (of_calls, call_numbers) = _sum_by_key(unit, *parts)[0], _sum_by_key(call, *parts_of_calls)
+    of_phases, phases = _sum_by_key(calls.phase[call], *parts_of_calls)
     return StreamUses(
         units=of_units.tolist(),
-        calls=_by_phase(calls.names, calls.phase[call_numbers], of_calls),
+        calls=_group_by_phase(calls.names, calls.phase[call_numbers], of_calls),
         phases={
             calls.names[number]: total_ns for number, total_ns in zip(phases.tolist(), of_phases.tolist(), strict=True)
         },
-        base_ns=sum(_summed(np.zeros_like(unit), *parts)[0].tolist()),
-        covered_ns=sum(_summed(np.zeros_like(call), *parts_of_calls)[0].tolist()),
+        base_ns=sum(_sum_by_key(np.zeros_like(unit), *parts)[0].tolist()),
+        covered_ns=sum(_sum_by_key(np.zeros_like(call), *parts_of_calls)[0].tolist()),
     )
 
 
-def _summed(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
+def _sum_by_key(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
     """Return the device time of each key, and the keys. Overlapping times on one stream count once."""
     parts, firsts = numbered(keys, streams)
     lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
@@ -209,7 +208,7 @@ def _summed(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tupl
 
 
 ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
-"""The phases of a training step in their order. Other declared phases follow."""
+"""The order of the phases of a training step. Other declared phases follow."""
 
 OTHERS = "others"
 
@@ -227,9 +226,9 @@ NO_PHASE = (
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Times of a row on the host or on devices: the sum, and the mean, greatest and least of its calls.
+    """The host or device times of a row: the sum, and the mean, maximum and minimum over its calls.
 
-    `ratio` is the share of the first row. A value that does not exist is None, such as the mean of `others`.
+    `ratio` is the share of the first row. A value that does not exist, such as the mean of `others`, is None.
     """
 
     total_ns: int
@@ -241,7 +240,7 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """One row: the units, a phase in them, or the others. `device` is None if no device time was recorded."""
+    """A row: the units themselves, one phase within them, or `others`. `device` is None without device time."""
 
     name: str
     calls: int | None
@@ -251,11 +250,11 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class PhasesView(View):
-    """The view. `of` is the unit of the phases: `step`, `request` or `window`.
+    """The `phases` view. `of` is the unit: `step`, `request` or `window`.
 
-    `timed` units are complete, `cut` ones are not completely kept. `skipped` steps were left out, and the spans of
-    `overwritten` earlier ones are gone. `mean_ns` has the mean time of each phase per complete unit. `outside` calls of
-    phases ran outside of all units and took `outside_ns`.
+    `timed` units are complete, and `cut` units have lost spans. `skipped` steps were left out on request, and the spans
+    of `overwritten` earlier steps are gone. `mean_ns` is the mean time of each phase in complete units. `outside` calls
+    of phases ran outside of all units and took `outside_ns`.
     """
 
     coverage: Coverage
@@ -273,7 +272,7 @@ class PhasesView(View):
     TITLE = "Phases"
 
     def head(self) -> list[str]:
-        counted = [self._counted(), f"Time unit: {self._options.unit}"] if self.rows else []
+        counted = [self._count_line(), f"Time unit: {self._options.unit}"] if self.rows else []
         return [*self.coverage.lines(), *counted, *(BASE_NOTE if self.rows and self._options.state != "GPU" else ())]
 
     def nothing(self) -> list[str]:
@@ -284,14 +283,14 @@ class PhasesView(View):
         return self.coverage.none_held("phase", NO_PHASE)
 
     def foot(self) -> list[str]:
-        lines = self._propagation() if self._options.state != "GPU" else []
+        lines = self._singa_lines() if self._options.state != "GPU" else []
         if self.outside:
             place = "in no step" if self.of == "step" else "in no request"
             time = f"{in_unit(self.outside_ns, self._options.unit)} {self._options.unit}"
             lines.append(f"Not counted: {self.outside} call{'s' * (self.outside > 1)} of phases {place}, {time}")
         return lines
 
-    def _counted(self) -> str:
+    def _count_line(self) -> str:
         if self.of == "window":
             return "Phases of the window: there is no step (Profiler.step, or kind: step in a rule) and no request"
         also = [f"{self.skipped} skipped before"] * bool(self.skipped)
@@ -316,7 +315,7 @@ class PhasesView(View):
             for on, heading, notes in tables
         ]  # fmt: skip
 
-    def _propagation(self) -> list[str]:
+    def _singa_lines(self) -> list[str]:
         """Return SINGA's lines. SINGA adds all other phases to backward; here each has a line of its own."""
         if self.of != "step" or not self.timed or not {"forward", "backward"} & self.mean_ns.keys():
             return []
@@ -331,7 +330,7 @@ class PhasesView(View):
 
 
 def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
-    """Return the two lines of SINGA from the mean time of each phase."""
+    """Return SINGA's two lines, from the mean time of each phase."""
     return [
         f"{name.capitalize()} Propagation Time : {six_digits(mean_ns.get(name))} sec"
         for name in ("forward", "backward")
@@ -341,33 +340,33 @@ def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
 def phases(recording: Recording, options: Options) -> PhasesView:
     """Return the view of the kept spans. It uses `state`, `rows`, `least_ns`, `skip_first` and `unit`.
 
-    `rows` and `least_ns` bound the rows to the phases with the most time. `skip_first` leaves out the first steps of
-    each thread, by the step's own number or else in order of their begins. The cost is n log n for n phases.
+    `rows` and `least_ns` limit the rows to the phases with the most time. `skip_first` leaves out the first steps of
+    each thread, by the step's own number or else by its begin. The running time is n log n for n phases.
     """
     trace, facts = recording.columns, recording.trace
-    units = units_of(trace, facts.coverage, options.skip_first)
-    calls = calls_of(trace, units, facts.coverage)
+    units = find_units(trace, facts.coverage, options.skip_first)
+    calls = find_calls(trace, units, facts.coverage)
     coverage = Coverage.of_recording(recording)
     lengths_ns = (units.intervals.ends - units.intervals.starts).tolist()
     whole, count, is_counted = int(units.is_whole.sum()), len(lengths_ns), units.of != "window"
     timed, cut = whole * is_counted, (count - whole) * is_counted
-    own_ns = _by_phase(calls.names, calls.phase, calls.own_ns)
+    own_ns = _group_by_phase(calls.names, calls.phase, calls.own_ns)
     if not count or (not own_ns and not calls.outside_ns):
         return PhasesView(coverage, units.of, timed, units.skipped, 0, cut, (), {}, 0, 0, options)
-    streams = streams_of(trace, units, calls)
+    streams = measure_streams(trace, units, calls)
     base_ns = sum(lengths_ns)
     rest_ns = base_ns - sum(map(sum, own_ns.values()))
     rows = [
         PhaseRow(
             name,
             len(times_ns),
-            _times(times_ns, sum(times_ns), base_ns),
+            _phase_times(times_ns, sum(times_ns), base_ns),
             _device_times(streams, streams.calls.get(name, ()), len(times_ns), streams.phases.get(name, 0)),
         )
-        for name, times_ns in sorted(own_ns.items(), key=lambda item: _place(item[0]))
+        for name, times_ns in sorted(own_ns.items(), key=lambda item: _rank_of_phase(item[0]))
     ]
     on_devices = _device_times(streams, streams.units, count, streams.base_ns)
-    unit_row = PhaseRow(units.of, count, _times(lengths_ns, base_ns, base_ns), on_devices)
+    unit_row = PhaseRow(units.of, count, _phase_times(lengths_ns, base_ns, base_ns), on_devices)
     rest_times = _rest_times(streams.base_ns - streams.covered_ns, streams.base_ns) if streams.units else None
     others_row = PhaseRow(OTHERS, None, _rest_times(rest_ns, base_ns), rest_times)
     before, is_short = units.before, facts.coverage[0] > facts.start_ns
@@ -380,18 +379,18 @@ def phases(recording: Recording, options: Options) -> PhasesView:
         overwritten=max(before - units.skipped, 0) if is_short else 0,
         cut=cut,
         rows=(unit_row, *_largest_rows(rows, options, base_ns, streams.base_ns), others_row),
-        mean_ns=_means(calls.whole_ns, whole, whole_ns) if is_counted else {},
+        mean_ns=_mean_times(calls.whole_ns, whole, whole_ns) if is_counted else {},
         outside=len(calls.outside_ns),
         outside_ns=sum(calls.outside_ns),
         _options=options,
     )
 
 
-def _means(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, float]:
-    """Return the mean time of each phase per complete unit, and the mean time outside of phases."""
+def _mean_times(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[str, float]:
+    """Return the mean time of each phase in a complete unit, and the mean time outside of phases."""
     if not whole:
         return {}
-    means = {phase: times_ns[phase] / whole for phase in sorted(times_ns, key=_place)}
+    means = {phase: times_ns[phase] / whole for phase in sorted(times_ns, key=_rank_of_phase)}
     return {**means, OTHERS: (whole_ns - sum(times_ns.values())) / whole}
 
 
@@ -399,10 +398,10 @@ def _device_times(streams: StreamUses, times_ns: Sequence[int], count: int, tota
     """Return the device times of `count` units or calls. `times_ns` has only those with work on a stream."""
     if not streams.units:
         return None
-    return _times(times_ns if len(times_ns) == count else [*times_ns, 0], total_ns, streams.base_ns, count)
+    return _phase_times(times_ns if len(times_ns) == count else [*times_ns, 0], total_ns, streams.base_ns, count)
 
 
-def _times(times_ns: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
+def _phase_times(times_ns: Sequence[int], total_ns: int, base_ns: int, count: int | None = None) -> PhaseTimes:
     mean_ns = share(total_ns, len(times_ns) if count is None else count)
     return PhaseTimes(total_ns, mean_ns, max(times_ns), min(times_ns), share(total_ns, base_ns))
 
@@ -411,13 +410,13 @@ def _rest_times(rest_ns: int, base_ns: int) -> PhaseTimes:
     return PhaseTimes(rest_ns, None, None, None, share(rest_ns, base_ns))
 
 
-def _place(phase: str) -> tuple[int, str]:
+def _rank_of_phase(phase: str) -> tuple[int, str]:
     order = (*ORDER, *(name for name in PHASES if name not in ORDER))
     return order.index(phase) if phase in order else len(order), phase
 
 
 def _largest_rows(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
-    """Return the rows with the most time, in their order, and one row of the rest."""
+    """Return the rows with the most time in their order, and one row that sums up the others."""
     large = sorted((row for row in rows if row.host.total_ns >= options.least_ns), key=lambda row: -row.host.total_ns)
     shown_names = {row.name for row in large[: options.bound]}
     rest_rows = [row for row in rows if row.name not in shown_names]

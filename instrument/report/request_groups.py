@@ -1,6 +1,6 @@
-"""The requests of a recording, joined with what served them, and their groups by endpoint or by an attribute.
+"""The requests of a recording with the batches that served them, and their groups by endpoint or by an attribute.
 
-Groups share batches and devices: `instrument.trace.ledger` divides a batch's time among its members by their weights.
+`instrument.trace.ledger` divides the time of a shared batch among its requests by their weights.
 """
 
 from __future__ import annotations
@@ -26,44 +26,41 @@ from instrument.trace.ledger import DeviceLedger, Ledger, Turns, device_ledger, 
 from instrument.trace.request_facts import INPUT_TOKENS, OUTPUT_TOKENS
 
 ENDPOINT = "endpoint"
-"""The value of `requests_by` for groups by endpoint, the default of views that need groups."""
+"""The value of `requests_by` that groups requests by endpoint. It is the default of views that need groups."""
 
 
 def joined_requests(recording: Recording) -> Joined:
-    """Return the requests of a recording, joined by their keys."""
+    """Return the requests of a recording. Spans of all processes with the same key are one request."""
     return join(recording.columns, recording.trace.apart_ns, recording.once(request_of_spans))
 
 
 def complete_requests(recording: Recording) -> tuple[Int64s, int]:
-    """Return the rows of the requests within the window, and the number of requests that the window cuts."""
+    """Return the rows of the requests that are entirely within the window, and the number that cross its edges."""
     return requests_within(recording.columns, recording.once(joined_requests).owner, recording.trace.coverage)
 
 
 def request_turns(recording: Recording) -> Turns:
-    """Return the turns of a recording's requests."""
     return turns_of(recording.columns, recording.once(joined_requests))
 
 
 def request_ledger(recording: Recording) -> Ledger:
-    """Return the ledger of a recording's requests."""
     return ledger(recording.columns, recording.once(joined_requests), recording.once(request_turns))
 
 
 def request_device_ledger(recording: Recording) -> DeviceLedger:
-    """Return the device time of each request."""
     return device_ledger(recording.columns, recording.once(joined_requests))
 
 
 @dataclass(frozen=True)
 class RequestGroups:
-    """The names of groups of requests, and the group of each request by its index."""
+    """The names of the groups of requests, and for each request the number of its group."""
 
     names: tuple[str, ...]
     group: Int64s
 
 
 def request_groups(recording: Recording, options: Options) -> RequestGroups:
-    """Return the groups of all requests by `requests_by`. Requests without the attribute are the last group."""
+    """Return all requests in groups by `requests_by`. The last group has the requests without the attribute."""
     trace, rows = recording.columns, recording.once(joined_requests).rows
     if options.requests_by in ("", ENDPOINT):
         names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -76,23 +73,23 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
 
 
 def values_of(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
-    """Return the value of an attribute for each request. A name's end is enough: `tenant` for a header `x-tenant`."""
+    """Return each request's value of an attribute. The end of a name suffices: `tenant` for the header `x-tenant`."""
     if not len(trace.attributes.having(attribute)):
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
-        attribute = next((name for name in _attributes_of(trace, rows) if name.endswith(ends)), attribute)
+        attribute = next((name for name in _attribute_names(trace, rows) if name.endswith(ends)), attribute)
     return list(map(group_of, trace.attributes.values(attribute, rows)))
 
 
-def _attributes_of(trace: Columns, rows: Int64s) -> Iterable[str]:
+def _attribute_names(trace: Columns, rows: Int64s) -> Iterable[str]:
     return dict.fromkeys(name for row in rows[:ROWS_WITH_NAMES].tolist() for name in trace.attributes[row])
 
 
 def refuse_unknown_group(recording: Recording, options: Options) -> None:
-    """Raise `InstrumentError`, which names the existing attributes, if no request has the one of `requests_by`."""
+    """Raise `InstrumentError` with the attributes that exist if no request has the attribute `requests_by`."""
     trace, rows, attribute = recording.columns, recording.once(joined_requests).rows, options.requests_by
     if attribute in ("", ENDPOINT) or not len(rows) or any(values_of(trace, rows, attribute)):
         return
-    names = [safe(name) for name in _attributes_of(trace, rows) if not name.startswith("instrument.")]
+    names = [safe(name) for name in _attribute_names(trace, rows) if not name.startswith("instrument.")]
     raise InstrumentError(
         f"report: asked for groups by {attribute!r}, found no request with that attribute; allowed: "
         f"{', '.join([ENDPOINT, *sorted(names)[:MOST_NAMES]])}"
@@ -100,14 +97,14 @@ def refuse_unknown_group(recording: Recording, options: Options) -> None:
 
 
 MOST_NAMES = 20
-"""The maximum number of attributes that this message names."""
+"""The maximum number of attributes that the message on an unknown attribute lists."""
 
 ROWS_WITH_NAMES = 1_000
-"""The maximum number of requests that are searched for an attribute whose name has a given end."""
+"""The maximum number of requests that are searched for an attribute by the end of its name."""
 
 
 def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
-    """Return the names of the largest groups and of one for the rest, and the group of each value, `NONE` for None."""
+    """Return the most frequent values and a name for all others, and the group of each value, `NONE` for None."""
     values = list(values)
     counts = Counter(value for value in values if value is not None)
     largest = [value for value, _ in counts.most_common(at_most)]
@@ -118,7 +115,7 @@ def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str],
 
 @dataclass(frozen=True, slots=True)
 class GroupShare:
-    """The requests of a group, their shares of batches and devices, and their tokens if recorded."""
+    """The requests of a group, their shares of the time of batches and devices, and their tokens if recorded."""
 
     name: str
     requests: int
@@ -132,7 +129,7 @@ class GroupShare:
 
 
 def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ...]:
-    """Return the shares of all groups of requests within the window, () without `requests_by`."""
+    """Return the shares of each group of requests within the window, () without the option `requests_by`."""
     if not options.requests_by:
         return ()
     trace, joined = recording.columns, recording.once(joined_requests)
@@ -147,7 +144,7 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
         times = recording.once(request_device_ledger)
         on_device = times.own_ns + times.shared_ns
     batches_ns, device_ns = of_places.sums(in_batches[places]), of_places.sums(on_device[places])
-    tokens = [_tokens(trace, whole, of_places, name, count) for name in (INPUT_TOKENS, OUTPUT_TOKENS)]
+    tokens = [_sum_tokens(trace, whole, of_places, name, count) for name in (INPUT_TOKENS, OUTPUT_TOKENS)]
     sizes = of_places.sizes().tolist()
     all_batches_ns, all_device_ns = int(batches_ns.sum()), int(device_ns.sum())
     rows = [
@@ -169,7 +166,7 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
     return bounded(rows, options, lambda row: row.batches_ns, rest)
 
 
-def _tokens(trace: Columns, rows: Int64s, groups: Groups, name: str, count: int) -> list[int | None]:
+def _sum_tokens(trace: Columns, rows: Int64s, groups: Groups, name: str, count: int) -> list[int | None]:
     values = trace.attributes.values(name, rows) if len(trace.attributes.having(name)) else []
     if not values:
         return [None] * count
@@ -178,7 +175,7 @@ def _tokens(trace: Columns, rows: Int64s, groups: Groups, name: str, count: int)
 
 
 def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:
-    """Return the table of the shares of groups."""
+    """Return the table of each group's shares."""
     columns = ["name=Value", "requests=Requests"]
     for name, heading in (("batches", "Batches"), ("device", "Device")):
         if any(getattr(row, f"{name}_ns") for row in shares):

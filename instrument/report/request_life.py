@@ -1,7 +1,7 @@
-"""The life of one request as text: the parts of its time, the cause of its slowness, and its waits and batches.
+"""The report on one request: the parts of its time, the cause of its slowness, and its waits and batches one by one.
 
-A request of a thousand tokens has a thousand batches. So a long list shows successive batches, with the short times
-between them, as one line. A turn much longer than the others, as after a preemption, has its own line.
+A request with a thousand tokens has a thousand batches. So a long list prints successive batches, with the short waits
+between them, as one line. A wait or batch much longer than the others, such as after a preemption, keeps its own line.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
 
 FEW = 40
-"""The maximum number of turns (waits and batches) that have a line each. A longer list joins short turns."""
+"""The number of turns (waits and batches) up to which each has its own line."""
 
 SMALL = 200
-"""In a long list, a turn has its own line if it exceeds the request's wall time divided by this number."""
+"""A turn of a long list has its own line if it is longer than the request's wall time divided by this number."""
 
 OUTSTANDING = 4
-"""In a long list, a turn has its own line if it exceeds the usual batch length this many times. The usual length is the
-median of the batches of its name; for a stall, the largest such median."""
+"""A batch of a long list has its own line if it takes this many times as long as the median batch of its name. A stall
+is compared with the largest such median."""
 
 MOST_DIGITS = 19
-"""The number of decimal digits from which on an integer may exceed 64 bits."""
+"""The number of digits from which on an integer may not fit into 64 bits."""
 
 BAR = 32
-"""The width of a bar for the whole wall time, in columns."""
+"""The width of the bar for a request's whole wall time, in columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A line of the list: one turn, or `times` short turns in a row. It began `begin_ns` after the request.
+    """A line of the list: one turn, or the sum of `times` short turns. `begin_ns` counts from the request's begin.
 
-    `name` is the name of the span, "" between spans. `in_batches_ns` is the time in batches of up to `size` requests,
-    and `own_ns` the request's share of that time.
+    `name` is the span's name, "" for the time between spans. `in_batches_ns` is the time in batches of up to `size`
+    requests, and `own_ns` is the request's share of it.
     """
 
     part: str
@@ -76,10 +76,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class RequestLife:
-    """The life of a request: its `parts`, which add up to its wall time, its cause of delay, and its turns.
+    """The life of a request: its turns, the `parts` that add up to its wall time, and what made it slow (`blame`).
 
     `namesakes` are the span numbers of other requests with the same key. `device_own_ns` is the device time of the
-    request's own work, `device_shared_ns` its shares of the device time of batches.
+    request's own work, and `device_shared_ns` its shares of the device time of batches.
     """
 
     name: str
@@ -123,11 +123,11 @@ class RequestLife:
             lines += ["", *wrapped(f"{text[0].upper()}{text[1:]}")]  # names and keys stay as they are
         lines += ["", *section_title("Turn by turn")]
         for turn in self.turns:
-            lines.append(self._bar(turn, unit))
+            lines.append(self._turn_line(turn, unit))
         return [*lines, "", "A bar is the part's place. 25% its own of 4: its share of batches of 4 requests.", ""]
 
     def _repr_html_(self) -> str:
-        """Return the turns as a waterfall chart for a notebook."""
+        """Return the turns as a chart for a notebook."""
         unit, wall_ns = self._options.unit, max(self.wall_ns, 1)
         title = f"{self.name}: {in_unit(self.wall_ns, unit)} {unit} {' '.join(self.keys)}"
         rows = []
@@ -141,7 +141,7 @@ class RequestLife:
             )
         return f'<h4>{escape(safe(title))}</h4><table style="width:100%"><tbody>{"".join(rows)}</tbody></table>'
 
-    def _bar(self, turn: Turn, unit: str) -> str:
+    def _turn_line(self, turn: Turn, unit: str) -> str:
         scale = BAR / max(self.wall_ns, 1)
         first = min(int(turn.begin_ns * scale), BAR - 1)
         length = max(1, min(BAR - first, round(turn.length_ns * scale)))
@@ -156,12 +156,12 @@ class RequestLife:
 
 
 def request_life(recording: Recording, name: str, options: Options) -> RequestLife:
-    """Return the life of the request with a key or a span number. Of several requests the longest one counts.
+    """Return the life of the request with a key or span number. If several requests have the key, the longest is used.
 
     Raises `TraceError` if no request matches.
     """
     trace, joined, ledger = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
-    place, *namesakes = places_of_request(trace, joined, name)
+    place, *namesakes = find_request(trace, joined, name)
     row = int(joined.rows[place])
     begin_ns = int(trace.start_ns[row])
     site = trace.sites[trace.site[row]]
@@ -181,15 +181,15 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
         outcome=request_outcome(trace, row),
         parts=ledger.parts_of(place),
         blame=cause,
-        turns=tuple(_turns(trace, joined, ledger, moments, begin_ns)),
+        turns=tuple(_make_turns(trace, joined, ledger, moments, begin_ns)),
         device_own_ns=int(devices.own_ns[place]),
         device_shared_ns=int(devices.shared_ns[place]),
         _options=options,
     )
 
 
-def places_of_request(trace: Columns, joined: Joined, name: str) -> list[int]:
-    """Return the indices of the requests with a key or a span number, the longest first.
+def find_request(trace: Columns, joined: Joined, name: str) -> list[int]:
+    """Return the indices of the requests with a key or span number, the longest request first.
 
     Raises `TraceError` if no request matches.
     """
@@ -208,7 +208,9 @@ def places_of_request(trace: Columns, joined: Joined, name: str) -> list[int]:
     )
 
 
-def _turns(trace: Columns, joined: Joined, ledger: Ledger, moments: Sequence[Moment], begin_ns: int) -> Iterator[Turn]:
+def _make_turns(
+    trace: Columns, joined: Joined, ledger: Ledger, moments: Sequence[Moment], begin_ns: int
+) -> Iterator[Turn]:
     served = joined.served
 
     def name_of(moment: Moment) -> str:
@@ -257,7 +259,7 @@ def _turns(trace: Columns, joined: Joined, ledger: Ledger, moments: Sequence[Mom
 
 
 def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Return the request's share of each turn in a batch, in ns. It is proportional to the turn's length."""
+    """Return the request's share of each of its turns in a batch, in ns, in proportion to the length of the turn."""
     of_pairs: dict[int, list[Moment]] = {}
     for moment in moments:
         if moment.pair != NONE:

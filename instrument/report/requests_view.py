@@ -1,14 +1,14 @@
-"""The `requests` view: the times of the requests of each endpoint, their parts, and the slowest requests.
+"""The `requests` view: the times of each endpoint's requests, the parts of their times, and the slowest of them.
 
-An endpoint is a name of topmost request spans. Every instant of a request's wall time belongs to one part: the phase
-that began last among the running phases, on any thread or task of the request. So an inner phase takes its time out of
-the outer one. Of two phases that began at once, the shorter one counts as later. An instant without a phase is
-`unknown`. The parts add up to the wall time to the nanosecond. If rules give requests keys, phases in other processes
-count, too. Batches and the times between them are then parts (`instrument.trace.ledger`).
+An endpoint is a name of topmost request spans. Each moment of a request's wall time belongs to one part: the running
+phase that began last, on any thread or task of the request. So an inner phase shortens the outer one. Of two phases
+that began at once, the shorter one counts as later. A moment without a phase is `unknown`. The parts add up to the wall
+time to the nanosecond. If rules name the requests' keys, phases in other processes count, too, and batches and the
+times between them become parts (`instrument.trace.ledger`).
 
-A phase is a span whose site is declared as a phase (`phase:`), or a span of kind `phase`, by its name. Copies to and
-from a device are `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, communication is
-`comm`. A span of any kind with the name `queue` is that phase. Operators and scopes of the user are no phases.
+A phase is a span whose site declares one (`phase:`), or a span of kind `phase`. Copies to and from a device are the
+phases `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, and communication `comm`. A
+span of any kind with the name `queue` is a phase, too. Operators and scopes of the user are no phases.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 from instrument.recording.spans import is_late_failure, is_request
 from instrument.report.device_view import (
     EndpointShare,
-    by_endpoint,
+    bound_endpoints,
     device_share_section,
-    device_shares,
-    shown_endpoints,
+    endpoint_section,
+    share_device_time,
 )
 from instrument.report.endpoint_times import (
     CLASSES,
@@ -36,12 +36,12 @@ from instrument.report.endpoint_times import (
     EndpointTimes,
     PhaseTime,
     TokenTimes,
-    blocked_loops,
+    measure_blocked_loops,
     phase_times,
     request_outcome,
-    token_times,
+    times_by_tokens,
 )
-from instrument.report.function_times import topmost_by_name
+from instrument.report.function_times import sum_topmost_by_name
 from instrument.report.request_groups import (
     GroupShare,
     complete_requests,
@@ -64,7 +64,7 @@ from instrument.report.table import (
     tenths,
     wrapped,
 )
-from instrument.report.utilisation import EndpointUse, request_of_spans, utilisation
+from instrument.report.utilisation import EndpointUse, measure_utilisation, request_of_spans
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Int64s
@@ -83,22 +83,22 @@ A_REQUEST = (
 )
 
 ENOUGH = 3
-"""The minimum number of an endpoint's requests for which typical times are computed."""
+"""The minimum number of an endpoint's requests from which its typical times are computed."""
 
 NOTABLE = 20
-"""A slow request has a `blame` if its excess is at least its wall time divided by this number."""
+"""A slow request names a cause if its excess is larger than its wall time divided by this number."""
 
 SLOWEST = 5
-"""The number of slowest requests in the list if the option `rows` is not set."""
+"""The number of slowest requests that are listed if the option `rows` is not set."""
 
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 YEARS_NS = 200 * 366 * 86_400 * 10**9
-"""The largest distance of a wall time from 1970. A time beyond it comes from a damaged file or a wrong clock."""
+"""The largest time since 1970 that is accepted as a date. A larger one comes from a damaged file or a wrong clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWithin:
-    """The work of one device within requests that had device time on it."""
+    """The work of one device during the requests that used it."""
 
     device: int
     endpoints: tuple[EndpointUse, ...]
@@ -106,12 +106,12 @@ class DeviceWithin:
 
 @dataclass(frozen=True, slots=True)
 class SlowRequest:
-    """A slow request. It began `begin_ns` after the trace's start, at `began` in UTC ("" if unknown).
+    """A slow request. It began `begin_ns` after the start of the trace, at the date `began` in UTC ("" if unknown).
 
     `span_id` is its id in the Chrome trace. `trace_id` and `collector_span_id` are its hexadecimal ids at the
     collector, "" if unknown. The collector has the request only if the profile's `capture` kept it. `outcome` is the
-    reason why the request ended early, "" if it did not. `keys` identify the request in other processes. `blame` names
-    the cause of its excess over typical requests of its endpoint (see `ENOUGH` and `NOTABLE`).
+    reason why the request ended early, "" if it did not. `keys` identify the request in other processes. `blame` is the
+    cause of its excess over typical requests of its endpoint (see `ENOUGH` and `NOTABLE`).
     """
 
     name: str
@@ -132,12 +132,13 @@ class SlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes(View):
-    """The `requests` view: the requests within the window that still have all of their spans, by endpoint.
+    """The `requests` view: the requests within the window whose spans are all kept, by endpoint.
 
     `counted` is the number of all requests that ended, and `errors` the number that failed. Both include requests whose
-    spans are gone, so they may exceed `requests`. `requests_cut` cross an edge of the window or had not ended; no other
-    field counts them. `late_failures` failed after their answer, and are no errors. `blocked` is None if no event loop
-    was blocked. `groups` has the requests by an attribute. `device_shares` has the device time of batches.
+    spans are no longer kept, so they may exceed `requests`. `requests_cut` is the number of requests that cross an edge
+    of the window or had not ended; no other field counts them. `late_failures` failed after their answer, and are no
+    errors. `blocked` is None if no event loop was blocked. `groups` has the requests by an attribute. `device_shares`
+    has the device time of batches.
     """
 
     coverage: Coverage
@@ -156,12 +157,14 @@ class RequestTimes(View):
     shares: tuple[GroupShare, ...]
     tokens: tuple[TokenTimes, ...]
     _served_ns: int
-    """The time from the begin of the first request to the end of the last request."""
+    """The time from the begin of the first request to the end of the last one."""
     _options: Options
 
     def sections(self) -> list[Section]:
         cancelled = "|cancelled=Cancelled" if any(endpoint.cancelled for endpoint in self.endpoints) else ""
-        blocked = [] if self.blocked is None else [self.blocked.whole(), *(row.indented() for row in self.blocked.by)]
+        blocked = (
+            [] if self.blocked is None else [self.blocked.total_row(), *(row.indented() for row in self.blocked.by)]
+        )
         return [
             Section(
                 "Endpoints", self.endpoints,
@@ -175,8 +178,8 @@ class RequestTimes(View):
                 "name=Value|requests=Count|errors=Errors|mean_ns=Mean|p50_ns=p50|p90_ns=p90|p99_ns=p99|max_ns=Max|"
                 "+wall_ns=Sum|ratio=Of all",
             ),
-            self._answers(),
-            *self._tokens(),
+            self._answers_section(),
+            *self._token_sections(),
             Section(
                 "Streamed answers", [endpoint for endpoint in self.endpoints if endpoint.streams],
                 "name=Request|streams.count=Streams|streams.items=Items|streams.first_p50_ns=First p50|"
@@ -203,7 +206,7 @@ class RequestTimes(View):
                     "Mostly at: the innermost line of the service's own code, from the second time on.",
                 ),
             ),
-            *(by_endpoint(f"Device {device.device}", device.endpoints) for device in self.devices),
+            *(endpoint_section(f"Device {device.device}", device.endpoints) for device in self.devices),
             device_share_section(self.device_shares),
             shares_section(self.shares, self._options),
             Section(
@@ -213,8 +216,8 @@ class RequestTimes(View):
             ),
         ]  # fmt: skip
 
-    def _answers(self) -> Section:
-        """Return the table of answers by class of status, such as `2xx`."""
+    def _answers_section(self) -> Section:
+        """Return the table of the numbers of answers by class of status, such as `2xx`."""
         shown = [name for name in CLASSES if any(name in row.statuses for row in self.endpoints)]
         rates = [share(row.requests * 1e9, self._served_ns) for row in self.endpoints]
         return Section(
@@ -229,8 +232,8 @@ class RequestTimes(View):
             ("A second: requests per second, from the first begin to the last end. 4xx is no error.",),
         )
 
-    def _tokens(self) -> list[Section]:
-        """Return the tables of times by output tokens, by input tokens, and by the cached part of prompts."""
+    def _token_sections(self) -> list[Section]:
+        """Return the tables of times by output tokens, by input tokens, and by the cached part of the prompt."""
         notes = (
             "A token: the time after the first output token / the output tokens after it. The first one is the first",
             "item of a stream, else the end of the prefill. Prefill: from the first batch to the first token.",
@@ -255,14 +258,14 @@ class RequestTimes(View):
 
     @property
     def late(self) -> str:
-        """A clause on requests that failed after their answer, "" without any."""
+        """A clause on the requests that failed after their answer, "" if none did."""
         return f", {self.late_failures} failed after {'its' if self.late_failures == 1 else 'their'} answer" * bool(
             self.late_failures
         )
 
     @property
     def is_part(self) -> bool:
-        """True if more requests have ended than the tables show."""
+        """True if more requests have ended than the tables contain."""
         return self.counted > self.requests
 
     TITLE = "Requests"
@@ -284,16 +287,16 @@ class RequestTimes(View):
 def requests(recording: Recording, options: Options) -> RequestTimes:
     """Return the view of the kept spans.
 
-    `sorted_by` orders the endpoints by wall times (see `SortKey`), by default by their sum. `rows` bounds the
-    endpoints, the phases of each, and the slowest requests (by default five). `least_ns` moves endpoints and phases
-    with a smaller sum to the row of the rest.
+    `sorted_by` orders the endpoints by wall times (see `SortKey`), by default by their sum. `rows` limits the
+    endpoints, the phases of each endpoint, and the slowest requests (five by default). Endpoints and phases with a sum
+    below `least_ns` are added up in the last row.
     """
     trace = recording.columns
     joined = recording.once(joined_requests)
     whole, cut = recording.once(complete_requests)
     table = recording.once(request_table)
     coverage = Coverage.of_recording(recording)
-    counted = {} if coverage.complete else _counts_by_name(recording, joined)
+    counted = {} if coverage.complete else _count_requests(recording, joined)
     endpoints = table.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
     shown = {endpoint.name: (endpoint.counted, endpoint.errors) for endpoint in endpoints}
     of_all = [
@@ -304,7 +307,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
-    shown_rows = bounded(endpoints, options, lambda row: row.wall_ns, lambda rows: table.rest(rows, options))
+    shown_rows = bounded(endpoints, options, lambda row: row.wall_ns, lambda rows: table.sum_endpoints(rows, options))
     return RequestTimes(
         coverage=coverage,
         requests=len(whole),
@@ -315,9 +318,9 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         wall_ns=sum(table.wall_ns.tolist()),
         endpoints=shown_rows,
         groups=table.groups(trace, options),
-        devices=_devices(recording, options),
+        devices=_devices_within(recording, options),
         slowest=_slowest_requests(table, recording, options),
-        blocked=blocked_loops(trace, options),
+        blocked=measure_blocked_loops(trace, options),
         device_shares=tuple(_device_shares(recording, whole, options)),
         shares=group_shares(recording, options),
         tokens=_token_times(recording, table, [row.name for row in shown_rows if not row.remaining]),
@@ -329,10 +332,10 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 # From spans to times.
 
 
-def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
-    """Return the calls and the errors of topmost requests by name, as the tally counts them.
+def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
+    """Return the calls and errors of topmost requests by name, from the tally.
 
-    Names of requests that are part of another request by its key are left out: the tally itself has no keys.
+    Names of requests that are parts of other requests by their key are left out, because the tally does not know keys.
     """
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -341,12 +344,12 @@ def _counts_by_name(recording: Recording, joined: Joined) -> dict[str, tuple[int
         set(distinct(name_of[owner == rows]).tolist()) for owner in (recording.once(request_of_spans), joined.owner)
     )
     parts = {names[number] for number in topmost - unjoined}
-    totals_by_name = topmost_by_name(recording.totals(merged=True), is_request)
+    totals_by_name = sum_topmost_by_name(recording.totals(merged=True), is_request)
     return {name: (totals.calls, totals.errors) for name, totals in totals_by_name.items() if name not in parts}
 
 
 def request_table(recording: Recording) -> CompleteRequests:
-    """Return the requests within the window that have all of their spans, as columns."""
+    """Return the requests within the window whose spans are all kept, as columns."""
     whole, _ = recording.once(complete_requests)
     joined, ledger = recording.once(joined_requests), recording.once(request_ledger)
     return CompleteRequests.of(recording.columns, joined, ledger, whole)
@@ -356,15 +359,15 @@ def _token_times(recording: Recording, table: CompleteRequests, names: list[str]
     trace = recording.columns
     if not any(len(trace.attributes.having(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
         return ()
-    return token_times(trace.attributes, table, stages(trace, recording.once(joined_requests)), names)
+    return times_by_tokens(trace.attributes, table, stages(trace, recording.once(joined_requests)), names)
 
 
-def _devices(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
+def _devices_within(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
     if not len(recording.columns.device):
         return ()
     return tuple(
-        DeviceWithin(use.device, shown_endpoints(use.endpoints, options))
-        for use in recording.once(utilisation).devices
+        DeviceWithin(use.device, bound_endpoints(use.endpoints, options))
+        for use in recording.once(measure_utilisation).devices
         if use.endpoints
     )
 
@@ -376,11 +379,11 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> lis
     names, of_site = trace.numbered_sites(attrgetter("name"))
     places, of_name = recording.once(joined_requests).of[whole], of_site[trace.site[whole]]
     by_name = {names[number]: places[of_name == number] for number in distinct(of_name).tolist()}
-    return device_shares(recording.once(request_device_ledger), by_name, options)
+    return share_device_time(recording.once(request_device_ledger), by_name, options)
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
-    """Return the slowest requests, each with its cause compared to typical requests of its endpoint."""
+    """Return the slowest requests, each with its cause compared with typical requests of its endpoint."""
     trace, joined, parts = recording.columns, recording.once(joined_requests), recording.once(request_ledger)
     typical: dict[int, Mapping[str, int]] = {}
     slowest = []
@@ -394,12 +397,12 @@ def _slowest_requests(table: CompleteRequests, recording: Recording, options: Op
             cause = blame(trace, joined, parts, place, typical[endpoint])
             if cause is not None and cause.excess_ns * NOTABLE < int(table.wall_ns[index]):
                 cause = None
-        slow = _slow_request(table, index, recording, options, joined.keys.get(place, ()))
+        slow = _make_slow_request(table, index, recording, options, joined.keys.get(place, ()))
         slowest.append(replace(slow, blame=cause))
     return tuple(slowest)
 
 
-def _slow_request(
+def _make_slow_request(
     table: CompleteRequests, at: int, recording: Recording, options: Options, keys: tuple[str, ...]
 ) -> SlowRequest:
     trace, facts, row = recording.columns, recording.trace, int(table.rows[at])
@@ -441,8 +444,8 @@ PARTS_NOTE = (
 )
 
 
-def parts_of(row: EndpointTimes) -> list[PhaseTime]:
-    """Return the parts of the wall time of an endpoint's requests: the phases, then the unknown time."""
+def list_parts(row: EndpointTimes) -> list[PhaseTime]:
+    """Return the parts of the wall time of an endpoint's requests: its phases, then the unknown time."""
     unknown = PhaseTime(
         UNKNOWN, row.requests, row.unknown_ns, row.unknown_mean_ns, row.unknown_p50_ns,
         row.unknown_p99_ns, row.unknown_ratio,
@@ -451,7 +454,7 @@ def parts_of(row: EndpointTimes) -> list[PhaseTime]:
 
 
 class RequestPart(NamedTuple):
-    """A row of an endpoint's time: the whole of it at `depth` 0, or the part with the given `name`."""
+    """A row of the table of an endpoint's time: the whole time at `depth` 0, or at 1 the part with this `name`."""
 
     endpoint: str
     name: str
@@ -463,7 +466,7 @@ def _part_rows(row: EndpointTimes) -> list[RequestPart]:
     whole = PhaseTime(
         "", row.requests, row.wall_ns, row.mean_ns, row.p50_ns, row.p99_ns, share(row.wall_ns, row.wall_ns)
     )
-    name, *parts = row_name(row), *parts_of(row)
+    name, *parts = row_name(row), *list_parts(row)
     names = [*map(row_name, parts[:-1]), "unknown (no phase ran)"]
     return [
         RequestPart(name, name, 0, whole),
@@ -488,7 +491,7 @@ def _slow_lines(place: int, request: SlowRequest, unit: str) -> list[str]:
 
 
 def blame_text(slow_by: Blame, unit: str) -> str:
-    """Return the cause of a slow request in one line."""
+    """Return the cause of a slow request as one line."""
     cause = ""
     if slow_by.cause is not None:
         of_request = f" of {shorten(safe(slow_by.cause.request), LINE // 3)}" if slow_by.cause.request else ""

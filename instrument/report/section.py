@@ -1,9 +1,9 @@
-"""A view and its sections. Each table is declared once, for the text and the HTML page.
+"""The base class of views, and the tables of a view: each is declared once for both text and HTML.
 
-Columns are `field=Heading`, with `|` between them. A `+` before a column restricts it to the page, which is wider. A
-field is an attribute or a method of the row, an attribute of an attribute (`part.field`), or an index of a tuple. The
-end of its name gives its kind: `_ns` for times, `_bytes` for sizes, `ratio` and some others for shares. In a row with
-`remaining` the first column has the number of rows that it replaces.
+A table's columns are written as `field=Heading|field=Heading`. A `+` before a column shows it only on the HTML page,
+which is wider. A field is an attribute or method of the row, an attribute of an attribute (`part.field`), or an index
+into a tuple. The end of the field's name selects its format: `_ns` is a time, `_bytes` a size, `ratio` a percentage. A
+row whose `remaining` is above 0 replaces that many rows, and its first column shows this number.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 NO_EVENTS = "no events"
-"""The default reason why a span has no device time."""
+"""The reason that is printed for a span without device time if no other reason is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of spans in a report, and the time without missing spans, in ns from the trace's start.
+    """The number of kept spans, and the time from which no span is missing, in ns from the start of the trace.
 
     `complete` is True if no span was overwritten by a newer one.
     """
@@ -51,7 +51,6 @@ class Coverage:
 
     @classmethod
     def of_recording(cls, recording: Recording) -> Coverage:
-        """Return the coverage of the kept spans."""
         facts = recording.trace
         first, last = facts.coverage
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
@@ -66,12 +65,12 @@ class Coverage:
         ]
 
     def none_held(self, noun: str, otherwise: str) -> list[str]:
-        """Return the lines of an empty view: `otherwise` if all spans are kept, else a note on overwritten ones."""
+        """Return the text of an empty view: `otherwise` if all spans were kept, else a note on overwritten spans."""
         return explain_empty(noun, otherwise, complete=self.complete)
 
 
 def explain_empty(noun: str, otherwise: str, *, complete: bool) -> list[str]:
-    """Return the lines of an empty view: `otherwise` if all spans are kept, else a note on overwritten ones."""
+    """Return the text of an empty view: `otherwise` if all spans were kept, else a note that spans were overwritten."""
     if complete:
         return wrapped(otherwise)
     return wrapped(
@@ -83,27 +82,27 @@ def explain_empty(noun: str, otherwise: str, *, complete: bool) -> list[str]:
 TEXT, TIME, SIZE, RATIO, DEVICE = "text", "time", "size", "ratio", "device"
 
 BLANK = object()
-"""A value for an empty cell."""
+"""A value that is printed as an empty cell."""
 
 RATIOS = ("ratio", "fill", "uneven", "running", "burden")
-"""Fields that are shares although their names do not end in `ratio`."""
+"""Fields that are printed as percentages although their names do not end in `ratio`."""
 
 MIB = 1 << 20
 
 SIZE_ROOM = 8
-"""The width of a size, in columns."""
+"""The width of a printed size, in columns."""
 
 Text = Callable[[Any, str], str]
-"""A function that makes a cell's text from a value (or from the whole row) and the unit of times."""
+"""A function from a value (or a whole row) and a unit of time to the text of a cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table of a view, with `lead` lines above and `notes` below it. Without rows it shows the `empty` lines.
+    """A table of a view, with the lines `lead` above it and `notes` below it. Without rows it prints `empty`.
 
-    `texts` has functions for fields whose text is not the default. `widths` are the least widths of the columns; a
-    single width is for all columns but the first, which has names. `paragraph` makes several lines per row from its
-    number (from 1) if a row is too long for a table.
+    `texts` maps a field to the function that prints it, if the default is not right. `widths` are the minimum widths of
+    the columns. A single number is the minimum of every column except the first. `paragraph` prints a row that is too
+    long for a table as several lines, from its number (1 is the first), the row and the unit.
     """
 
     title: str
@@ -117,12 +116,11 @@ class Section:
     paragraph: Callable[[int, Any, str], list[str]] | None = None
 
     def lines(self, unit: str) -> list[str]:
-        """Return the section as text."""
         shown = [*self.lead, *self.table(unit), *self.notes] if self.rows else self.empty
         return [*section_title(shorten(safe(self.title), LINE - 2 * DASHES)), *shown]
 
     def table(self, unit: str) -> list[str]:
-        """Return the table alone."""
+        """Return the lines of the table, without its title and notes."""
         if self.paragraph is not None:
             return [line for place, row in enumerate(self.rows, 1) for line in self.paragraph(place, row, unit)]
         header, cells = self.cells(unit)
@@ -132,39 +130,38 @@ class Section:
 
     def cells(self, unit: str) -> tuple[list[str], list[list[str]]]:
         """Return the headings of the text columns, and the cells of each row."""
-        columns = [(name, heading) for name, heading, is_wide in self.described() if not is_wide]
+        columns = [(name, heading) for name, heading, is_wide in self.parse_columns() if not is_wide]
         header, name = [heading for _, heading in columns], columns[0][0]
         name = "" if name in self.texts else name
-        first, *other_texts = [self._text_of(field) for field, _ in columns]
+        first, *other_texts = [self._text_function(field) for field, _ in columns]
         indents = ["  " * getattr(row, "depth", 0) for row in self.rows]
         return header, [
-            [indent + (name_of(row, name) or first(row, unit)), *(text(row, unit) for text in other_texts)]
+            [indent + (special_name(row, name) or first(row, unit)), *(text(row, unit) for text in other_texts)]
             for indent, row in zip(indents, self.rows, strict=True)
         ]
 
     def html(self, unit: str) -> str:
-        """Return the table as HTML."""
         if self.paragraph is not None:
             return f"<pre>{escape(chr(10).join(self.table(unit)))}</pre>"
         header, rows = self.cells(unit)
         return html_table(header, rows, f"{self.title}. {' '.join(self.notes)}".strip(". "))
 
-    def described(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield the field and the heading of each column, and True if only the page has it."""
+    def parse_columns(self) -> Iterator[tuple[str, str, bool]]:
+        """Yield each column's field, its heading, and True if only the HTML page shows it."""
         for column in self.columns.split("|"):
             name, _, heading = column.partition("=")
             yield name.removeprefix("+"), heading, name.startswith("+")
 
-    def _text_of(self, name: str) -> Text:
-        """Return the function that makes the text of a row's cell in a column."""
+    def _text_function(self, name: str) -> Text:
+        """Return the function that prints a field of a row."""
         if name in self.texts:
             return self.texts[name]
-        text = TEXTS[kind_of(name)]
+        text = TEXTS[format_of_field(name)]
         return lambda row, unit: "" if (value := value_of(row, name)) is BLANK else text(value, unit)
 
 
 class View:
-    """A view: its fields are numbers, and its methods return the tables and sentences that show them."""
+    """The base class of views: fields are numbers, and methods return the tables and sentences that show them."""
 
     __slots__ = ()
 
@@ -173,19 +170,17 @@ class View:
     _options: Options
 
     def heading(self) -> str:
-        """Return the title of the view."""
         return self.TITLE
 
     def head(self) -> list[str]:
-        """Return the lines below the title: on the spans of the view, the units, and the bases of ratios."""
+        """Return the lines below the title: the number of spans, the unit of times, and the bases of ratios."""
         return []
 
     def nothing(self) -> list[str]:
-        """Return the lines of an empty view, which say why it is empty; [] for any other view."""
+        """Return the reason why the view is empty, as lines; [] if it is not empty."""
         return []
 
     def sections(self) -> Sequence[Section]:
-        """Return the tables in their order."""
         return ()
 
     def table_lines(self) -> list[str]:
@@ -194,7 +189,6 @@ class View:
         return [line for section in shown for line in (*section.lines(self._options.unit), "")]
 
     def foot(self) -> list[str]:
-        """Return the lines below the last table."""
         return []
 
     def _repr_html_(self) -> str:
@@ -205,14 +199,14 @@ class View:
         return f"<h4>{escape(self.heading())}</h4><p>{text}</p>{''.join(tables)}"
 
     def lines(self) -> list[str]:
-        """Return the view as text: escaped names, and times in the unit of the options. No line contains a newline."""
+        """Return the view as lines of text, with escaped names and with times in the unit of the options."""
         head = self.head()
         lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
         return lines + (self.nothing() or [*self.table_lines(), *self.foot()])
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """Return a table of texts as HTML. The first column is left-justified and keeps its indents."""
+    """Return the cells as an HTML table. The first column is left-justified and keeps its indents."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         name, *values = (escape(cell) for cell in cells)
@@ -224,8 +218,8 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: st
     return f"<table>{label}<thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
-def name_of(row: Any, name: str) -> str:
-    """Return the name of a row that replaces others or has no name; "" for any other row."""
+def special_name(row: Any, name: str) -> str:
+    """Return the name of a row that replaces other rows or whose name is empty; "" for any other row."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
@@ -233,7 +227,7 @@ def name_of(row: Any, name: str) -> str:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """Return the value of a row's field, None if an attribute on the way is None."""
+    """Return the value of a row's field such as `time.mean_ns`, None if a part of this path is None."""
     value = row
     for part in name.split("."):
         if value is None:
@@ -243,8 +237,8 @@ def value_of(row: Any, name: str) -> Any:
     return value
 
 
-def kind_of(name: str) -> str:
-    """Return the kind of a field from its name."""
+def format_of_field(name: str) -> str:
+    """Return how a field is formatted, from the end of its name."""
     last = name.rpartition(".")[2]
     if last.endswith("_ns"):
         return TIME
@@ -256,16 +250,15 @@ def kind_of(name: str) -> str:
 
 
 def device_name(device: int | None) -> str:
-    """Return the name of a device."""
+    """Return `CPU`, `GPU 0` and so on, `-` if the device is unknown."""
     return MISSING if device is None else "CPU" if device == HOST else f"GPU {device}"
 
 
 def mebibytes(size_bytes: float | None) -> str:
-    """Return a size in MiB."""
     return compact(None if size_bytes is None else size_bytes / MIB, SIZE_ROOM)
 
 
-def _plain(value: Any, unit: str) -> str:
+def _plain_text(value: Any, unit: str) -> str:
     if value is None or value == "":
         return MISSING
     if isinstance(value, bool):
@@ -280,16 +273,16 @@ TEXTS: Mapping[str, Text] = {
     SIZE: lambda size_bytes, unit: mebibytes(size_bytes),
     RATIO: lambda ratio, unit: tenths(ratio, 1),
     DEVICE: lambda device, unit: device_name(device),
-    TEXT: _plain,
+    TEXT: _plain_text,
 }
 
 
 COST = "Cost of "
-"""The beginning of notes on a cost. All other notes are on something that was not observed."""
+"""The beginning of notes on a cost. All other notes describe something that was not observed."""
 
 
-def instrumentation(recording: Recording) -> list[str]:
-    """Return the last section of every report: the cost, the losses and what was not observed; "" without any."""
+def instrumentation_lines(recording: Recording) -> list[str]:
+    """Return the last section of a report: the cost, the losses and what was not observed; [] if there is nothing."""
     cost = recording.cost
     lines = [] if cost is None else [_cost_line(cost, recording.window_ns, recording.recorder)]
     lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in recording.losses.items() if count]
@@ -311,7 +304,7 @@ def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
 
 
 def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
-    """Return a text on the higher cost if other work displaces our data from the caches, "" if it is unknown."""
+    """Return a text on the higher cost of calls that find the recorder's data no longer in the processor's caches."""
     if cost.most_ns <= cost.total_ns:
         return ""
     return (

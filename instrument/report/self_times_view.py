@@ -1,16 +1,17 @@
 """The `classes`, `ops` and `instances` views: self times, whose rows add up to the whole time.
 
-They are the Class, Ops and Apply sections of Theano's profile. Spans may be nested, unlike Theano's nodes, so a row's
-time is self time: host time outside of the children on its thread and task. So the rows of a function, its own row
-included, add up to 100 %. The waits of suspended coroutines have a row of their own.
+They are the Class, Ops and Apply sections of Theano's profile. Spans may be nested, unlike Theano's nodes, so the time
+of a row is self time: host time outside of the children on its thread and task. So the rows of a function, with a row
+for the function itself, add up to 100 %. The waits of suspended coroutines have rows of their own.
 
-- `instances`: a site at one place of the call tree. `number` counts them by first call, from 0, as Theano counts nodes.
-- `ops`: a site, at all places of the call tree: a function, a layer by its path in the model, a kind of copy.
-- `classes`: the type of a layer, the class of a method (of the kinds `op` and `comm`) or the name of a copy or loader.
-  Any other site has its kind in brackets.
+- `instances`: a row for each site at each place of the call tree. `number` counts them from 0 in the order of their
+  first calls, as Theano counts nodes.
+- `ops`: a row for each site, such as a function, a layer by its path in the model, or a kind of copy.
+- `classes`: a row for each type of layer, class of methods (of the kinds `op` and `comm`) and name of a copy or loader.
+  Any other site is in a row of its kind, in brackets.
 
 A function is the topmost request of a call path or, outside of requests, its topmost span. Each function has a table.
-If there are several, a table of their sum comes first, in which calls of a function in another one do not count again.
+If there are several, a table of their sum comes first, in which calls of one function in another do not count again.
 The numbers are from the tally, so they include all calls of all threads.
 """
 
@@ -30,7 +31,7 @@ from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.recording.tally import Records, Tally, total_of
-from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, functions
+from instrument.report.function_times import ORDERS, FunctionSums, FunctionTable, Group, SiteFacts, sum_functions
 from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
@@ -49,20 +50,20 @@ from instrument.trace.forest import NONE, are_at_or_above
 NO_CALL = "No call was counted: name functions or layers in the profile, or open a scope."
 
 WORKING = ("op", "layer", "comm", "copy")
-"""Kinds of span that count as work."""
+"""The kinds of span that count as work."""
 
 WITH_CLASS = ("op", "layer", "comm")
-"""Kinds of span whose code belongs to a class. A scope's code is that of its caller."""
+"""The kinds of span whose code belongs to a class. The code of a scope is that of its caller."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfRow:
-    """A class, op or instance in a function. `time_ns` is self time, `running` the sum of ratios down to this row.
+    """A class, op or instance in a function. `time_ns` is self time, and `running` the sum of ratios down to this row.
 
-    `names` has the row's own name. For an instance the names of the calls around it, inside the function, come first.
-    `p50_ns`, `p99_ns` and `max_ns` are of complete calls, None if none has ended. `where` is `device` if all calls have
-    device time, `host` if none has, else `both`. It is `waiting` for the time in which coroutines were suspended; their
-    running time has another row. Only an instance has a `number`.
+    The last of `names` is the row's own. For an instance the names of the calls around it, inside the function, come
+    first. `p50_ns`, `p99_ns` and `max_ns` are of complete calls, None if none has ended. `where` is `device` if all
+    calls have device time, `host` if none has, else `both`. It is `waiting` for the time in which coroutines were
+    suspended; their running time has another row. Only an instance has a `number`.
     """
 
     names: tuple[str, ...]
@@ -88,7 +89,6 @@ class SelfRow:
         return self._call_times()[2]
 
     def path(self) -> str:
-        """Return the names as one text."""
         return path_text(self.names)
 
     per_call_ns = Ratio("time_ns", of="calls")
@@ -96,8 +96,6 @@ class SelfRow:
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """The sums of the omitted rows."""
-
     rows: int
     time_ns: int
     ratio: float | None
@@ -107,11 +105,12 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTimes:
-    """A function, or the sum over all functions if `name` is empty: its calls, their times, and its rows.
+    """A function, or the sum of all functions if `name` is empty: its calls, their times, and its rows.
 
-    `calls` took `outer_ns`. `inner_ns` is the part of it in spans inside, on the same thread and task. It is None if
-    the function calls itself on other tasks in parallel. `work_ns` is the self time of operators, layers, copies and
-    communication below it, on any thread. Ratios of rows are shares of `time_ns`, the sum of their self times.
+    `outer_ns` is the time of the calls. `inner_ns` is the part of it in spans inside, on the same thread and task, or
+    None if the function calls itself in parallel on other tasks. `work_ns` is the self time of operators, layers,
+    copies and communication below it, on any thread. Ratios of rows are shares of `time_ns`, the sum of their self
+    times.
     """
 
     name: str
@@ -126,14 +125,14 @@ class FunctionTimes:
 
     inner_ratio = Ratio("inner_ns", of="outer_ns")
     work_ratio = Ratio("work_ns", of="outer_ns")
-    """The share of the calls' time that is work. Parallel work may make it exceed 1."""
+    """The share of the calls' time that is work. It may exceed 1 if work runs in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTimes(View):
-    """The view: the sum over functions, if there are several, then each function with calls inside, longest first.
+    """The view: the sum of functions, if there are several, then each function with calls inside, the longest first.
 
-    The `remaining` functions have no table of their own. They have `remaining_ns` of self time.
+    The `remaining` functions have no table of their own. Their self times add up to `remaining_ns`.
     """
 
     of: str
@@ -184,12 +183,12 @@ class SelfTimes(View):
         return [
             Section(
                 function.name or ("(no name)" if function.kind else "All functions"), function.rows, columns,
-                self._remaining(function.remaining), widths=7, lead=[*self._calls(function), ""],
+                self._remaining_lines(function.remaining), widths=7, lead=[*self._call_lines(function), ""],
             )
             for function in self.functions
         ]  # fmt: skip
 
-    def _calls(self, function: FunctionTimes) -> list[str]:
+    def _call_lines(self, function: FunctionTimes) -> list[str]:
         """Return lines on the time of a function's calls, and on the part of it in spans inside."""
         unit = self._options.unit
         name = safe(function.name) or ("(no name)" if function.kind else "")
@@ -214,7 +213,7 @@ class SelfTimes(View):
             lines.append("(work on several threads is summed, so it may exceed the calls)")
         return lines
 
-    def _remaining(self, omitted: Remaining | None) -> list[str]:
+    def _remaining_lines(self, omitted: Remaining | None) -> list[str]:
         if omitted is None:
             return []
         ratio = MISSING if omitted.ratio is None else f"{100 * omitted.ratio:.2f}%"
@@ -223,7 +222,7 @@ class SelfTimes(View):
 
 
 def path_text(names: Sequence[str]) -> str:
-    """Return the names of a call path in one text. A name that repeats appears once, with its count."""
+    """Return the names of a call path as one text. A name that repeats is printed once, with its count."""
     if all(map(ne, names, names[1:])):
         return " > ".join(names)
     runs = ((name, sum(1 for _ in run)) for name, run in groupby(names))
@@ -236,20 +235,20 @@ _SINGULAR = {"classes": "class", "ops": "op", "instances": "instance"}
 def classes(recording: Recording, options: Options) -> SelfTimes:
     """Return self times by type of layer, class of a method, or kind.
 
-    `rows` bounds the functions and the rows of each. `sorted_by` may be calls or averages, else rows are sorted by
-    time. The view does not use `tracer_option`, `state`, `threads` and `skip_first`.
+    `rows` limits the functions, and the rows of each. `sorted_by` may be calls or averages. With any other value rows
+    are sorted by time. The view does not use `tracer_option`, `state`, `threads` and `skip_first`.
     """
-    return _self_times("classes", recording, options)
+    return _make_view("classes", recording, options)
 
 
 def ops(recording: Recording, options: Options) -> SelfTimes:
-    """Return self times by site. It takes the options of `classes`."""
-    return _self_times("ops", recording, options)
+    """Return self times by site. The options are those of `classes`."""
+    return _make_view("ops", recording, options)
 
 
 def instances(recording: Recording, options: Options) -> SelfTimes:
-    """Return self times by place in the call tree. It takes the options of `classes`."""
-    return _self_times("instances", recording, options)
+    """Return self times by place in the call tree. The options are those of `classes`."""
+    return _make_view("instances", recording, options)
 
 
 def class_of(site: Site) -> str:
@@ -265,7 +264,7 @@ def class_of(site: Site) -> str:
     return site.name if site.kind in ("layer", "copy", "loader") or site.instance else f"({site.kind})"
 
 
-def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
+def _make_view(of: str, recording: Recording, options: Options) -> SelfTimes:
     tally = recording.tally.corrected().merged() if options.corrected else recording.totals(merged=True)
     tree, lines = tally.tree, _lines_without_interruptions(tally)
     keys = np.asarray(tree.keys(), dtype=np.int64)
@@ -276,7 +275,7 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     column = SortKey.of(options).column
     order = column if column in ORDERS else ORDERS[0]
     sites = SiteFacts(kinds == "request", np.isin(kinds, WORKING), keys, rows)
-    table = functions(lines["node"], lines, tally.parents, tally.site_of, sites, order)
+    table = sum_functions(lines["node"], lines, tally.parents, tally.site_of, sites, order)
     times, counts = table.column("time_ns"), table.column("lines")
     # A function without calls of others has no report, unless it is the only one.
     shown = [number for number in range(1, len(table)) if counts[number] > 1 or len(table) == 2]
@@ -286,12 +285,12 @@ def _self_times(of: str, recording: Recording, options: Options) -> SelfTimes:
     omitted = len(table) - 1 - len(shown)
     left_ns = times[0] - sum(times[number] for number in shown)
     together = [0] if len(table) > 2 else []
-    reports = tuple(rows_table.function(number) for number in together + shown)
+    reports = tuple(rows_table.make_function(number) for number in together + shown)
     return SelfTimes(of, reports, omitted, left_ns, options.corrected, options)
 
 
 def _lines_without_interruptions(tally: Tally) -> Records:
-    """Return the tally lines without interruptions, whose time is already in the interrupted lines."""
+    """Return the tally lines except those of interruptions, whose time is already in the interrupted lines."""
     of_others = tally.tree.by_site(is_interruption)
     is_interrupting = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
     return np.asarray(tally.lines[~is_interrupting]) if is_interrupting.any() else tally.lines
@@ -301,12 +300,11 @@ WAITING = "waiting"
 
 
 def _site_label(site: Site) -> str:
-    """Return a site's name and instance."""
     return f"{site.name} [{site.instance}]" if site.instance else site.name
 
 
 class _Table:
-    """The shown rows of functions, made from a merged tally with one line per call path."""
+    """The printed rows of functions, from a merged tally with one line for each call path."""
 
     def __init__(
         self,
@@ -329,8 +327,8 @@ class _Table:
         self._names: dict[int, str] = {}
         self._is_request = sites.is_request.tolist()
 
-    def _name(self, node: int) -> str:
-        """Return the label of a node: name and instance, and the code location if another site has the same label."""
+    def _label_of_node(self, node: int) -> str:
+        """Return a node's name and instance, and where it is in the code if another site has that label."""
         number = self._site_of[node]
         label = self._names.get(number)
         if label is None:
@@ -339,11 +337,11 @@ class _Table:
             label = self._names[number] = name if self._same[name] == 1 else f"{name} ({where_of(site) or site.kind})"
         return label
 
-    def _site(self, node: int) -> Site:
+    def _site_of_node(self, node: int) -> Site:
         return self._every[self._site_of[node]]
 
-    def _path(self, node: int, *, whole: bool) -> list[int]:
-        """Return the nodes of the call path down to a node. If `whole` is False, only those inside its function."""
+    def _nodes_down_to(self, node: int, *, whole: bool) -> list[int]:
+        """Return the nodes of the call path down to a node. Unless `whole`, return only those inside its function."""
         parents, site_of, is_request = self._parents, self._site_of, self._is_request
         path, inside = [node], 0
         while True:
@@ -357,13 +355,13 @@ class _Table:
             path = path[: (inside or len(path)) - 1] or path[:1]
         return path[::-1]
 
-    def function(self, number: int) -> FunctionTimes:
+    def make_function(self, number: int) -> FunctionTimes:
         sums = self._table_of[number]
-        rows, remaining = self._rows(sums)
+        rows, remaining = self._make_rows(sums)
         is_one = sums.node != NONE
         return FunctionTimes(
-            name=self._name(sums.node) if is_one else "",
-            kind=self._site(sums.node).kind if is_one else "",
+            name=self._label_of_node(sums.node) if is_one else "",
+            kind=self._site_of_node(sums.node).kind if is_one else "",
             calls=sums.calls,
             outer_ns=sums.outer_ns,
             inner_ns=sums.outer_ns - sums.own_ns if sums.own_ns <= sums.outer_ns else None,
@@ -374,7 +372,7 @@ class _Table:
         )
 
     @staticmethod
-    def _where(group: Group) -> str:
+    def _where_of_group(group: Group) -> str:
         if group.waiting:
             return WAITING
         return "host" if not group.on_device else "device" if group.on_device == group.lines else "both"
@@ -389,8 +387,8 @@ class _Table:
         p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), total.calls, total.min_ns, total.max_ns)
         return p50_ns, p99_ns, total.max_ns
 
-    def _rows(self, sums: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
-        """Return the first rows that the options allow, and the sum of the rest, None without a rest."""
+    def _make_rows(self, sums: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
+        """Return the first rows that the options allow, and the sum of the others, None if there are none."""
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0
         for group in self._table_of.groups(sums):
@@ -402,14 +400,16 @@ class _Table:
             node = self._nodes[group.first]
             names = [node]
             if self._of == "instances":
-                names = self._path(node, whole=sums.node == NONE)
+                names = self._nodes_down_to(node, whole=sums.node == NONE)
             shown.append(
                 SelfRow(
-                    names=(class_of(self._site(node)),) if self._of == "classes" else tuple(map(self._name, names)),
+                    names=(class_of(self._site_of_node(node)),)
+                    if self._of == "classes"
+                    else tuple(map(self._label_of_node, names)),
                     time_ns=group.time_ns,
                     ratio=share(group.time_ns, sums.time_ns),
                     running=share(sum_ns, sums.time_ns),
-                    where=self._where(group),
+                    where=self._where_of_group(group),
                     calls=group.calls,
                     instances=group.lines,
                     number=group.first if self._of == "instances" else None,
@@ -421,5 +421,5 @@ class _Table:
             return tuple(shown), None
         left_ns = sums.time_ns - sum_ns
         ratio = share(left_ns, sums.time_ns)
-        all_calls, all_instances = self._table_of.calls_and_lines(sums)
+        all_calls, all_instances = self._table_of.count_calls(sums)
         return tuple(shown), Remaining(omitted, left_ns, ratio, all_calls - calls, all_instances - instances)

@@ -1,9 +1,9 @@
-"""The `startup` view: the time of the process until it served its first request.
+"""The `startup` view: where the time of a process went until it served its first request.
 
-Its facts are never overwritten: totals of the tally, first calls, and the times of imports. Loading and compiling are
-spans of the phases `load` and `compile`. Only the topmost span of a call path counts, so that nothing counts twice.
-Spans that began after the first request are not part of the start-up. If a call path has calls before and after it,
-kept spans show how the time divides.
+Its numbers are never overwritten: totals of the tally, first calls, and the times of imports. Loading and compiling are
+spans of the phases `load` and `compile`. Only the topmost of nested ones counts, so no time counts twice. Spans that
+began after the first request are not part of the start-up. If a call path has calls before and after it, the kept spans
+show how its time divides.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ COLUMN_WIDTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The calls of one place that load or compile (`phase`).
+    """The calls of one site that load or compile (`phase`).
 
-    `total_ns` is their sum, without nested calls of the same site. `self_ns` is the sum without instrumented calls
-    below. `in_requests_ns` is the part of the total within requests, so that a client waited for it. A row with
-    `remaining` replaces that many places. It has no total, since they may be nested.
+    `total_ns` is their sum without nested calls of the same site, and `self_ns` the sum without recorded calls below.
+    `in_requests_ns` is the part of the total within requests, for which a client waited. A row with `remaining`
+    replaces that many sites. It has no total, because they may be nested.
     """
 
     phase: str
@@ -71,9 +71,9 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class Imports:
-    """The imports of one package, as in `ImportTime`. `ratio` is the share of its own modules in all imports.
+    """The imports of one package, as in `ImportTime`. `ratio` is the share of the package's own modules in all imports.
 
-    A row with `remaining` replaces that many packages. It has no total, since some may have imported others.
+    A row with `remaining` replaces that many packages. It has no total, because some may have imported others.
     """
 
     package: str
@@ -88,10 +88,10 @@ class Imports:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """The first call of one place compared with the later ones. `median_ns` is the median of the later elapsed times.
+    """The first call of one site, compared with the later ones. `median_ns` is the median of their times.
 
     `extra_ns` is the time of the first call beyond that median, at least 0. A row with `remaining` replaces that many
-    places.
+    sites.
     """
 
     name: str
@@ -104,14 +104,15 @@ class WarmUp:
     remaining: int = 0
 
     times = Ratio("first_ns", of="median_ns")
-    """The first call's time as a multiple of the median of the later ones."""
+    """The time of the first call as a multiple of the median of the later ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One part of the time from the session's start to the first request, and `ratio`, its share.
+    """A part of the time from the session's start to the first request, with its share `ratio`.
 
-    `ratio` is None for a part after that time, or without a request. Both are None for a part that was not watched.
+    `ratio` is None for a part after that time, or if there was no request. Both numbers are None if the part was not
+    watched.
     """
 
     name: str
@@ -121,10 +122,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class FirstRequestTimes:
-    """The first request: its begin after the process's begin, its time, and the median time of later requests.
+    """The first request: when it began, how long it took, and the median time of later requests.
 
-    If the process's begin is unknown, `after_ns` counts from the session's start. `first_ns` is None if only calls
-    below the request are known. `why` is one of `FIRSTS`.
+    `after_ns` counts from the begin of the process or, if that is unknown, from the start of the session. `first_ns` is
+    None if only calls below the request are known. `why` is one of `FIRSTS`.
     """
 
     name: str
@@ -135,21 +136,21 @@ class FirstRequestTimes:
 
     @property
     def ended_ns(self) -> int | None:
-        """The time from the process's begin to the end of the first request, None if unknown."""
+        """The time from the begin of the process to the end of the first request, None if it is unknown."""
         return None if self.first_ns is None else self.after_ns + self.first_ns
 
 
 @dataclass(frozen=True, slots=True)
 class StartupView(View):
-    """The view.
+    """The `startup` view.
 
     `before_ns` is the time from the process's begin to the session's start, None if unknown. `way_ns` is the time from
-    the session's start to the first request, None without a request. `way` has the parts of it as sums over threads,
-    and the rest if there is one. `late` has the same parts after the first request began, outside of requests. If
-    `is_late_partial`, calls with overwritten spans may count in `way` instead. `ran_ns` is the time from the process's
-    begin until each called place had run once, and `ran_last` the last such place. `imports` is None if imports were
-    not timed. `imports_ns` is their sum over all packages. `preparations` are loading and compiling, `warm_ups` the
-    places with a longer first call.
+    the session's start to the first request, None without a request. `way` has its parts as sums over threads, and what
+    remains. `late` has the same parts after the first request began, outside of requests. If `is_late_partial`, calls
+    whose spans are overwritten may count in `way` instead. `ran_ns` is the time from the process's begin until each
+    called site had run once, and `ran_last` is the last one. `imports` is None if imports were not timed, and
+    `imports_ns` is the sum over all packages. `preparations` are loading and compiling. `warm_ups` are sites with a
+    longer first call.
     """
 
     is_known: bool
@@ -184,8 +185,8 @@ class StartupView(View):
             of_it = f", {in_unit(self.imports_in_spans_ns, unit)} of it within spans"
         return [
             Section(
-                "From the start to the first request", self._way(), "name=Part|total_ns=Time|ratio=Of start",
-                self._way_notes(),
+                "From the start to the first request", self._startup_rows(), "name=Part|total_ns=Time|ratio=Of start",
+                self._startup_notes(),
             ),
             Section(
                 "Later, outside of requests", self.late, "name=Part|total_ns=Time",
@@ -208,7 +209,7 @@ class StartupView(View):
             ),
         ]  # fmt: skip
 
-    def _way(self) -> list[Phase]:
+    def _startup_rows(self) -> list[Phase]:
         """Return the rows of the start-up: the process, the session and its parts, and the first request."""
         rows = [
             Phase("Process began, until the session did", self.before_ns, None),
@@ -223,7 +224,7 @@ class StartupView(View):
             ]
         return rows
 
-    def _way_notes(self) -> list[str]:
+    def _startup_notes(self) -> list[str]:
         if self.request is None:
             return ["No request has ended."]
         unit, ran = self._options.unit, shorten(safe(self.ran_last), LINE // 4)
@@ -251,7 +252,7 @@ class StartupView(View):
 
 
 def startup(recording: Recording, options: Options) -> StartupView:
-    """Return the view of the start-up. `rows` and `least_ns` (of a table's sort key) bound the tables. `unit` is the
+    """Return the view of the start-up. `rows` and `least_ns` (of a table's sort key) limit the tables. `unit` is the
     unit of times. The view uses no other option."""
     facts = recording.startup or Startup(0)
     tally = recording.tally if recording.startup is not None else Tally()
@@ -260,7 +261,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
     for call in sorted(facts.firsts, key=attrgetter("start_ns")):
         firsts.setdefault(call.site.key, call)
     began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
-    warm_ups = _warm_ups(firsts, tally)
+    warm_ups = _find_warm_ups(firsts, tally)
     first = facts.first_request
     last = max(firsts.values(), key=lambda call: call.start_ns + call.total_ns, default=None)
     imports = facts.imports
@@ -302,10 +303,10 @@ def startup(recording: Recording, options: Options) -> StartupView:
         request=request,
         ran_ns=None if last is None else last.start_ns + last.total_ns - began_ns,
         ran_last="" if last is None else name_of_site(last.site),
-        imports=None if imports is None else _imports(imports, imports_ns, options),
+        imports=None if imports is None else _import_rows(imports, imports_ns, options),
         imports_ns=imports_ns,
         imports_in_spans_ns=in_spans_ns,
-        preparations=bounded(_preparations(rows), options, lambda row: row.total_ns or 0, _other_preparations),
+        preparations=bounded(_find_preparations(rows), options, lambda row: row.total_ns or 0, _sum_preparations),
         warm_ups=bounded(
             sorted((use for use in warm_ups.values() if use.extra_ns), key=lambda use: (-use.extra_ns, use.name)),
             options,
@@ -316,13 +317,13 @@ def startup(recording: Recording, options: Options) -> StartupView:
     )
 
 
-def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> dict[tuple[object, ...], WarmUp]:
-    """Return the first and the later calls of each site with several calls, by the site's key."""
+def _find_warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> dict[tuple[object, ...], WarmUp]:
+    """Return the first call and the later calls of each site with several calls, by the site's key."""
     places = tally.lines_by([site.key for site in tally.tree.sites])
     warm_ups = {}
     for key, first in firsts.items():
         of_all = tally.total(places.get(key, ()))
-        if of_all.calls < 2 or _phase(first.site) is not None:
+        if of_all.calls < 2 or _preparing_phase(first.site) is not None:
             continue
         histogram = tally.histogram(tally.nodes(places[key]))
         # A first call with device time beyond its host time is in another bucket: then one call too many counts.
@@ -336,7 +337,7 @@ def _warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> d
     return warm_ups
 
 
-def _phase(site: Site) -> str | None:
+def _preparing_phase(site: Site) -> str | None:
     """Return the phase of a site that loads or compiles, None for any other site."""
     for name, value in site.attributes:
         if name == "phase" and value in PREPARING:
@@ -345,17 +346,17 @@ def _phase(site: Site) -> str | None:
 
 
 def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
-    """Return the parts of the start-up that were not recorded: they need `startup: auto`, or a rule for their phase."""
-    phases = {_phase(row.path[-1]) for row in rows}
+    """Return the parts of the start-up that nothing recorded. They need `startup: auto`, or a rule for their phase."""
+    phases = {_preparing_phase(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
 
-def _preparations(rows: Iterable[Row]) -> list[Preparation]:
-    """Return the calls that load or compile, by place, the longest first."""
+def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
+    """Return the calls that load or compile, by site, the longest first."""
     sums_by_place: dict[tuple[str, tuple[object, ...]], list[int]] = {}
     sites: dict[tuple[str, tuple[object, ...]], Site] = {}
     for row in rows:
-        phase = _phase(row.path[-1])
+        phase = _preparing_phase(row.path[-1])
         if phase is None:
             continue
         *above, site = row.path
@@ -372,7 +373,7 @@ def _preparations(rows: Iterable[Row]) -> list[Preparation]:
     return sorted(uses, key=lambda use: (-(use.total_ns or 0), use.name, use.phase))
 
 
-def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
+def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
     """Return the packages that the options allow, the longest time of their own modules first."""
 
     def rest(rows: Sequence[Imports]) -> Imports:
@@ -391,7 +392,7 @@ def _imports(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tu
     return bounded(rows, options, lambda row: row.self_ns, rest)
 
 
-def _other_preparations(rows: Sequence[Preparation]) -> Preparation:
+def _sum_preparations(rows: Sequence[Preparation]) -> Preparation:
     max_ns = max(row.max_ns for row in rows)
     return remaining_row(rows, ("calls", "self_ns"), name=f"(remaining {len(rows)})", max_ns=max_ns)
 
@@ -399,31 +400,31 @@ def _other_preparations(rows: Sequence[Preparation]) -> Preparation:
 def _preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
-    """Return the time of loading and compiling outside of requests: begun before the first request, and begun after it.
+    """Return the time of loading and compiling outside of requests that began before the first request, and after it.
 
-    Return also True if the split is uncertain, since calls with overwritten spans count as before.
+    Also return True if the division is uncertain. Calls whose spans are overwritten count as before the request.
     """
     before, after = ({WORDS[phase]: 0 for phase in PREPARING} for _ in range(2))
     on_both_sides = False
     for row in rows:
-        phase = _phase(row.path[-1])
-        if phase is None or any(site.kind == "request" or _phase(site) for site in row.path[:-1]):
+        phase = _preparing_phase(row.path[-1])
+        if phase is None or any(site.kind == "request" or _preparing_phase(site) for site in row.path[:-1]):
             continue
         begins_before = row.totals.first_ns < request_ns
         (before if begins_before else after)[WORDS[phase]] += row.totals.total_ns
         on_both_sides |= begins_before and row.totals.calls > 1
     if not on_both_sides:
         return before, after, False
-    for word, held_ns in _times_after(recording.columns, request_ns).items():
+    for word, held_ns in _late_times(recording.columns, request_ns).items():
         whole_ns = before[word] + after[word]
         after[word] = min(max(after[word], held_ns), whole_ns)
         before[word] = whole_ns - after[word]
     return before, after, recording.trace.coverage[0] > request_ns
 
 
-def _times_after(trace: Columns, request_ns: int) -> dict[str, int]:
-    """Return the times of kept loading and compiling spans that began after the first request."""
-    phases = [_phase(site) for site in trace.sites]
+def _late_times(trace: Columns, request_ns: int) -> dict[str, int]:
+    """Return the time of the kept spans of loading and compiling that began after the first request."""
+    phases = [_preparing_phase(site) for site in trace.sites]
     # Spans in a request, or in a loading or compiling span that counts itself.
     around = trace.of_sites(
         [site.kind == "request" or bool(phase) for site, phase in zip(trace.sites, phases, strict=True)]

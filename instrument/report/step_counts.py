@@ -1,6 +1,6 @@
-"""The steps of a loop, counted in constant memory while it runs: their costs, and their waits for input.
+"""Counters of a running loop's steps, in constant memory: the duration of each step, and its wait for input.
 
-`report.loops` shows the counts, and `report.benchmark_view` counts the steps of a saved trace in the same way.
+`report.loops` prints them. `report.benchmark_view` counts the steps of a saved trace with the same counters.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from instrument.recording.distributions import Distribution, percentiles
 
 FIRST_KEPT = 1000
-"""The number of first steps of a running loop that a later report may still leave out. They take 0.1 MB."""
+"""The number of first steps that are kept one by one, so that a later report can leave them out. They take 0.1 MB."""
 
 SKIPPED_STEPS = 10
-"""The number of first steps that a `Profiler`'s benchmark leaves out by default, as `paddle.profiler` does."""
+"""The number of first steps that a `Profiler` leaves out of its averages by default, as `paddle.profiler` does."""
 
 SECOND_NS = 10**9
 MOST_SAMPLES = 10**18
-"""The largest number of samples of a step. Larger numbers, such as infinity, are ignored."""
+"""The largest accepted number of samples of a step. Larger numbers, such as infinity, are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The mean, least, most and percentiles of counted values. Percentiles are within 0.8 %, or None."""
+    """The mean, minimum, maximum and percentiles of some values. Percentiles are exact to 0.8 %, or None."""
 
     mean: float
     least: float
@@ -35,11 +35,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class LoopTimes:
-    """The costs of the steps of one loop, in ns. `reader` is None if no step waited for a loader.
+    """The times of the steps of one loop, in ns. `reader` is the wait for input, None if no step waited for a loader.
 
-    `rate` is in samples per second, or in steps per second if any step had no samples (`samples` is None). Its mean is
-    all samples divided by all time. `cut` steps cross an edge of the window; no other field counts them. `batch` and
-    `rate` are None without any timed step.
+    `rate` is in samples per second, or in steps per second if a step had no samples (`samples` is None then). Its mean
+    is all samples divided by all time. `cut` counts the steps that cross an edge of the window, which no other field
+    includes. `batch` and `rate` are None if no step was timed.
     """
 
     name: str
@@ -62,10 +62,11 @@ class LoopTimes:
 
 @dataclass(slots=True)
 class Benchmark:
-    """The counts of a running loop's steps, in constant memory. `cut` counts steps that are not complete.
+    """The counters of a running loop's steps. `cut` counts steps that are not complete.
 
-    With `keeps`, the first `FIRST_KEPT` steps are kept, so that `skipping` can leave out another number of them.
-    `batch` and `reader` are times in ns. `reader` counts each timed step, with 0 for a step without a wait.
+    `batch` has the times of steps in ns, and `reader` the waits for input within them, 0 for a step without a wait. If
+    `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one, so that `skipping` can leave some of them
+    out.
     """
 
     skip: int = SKIPPED_STEPS
@@ -82,7 +83,7 @@ class Benchmark:
     _most_rate: float = 0.0
 
     def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
-        """Count a step that has ended. Its reader time is included in its batch time."""
+        """Count a step that has ended. `reader_ns` is the part of `batch_ns` in which it waited for input."""
         if self.keeps:
             self._keep(batch_ns, reader_ns, num_samples)
         if self.skipped < self.skip:
@@ -107,7 +108,7 @@ class Benchmark:
         self._later.add(batch_ns, reader_ns, num_samples)
 
     def skipping(self, skip: int) -> Benchmark:
-        """Return the counts without the first `skip` steps, at most `FIRST_KEPT`. `keeps` must be set."""
+        """Return the counts without the first `skip` steps, up to `FIRST_KEPT`. This needs `keeps`."""
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
         for first in self._firsts:
@@ -115,7 +116,7 @@ class Benchmark:
         return benchmark
 
     def loop(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
-        """Return the costs so far. `lasted_ns` is the elapsed time of all steps, by default the sum of their times."""
+        """Return the times so far. `lasted_ns` is the elapsed time of all steps, by default the sum of their times."""
         batch, steps = self.batch, self.batch.count
         lasted_ns = lasted_ns or batch.sum_ns
         samples, rate = None, None

@@ -1,4 +1,4 @@
-"""The summary: several views one after the other, followed by one section on the cost and losses of all."""
+"""The printed summary: several views in a row, then one section on the cost and losses of the instrumentation."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from instrument.profile.document import nearest
 from instrument.profile.model import VIEWS
-from instrument.report.section import View, instrumentation
+from instrument.report.section import View, instrumentation_lines
 from instrument.report.table import safe, wrapped
 from instrument.report.view import Options, Recording, document
 
 MODULES = {**dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators"}
-"""The modules of views whose module has another name."""
+"""The modules of views whose module has another name than the view."""
 
 
 def _import_view(name: str) -> ModuleType:
-    """Import the module of a view. It imports numpy, so a service does this only to make the view."""
+    """Import the module of a view. It imports numpy, so a service calls this only when it prints the view."""
     return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
@@ -32,26 +32,26 @@ def _view_maker(name: str) -> Callable[[Recording, Options], View]:
 
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _view_maker(name) for name in VIEWS}
-"""The function of each view of `VIEWS`."""
+"""The function that computes each view, by the view's name."""
 
-OF_TABLES = ("tracer_option", "threads")
-"""Options that the view `brief` does not use."""
+TABLE_OPTIONS = ("tracer_option", "threads")
+"""The options that only views with tables use. The one-screen view `brief` does not use them."""
 
 
-def prepare(views: Sequence[str]) -> None:
-    """Import the modules of some views, before the process limits its memory."""
+def import_views(views: Sequence[str]) -> None:
+    """Import the modules of views while the process may still allocate memory freely."""
     for name in views:
         if name in VIEW_OF:
             with suppress(ImportError):  # the views report a missing numpy
                 _import_view(name)
 
 
-def views_for(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the default view for some options: `events` if an option for its tables is set, else `brief`."""
-    return ("events",) if any(options.get(option) is not None for option in OF_TABLES) else ("brief",)
+def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the default views for some options: `events` if an option for tables is set, else `brief`."""
+    return ("events",) if any(options.get(option) is not None for option in TABLE_OPTIONS) else ("brief",)
 
 
-def refuse_unknown(views: Sequence[str]) -> None:
+def refuse_unknown_views(views: Sequence[str]) -> None:
     """Raise `ValueError` for an unknown view, `TypeError` for a text in place of a list."""
     if isinstance(views, str):
         raise TypeError(f"views is {views!r}; allowed: a list of their names, such as [{views!r}]")
@@ -64,24 +64,23 @@ def refuse_unknown(views: Sequence[str]) -> None:
 
 def make_views(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
     """Return the computed views in the given order, each once. Raises `ValueError` for an unknown view."""
-    refuse_unknown(views)
+    refuse_unknown_views(views)
     return {view: VIEW_OF[view](recording, options) for view in views}
 
 
 def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
-    """Return the views as one text in the given order, each once, then the cost and the losses of the instrumentation.
-    The views `brief` and `cost` already have these, so that section is left out after them. Raises `ValueError` for an
-    unknown view."""
+    """Return the views as one text in the given order, then the cost and losses of the instrumentation. These come last
+    only without the views `brief` and `cost`, which print them themselves. Raises `ValueError` for an unknown view."""
     parts = [view.lines() for view in make_views(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
-        parts.append(instrumentation(recording))
+        parts.append(instrumentation_lines(recording))
     if recording.died:
         parts.insert(0, ["", *wrapped(safe(recording.died))])
     return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
 
 
 def summary_document(views: Sequence[str], recording: Recording, options: Options) -> dict[str, Any]:
-    """Return the numbers of the summary as JSON values: `views` by name, times in ns, and the facts of all views."""
+    """Return the summary as JSON values: `views` by name with times in ns, and the numbers that all views share."""
     return {
         "window_ns": recording.window_ns,
         "recorder": recording.recorder,

@@ -1,7 +1,7 @@
-"""Text tables: escaped names, numbers in the formats of other profilers, and a gap between two cells.
+"""Text tables: cells are padded to columns, names are escaped and shortened, numbers have four significant digits.
 
-A table is left-justified. Each column is as wide as its longest cell and a gap. Names may come from users, so control
-characters are escaped. The middle of a long name is replaced by `...`.
+A column is as wide as its longest cell plus a gap. All cells are left-justified. Control characters in names are
+escaped, because names may come from users. The middle of a long name is replaced by `...`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Row = TypeVar("Row", bound="DataclassInstance")
 
 
 GAP = 2
-"""The minimum number of blanks between two cells."""
+"""The minimum number of blanks between two cells of a line."""
 
 LINE = 100
-"""The maximum number of columns of a line."""
+"""The maximum width of a printed line, in columns."""
 
 DASHES = 25
-"""Dashes at each end of a section's title."""
+"""The number of dashes on each side of a section's title."""
 
 NAME_LEAST = 12
-"""The minimum width of a name in columns, even next to wide numbers."""
+"""The width in columns to which names may be shortened if wide numbers follow."""
 
 TEXT_LEAST = 32
-"""The columns that a shortened text keeps at least; names keep more. Numbers are narrower, so none is shortened."""
+"""The width in columns to which texts other than names may be shortened. Numbers are narrower, so they stay whole."""
 
 WHOLE_DIGITS = 14
-"""The most digits of a time that is not rounded: 27 hours in ns. Five such columns leave room for a name."""
+"""The maximum number of digits of a time that is printed without rounding: 27 hours in ns."""
 
 MARKS = ("Mn", "Me", "Cf")
-"""Categories of characters without a width of their own, such as combining accents and joiners."""
+"""The Unicode categories of characters that take no column, such as combining accents."""
 
 MISSING = "-"
-"""The cell of a value that does not exist, such as the mean of no calls."""
+"""The cell for a value that does not exist, such as the mean of no calls."""
 
 
 def safe(text: str) -> str:
@@ -63,12 +63,12 @@ def name_of_site(site: Site) -> str:
 
 
 def row_name(row: Any) -> str:
-    """Return the escaped name of a row. A row that replaces others is `(remaining n)`."""
+    """Return the escaped name of a row, or `(remaining n)` for a row that replaces n others."""
     return f"(remaining {row.remaining})" if row.remaining else safe(row.name) or "(no name)"
 
 
 def where_of(site: Site) -> str:
-    """Return the code location of a site: the function, else file and line, "" if unknown."""
+    """Return where a site is in the code: its function, else its file and line, "" if unknown."""
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
@@ -99,17 +99,17 @@ def shorten(text: str, limit: int) -> str:
     return _first_columns(text, room - tail) + "..." + text[end:]
 
 
-def shortened(texts: Sequence[str], limit: int) -> list[str]:
-    """Return each text in at most `limit` columns. Texts that would look alike lose their common beginning instead.
+def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
+    """Return each text in at most `limit` columns. Texts that would become equal lose their common beginning instead.
 
-    Texts that still look alike get numbers, if there is room.
+    Texts that are then still equal get numbers, if there is room.
     """
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         alike.setdefault(shorten(text, limit), []).append(text)
     shown = {}
     for short, group in alike.items():
-        shown.update(_from_difference(group, limit) if len(group) > 1 else {group[0]: short})
+        shown.update(_shorten_to_differences(group, limit) if len(group) > 1 else {group[0]: short})
     uses = Counter[str]()
     for text, short in shown.items() if len(set(shown.values())) < len(shown) else ():
         uses[short] += 1
@@ -119,12 +119,12 @@ def shortened(texts: Sequence[str], limit: int) -> list[str]:
     return [shown[text] for text in texts]
 
 
-def _from_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
-    """Return short forms of texts with a common beginning: a little of it, `...`, and all from the first difference on.
+def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
+    """Return texts with the same beginning as a few first characters, `...`, and the text from where they differ.
 
-    Forms that are still equal begin at the difference from the most similar text instead.
+    Results that are then still equal begin where a text differs from the one most similar to it.
     """
-    shown = _from_partings(texts, [_common_length(min(texts), max(texts))] * len(texts), limit)
+    shown = _shorten_to_indices(texts, [_common_length(min(texts), max(texts))] * len(texts), limit)
     alike: dict[str, list[str]] = {}
     for text, short in shown.items():
         alike.setdefault(short, []).append(text)
@@ -132,7 +132,7 @@ def _from_difference(texts: Sequence[str], limit: int) -> dict[str, str]:
         if len(group) > 1:
             group.sort()
             shared = [0, *(_common_length(*pair) for pair in pairwise(group)), 0]
-            shown |= _from_partings(group, list(map(max, shared, shared[1:])), limit)
+            shown |= _shorten_to_indices(group, list(map(max, shared, shared[1:])), limit)
     return shown
 
 
@@ -142,9 +142,8 @@ def _common_length(first: str, second: str) -> int:
     return next((index for index, (char, twin) in pairs if char != twin), min(len(first), len(second)))
 
 
-def _from_partings(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
-    """Return, for each text, a little of its beginning, `...`, and its rest from an index on. A text without a rest is
-    shortened."""
+def _shorten_to_indices(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
+    """Return, for each text, a few first characters, `...`, and the text from its index in `partings` on."""
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
         while 0 < parting < len(text) and not _columns_of(text[parting]):
@@ -165,7 +164,7 @@ def _first_columns(text: str, limit: int) -> str:
 
 
 def wrapped(text: str) -> list[str]:
-    """Return a text as lines of `LINE` columns. All lines but the first have more indent. A longer word is cut."""
+    """Return a text as lines of at most `LINE` columns, with indented continuation lines. A longer word is cut."""
     words = text.lstrip()
     indent = " " * (len(text) - len(words))
     lines, line = list[str](), indent
@@ -183,24 +182,24 @@ def wrapped(text: str) -> list[str]:
 
 
 def number(value: float | None) -> str:
-    """Return a number with four significant digits. Whole numbers have all digits."""
+    """Return a number with four significant digits. Integers keep all of their digits."""
     return compact(value, WHOLE_DIGITS)
 
 
 def six_digits(value_ns: float | None, unit: str = "s") -> str:
-    """Return nanoseconds in a unit with six significant digits, as C++ streams, fluid and SINGA print them."""
+    """Return a time in a unit with six significant digits, as the profilers of fluid and SINGA print it."""
     return MISSING if value_ns is None else f"{value_ns / UNITS[unit]:g}"
 
 
 def in_unit(value_ns: float | None, unit: str) -> str:
-    """Return nanoseconds in a unit with four significant digits. Whole numbers have all digits."""
+    """Return a time in a unit with four significant digits. Integers keep all of their digits."""
     if value_ns is None:
         return MISSING
     return number(round(value_ns) if unit == "ns" else value_ns / UNITS[unit])
 
 
 def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
-    """Return up to `digits` significant digits in at most `room` columns. Whole numbers have all digits if they fit.
+    """Return a number with `digits` significant digits in at most `room` columns. Integers keep all digits that fit.
 
     With `room` at least `digits + 3`, any value from 1e-99 to 1e99 fits.
     """
@@ -220,12 +219,12 @@ def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
 
 
 def share(part: float, base: float) -> float | None:
-    """Return `part` divided by `base`, None if `base` is zero."""
+    """Return `part` divided by `base`, None if the base is zero."""
     return part / base if base else None
 
 
 class Ratio(property):
-    """A property: one field as a share of another. It is None if either is None or the base is zero."""
+    """A property that divides one field by another. It is None if a field is None or the divisor is zero."""
 
     def __init__(self, part: str, *, of: str) -> None:
         read_both = attrgetter(part, of)
@@ -243,7 +242,6 @@ class Ratio(property):
 
 
 def percent(part: float, base: float) -> str:
-    """Return `part` as a percentage of `base`."""
     fraction = share(part, base)
     return MISSING if fraction is None else f"{number(100 * fraction)}%"
 
@@ -259,18 +257,16 @@ def rough_percent(ratio: float | None) -> str:
 
 
 def title(text: str) -> list[str]:
-    """Return the title lines of a report."""
     return ["", f"{'-' * 25}>{text:^26}<{'-' * 25}", ""]
 
 
 def section_title(text: str) -> list[str]:
-    """Return the title lines of a section."""
     blanks, dashes = max(27 - columns(text), 0), "-" * DASHES
     return [f"{dashes}{' ' * (blanks // 2)}{text}{' ' * (blanks - blanks // 2)}{dashes}", ""]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
-    """Return the lines of a table, the header first. `least_widths` are the least widths of the columns."""
+    """Return the lines of a table, the header first. `least_widths` are the minimum widths of the columns."""
     lines = [header, *rows]
     by_column = zip(least_widths, zip(*lines, strict=True), strict=True)
     widths = [max(least, max(map(columns, cells)) + GAP) for least, cells in by_column]
@@ -281,7 +277,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
 
 
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
-    """Return a table of escaped names. Long texts, then names, are shortened until a line has `LINE` columns."""
+    """Return the lines of a table whose first column contains names. Texts are shortened to fit into `LINE` columns."""
     escaped = [[safe(name) or "(no name)", *cells] for name, *cells in rows]
     widths = [max(least_width, max(map(columns, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
     for column, width in enumerate(widths[1:], 1):
@@ -290,7 +286,7 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
             for cells in escaped:
                 cells[column] = shorten(cells[column], widths[column] - GAP)
     room = max(LINE - sum(widths[1:]), NAME_LEAST) - GAP
-    names = shortened([name for name, *_ in escaped], room)
+    names = shorten_distinctly([name for name, *_ in escaped], room)
     fitting = [[name, *cells] for name, (_, *cells) in zip(names, escaped, strict=True)]
     return table(header, fitting, [0, *widths[1:]])
 
@@ -298,7 +294,7 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
 def bounded(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
-    """Return the rows that the options allow, in their order, and one row that replaces all omitted ones."""
+    """Return the rows that the options allow in the same order, and as the last row the sum of all omitted rows."""
     heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.bound]
     if len(heavy) == len(lines):
         return tuple(lines)
@@ -307,12 +303,12 @@ def bounded(
 
 
 def adding(*sums: str) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that replaces omitted rows by one row with the sums of some fields."""
+    """Return a function that adds up some fields of the omitted rows and returns them as one row."""
     return partial(remaining_row, sums=sums)
 
 
 def remaining_row(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
-    """Return one row that replaces omitted rows: sums of some fields, the given `facts`, and nothing else."""
+    """Return one row that replaces the omitted `rows`: the sums of some fields, the `facts`, and all else empty."""
     values = {field.name: "" if isinstance(getattr(rows[0], field.name), str) else None for field in fields(rows[0])}
     added = {name: sum(getattr(row, name) for row in rows) for name in sums}
     return type(rows[0])(**{**values, **added, "remaining": len(rows), **facts})

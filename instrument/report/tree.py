@@ -1,6 +1,6 @@
-"""The tree of names of the `events` view: the rows of call paths, their sums, and the selection of rows.
+"""The tree of names behind the `events` view: its entries, their sums, and the choice of the entries to print.
 
-Entries are numbers, and their parents are a column. Only shown entries become objects.
+An entry is the number of a list of names. Entries are arrays, and only printed ones become objects.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from instrument.trace.groups import Members, numbered
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
-"""Kinds of span with a row per instance if the tracer option is `AllOpDetail`."""
+"""The kinds of span that have a row for each instance if the tracer option is `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
-"""The field of the tally that the Total column sums up, by state."""
+"""The field of the tally that the Total column adds up, by state."""
 
 WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "calls": ("calls", False, False),
@@ -45,7 +45,7 @@ WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "gpu_ave": ("device_ns", True, False),
 }
 """The field of each sort key, True if it is divided by the number of calls, and True if the smallest comes first. All
-other keys sort by `Total`, or by `Total` per call for `ave`."""
+other keys sort by `Total`, `ave` by `Total` per call."""
 
 ROOT = 0
 
@@ -58,7 +58,7 @@ class Names(NamedTuple):
     """A tree of names as columns. Entries are ordered by the first tally line that needs them, parents before children.
 
     Each entry has its parent, its level, and the node that first needed it. Each node has its entry, `NONE` if no tally
-    line needs it. A node that is not `visible` has no entry of its own: it counts for that of its caller.
+    line needs it. A node that is not `visible` has no entry of its own and counts for that of its caller.
     """
 
     parents: Int64s
@@ -68,13 +68,13 @@ class Names(NamedTuple):
     visible: Bools
 
 
-def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
+def build_name_tree(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
     """Return the tree of names for some tally lines. `nodes` has the node of each line.
 
-    `levels` has three columns per node. The first two are the levels that the node adds to the tree. The third is the
-    level that it adds if it is topmost. `NONE` is no level.
+    `levels` has three columns for each node: two levels that the node adds to the tree, and the level that it adds if
+    it is topmost. `NONE` is no level.
     """
-    first_line = _first_needed(parents, nodes)
+    first_line = _first_line_below(parents, nodes)
     is_alone = (parents == NONE) & (levels[:, 2] != NONE)
     first_level = np.where(is_alone, levels[:, 2], levels[:, 0])
     second_level = np.where(is_alone | (first_level == NONE), NONE, levels[:, 1])
@@ -91,7 +91,7 @@ def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
     up, level, node = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), np.repeat(order, 1 + has_two)
     up[firsts], level[firsts] = last_of[above[order]], first_level[order]
     up[firsts[has_two] + 1], level[firsts[has_two] + 1] = firsts[has_two], second_level[order[has_two]]
-    numbers, elements = _paths(up, level)
+    numbers, elements = _number_paths(up, level)
     by_first = np.argsort(elements)
     entry_of_number = np.empty(len(by_first) + 1, dtype=np.int64)
     entry_of_number[by_first] = np.arange(1, len(by_first) + 1)
@@ -108,17 +108,17 @@ def tree_of_names(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
     )
 
 
-def _first_needed(parents: Int32s, nodes: Int64s) -> Int64s:
-    """Return the number of the first tally line at or below each node, or the number of lines without one."""
+def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
+    """Return the number of the first tally line at or below each node, or the number of all lines without one."""
     first_line = np.full(len(parents), len(nodes), dtype=np.int64)
     first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
     return np.array(least_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
 
 
-def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
+def _number_paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
     """Return the number of each element's path of levels, and for each number its first element.
 
-    Pointers are doubled: elements with equal last levels and equal paths above these are equal in twice as many levels.
+    Each turn doubles the compared length: elements are equal if their last levels and the paths above these are equal.
     """
     numbers, firsts = numbered(level)
     while (up != NONE).any():
@@ -128,12 +128,12 @@ def _paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
 
 
 class NameTree:
-    """The tree of names of all tally lines, for one tracer option. An entry is a number."""
+    """The tree of names of all tally lines, for one tracer option. Entries are numbers."""
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
         levels = np.asarray(tally.tree.column(LEVELS[tracer_option]), dtype=np.int32).reshape(-1, PER_SITE)
-        self._names = tree_of_names(tally.parents, levels[tally.site_of], tally.lines["node"])
+        self._names = build_name_tree(tally.parents, levels[tally.site_of], tally.lines["node"])
         self.parents = self._names.parents
         self._children = Members(self.parents, len(self))
         self._nodes = Members(np.where(self._names.visible, self._names.entry_of, NONE), len(self))
@@ -152,7 +152,7 @@ class NameTree:
     def sums(self, thread: int | None) -> Records:
         """Return the sums of a thread, or of all threads (None), by entry. Device time includes the calls below."""
         if thread not in self._sums:
-            sums = self._with_hidden(self._added(thread), thread)
+            sums = self._add_hidden(self._sum_entries(thread), thread)
             below: set[int] = set()
             for node, more_ns in self._tally.device_below(thread).items():
                 entry = int(self._names.entry_of[node]) if self._names.visible[node] else NONE
@@ -163,16 +163,16 @@ class NameTree:
             self._sums[thread], self._below[thread] = sums, below
         return self._sums[thread]
 
-    def _added(self, thread: int | None) -> Records:
-        """Return the sums by entry. Those of an instance are in the row of its type, too."""
+    def _sum_entries(self, thread: int | None) -> Records:
+        """Return the sums by entry. The sums of an instance are also in the row of its type."""
         sums = self._tally.by(np.where(self._names.visible, self._names.entry_of, NONE), len(self), thread)
         if not len(self._instances):
             return sums
         entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
         return summed(np.concatenate([sums, sums[self._instances]]), entries, len(self))
 
-    def _with_hidden(self, sums: Records, thread: int | None) -> Records:
-        """Return the sums with the self time of hidden phases. A row without calls begins with its first phase."""
+    def _add_hidden(self, sums: Records, thread: int | None) -> Records:
+        """Return the sums plus the self time of hidden phases. A row without calls begins with its first phase."""
         lines = self._tally.of(thread)
         lines = lines[~self._names.visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._names.entry_of[lines["node"]]
@@ -184,10 +184,10 @@ class NameTree:
         return sums
 
     def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
-        """Return True if the entries' device time includes no time of calls below them."""
+        """Return True if the device time of the entries includes no calls below them."""
         return self._below[thread].isdisjoint(entries)
 
-    def forget(self, thread: int | None) -> None:
+    def drop_sums(self, thread: int | None) -> None:
         """Drop the sums of a thread."""
         self._sums.pop(thread, None)
         self._below.pop(thread, None)
@@ -195,9 +195,9 @@ class NameTree:
     def values(
         self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
-        """Return a field's value per entry, if `per_call` per call, and True for each entry with a call at or below it.
+        """Return a field's value for each entry (or per call), and True for entries with a call at or below them.
 
-        An entry without calls has the greatest value of the entries below it, with `least` the smallest.
+        An entry without calls has the largest value of the entries below it, or with `least` the smallest.
         """
         calls = sums["calls"]
         has_own = (calls != 0) | (sums["first_ns"] != 0)
@@ -215,22 +215,22 @@ class NameTree:
         return values, has_value
 
     def site(self, entry: int) -> Site:
-        """Return the site of an entry. It is that of the entry's first call path."""
+        """Return the site of the first call path of an entry."""
         return self._tally.tree.sites[int(self._tally.site_of[self._names.first_nodes[entry]])]
 
     def name(self, entry: int) -> str:
         """Return the name of an entry. The name of an instance ends with its number."""
         site, role = self.site(entry), self._role(entry)
         name = _copy_name(site) if role == COPY else site.name
-        return f"{name}{self._number(entry)}" if role == INSTANCE else name
+        return f"{name}{self._number_of_instance(entry)}" if role == INSTANCE else name
 
     def label(self, entry: int) -> str:
-        """Return the shown name of an entry. A phase is shown as `parent/phase`."""
+        """Return the printed name of an entry. A phase is printed as `parent/phase`."""
         name = self.name(entry)
         return f"{self.name(int(self.parents[entry]))}/{name}" if self._role(entry) == PHASE else name
 
     def detail(self, entry: int) -> str:
-        """Return the path or code location that distinguishes an instance from its siblings, "" for other entries."""
+        """Return the path or code location by which an instance differs from its siblings, "" for other entries."""
         if self._role(entry) != INSTANCE:
             return ""
         site = self.site(entry)
@@ -254,7 +254,7 @@ class NameTree:
         return total_ns
 
     def total_below_ns(self, thread: int | None, state: str) -> int:
-        """Return the sum of the topmost calls. In the tree with phases it is equal for every tracer option."""
+        """Return the sum of the topmost calls. In the tree with phases it is equal for all tracer options."""
         sums, total_ns = self.sums(thread), 0
         pending = [ROOT]
         while pending:
@@ -264,12 +264,12 @@ class NameTree:
         return total_ns
 
     def _without_interruptions(self, entries: Int64s) -> Int64s:
-        """Return the entries without interruptions, whose time is already in the interrupted entries."""
+        """Return the entries except interruptions, whose time is already in the interrupted entries."""
         return entries[[not is_interruption(self.site(entry)) for entry in entries.tolist()]]
 
     @cached_property
     def _first_calls(self) -> Int64s:
-        """Return the begin of the first call at or below each entry."""
+        """The begin of the first call at or below each entry."""
         return self.values(self.sums(None), "first_ns", least=True)[0]
 
     def _role(self, entry: int) -> int:
@@ -278,8 +278,8 @@ class NameTree:
     def _instances_of(self, entry: int) -> list[int]:
         return [child for child in self.children(entry).tolist() if self._role(child) == INSTANCE]
 
-    def _number(self, entry: int) -> int:
-        """Return the number of an instance among its siblings, from 0 by first call on any thread."""
+    def _number_of_instance(self, entry: int) -> int:
+        """Return the number of an instance among its siblings, from 0 in the order of first calls on any thread."""
         above = int(self.parents[entry])
         if above not in self._numbers:
             first_ns = self._first_calls
@@ -289,7 +289,7 @@ class NameTree:
 
 
 class ShownEntries:
-    """The entries of a tree that a block shows, in the order of the options."""
+    """The entries of a tree that a block prints, in the order of the options."""
 
     def __init__(self, tree: NameTree, thread: int | None, options: Options) -> None:
         self._tree, self._options = tree, options
@@ -301,7 +301,7 @@ class ShownEntries:
         self._kept = self._find_kept()
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
-        """Return the children of an entry that the block shows, in order, and those that it omits."""
+        """Return the children of an entry that the block prints, in order, and those that it omits."""
         children = self._tree.children(entry)
         children = children[self._known[children]]
         left_out: list[int] = []
@@ -314,7 +314,7 @@ class ShownEntries:
         return children[order].tolist() if order else [], left_out
 
     def _find_kept(self) -> Bools | None:
-        """Return an array over the entries, True for the heaviest that the options allow; None for all entries."""
+        """Return True for the entries with the most time that the options allow; None if they allow all."""
         enough, rows = self._large_entries(), self._options.bound
         if rows is None:
             return enough
@@ -335,7 +335,7 @@ class ShownEntries:
         return is_kept
 
     def _large_entries(self) -> Bools | None:
-        """Return an array over the entries, True for `least_ns` or more and for their parents; None without a limit."""
+        """Return True for entries of `least_ns` or more and for their parents; None without such a limit."""
         if not self._options.least_ns:
             return None
         # A background task may be longer than its parent: then both remain.
@@ -347,14 +347,14 @@ class ShownEntries:
 
 
 PER_SITE = 3
-"""The maximum number of levels that a site may add: one or two within the tree, and one that it has if topmost."""
+"""The maximum number of levels that a site may add: one or two within the tree, and one if it is topmost."""
 
 
-def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
+def _make_leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
     special = {"phase", "copy", *(INSTANTIATED if tracer_option == "AllOpDetail" else ())}
 
     def levels_from(tree: CallTree, known_numbers: int) -> array[int]:
-        """Return the levels that each site adds: none for a hidden phase, two for a shown instance, else one.
+        """Return the levels that each site adds: none for a hidden phase, two for a printed instance, else one.
 
         A phase without parents is a row like any other, so that the Total time is equal for all tracer options.
         """
@@ -383,13 +383,13 @@ def _leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
 
 
 LEVELS: Mapping[str, Callable[[CallTree, int], array[int]]] = {
-    option: _leveller(option) for option in ("Default", "OpDetail", "AllOpDetail")
+    option: _make_leveller(option) for option in ("Default", "OpDetail", "AllOpDetail")
 }
-"""Functions for `CallTree.column` that return the levels of sites, by tracer option."""
+"""The functions for `CallTree.column` that return the levels of sites, by tracer option."""
 
 
 def _copy_name(site: Site) -> str:
-    """Return fluid's name for a copy, such as `GpuMemcpyAsync:CPU->GPU`; for an unknown direction the site's name."""
+    """Return fluid's name of a copy, such as `GpuMemcpyAsync:CPU->GPU`, or the site's name."""
     attributes = dict(site.attributes)
     direction, sync = attributes.get("direction"), attributes.get("sync")
     if not isinstance(direction, str) or direction not in ENDPOINTS or not isinstance(sync, bool):

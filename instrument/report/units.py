@@ -1,6 +1,7 @@
-"""The units of the `phases` view: the steps of each track, else the requests, else the window.
+"""The units that the `phases` view averages over, and the places (open spans) in which events happen.
 
-A track, here `line`, is one thread or one task on it. Each request counts as a track, and so does the window.
+The units are the steps of each track. Without steps they are the requests, and without requests the whole window. A
+track, here `line`, is one thread or one task on it. Each request counts as a track of its own, and so does the window.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ LOADER = "loader"
 OPTIMIZER = "optimizer"
 
 PROFILERS = "instrument.Profiler.step"
-"""The function whose calls a `Profiler` records as steps."""
+"""The function name under which a `Profiler` records its steps."""
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase of a site's spans. It is None if they are no phase, for example after `phase: false`."""
+    """Return the phase that a site declares, None if its spans are no phase, for example after `phase: false`."""
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
@@ -40,21 +41,22 @@ def phase_of(site: Site) -> str | None:
 
 
 def step_number(value: AttributeValue | None) -> int | None:
-    """Return the value of the attribute `step` if it is an integer, else None."""
+    """Return the value of a span's attribute `step` if it is an integer, else None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def waits_of(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
-    """Return the union of the waits for loaders on each track. Waits of length 0 are kept: they mark a step's begin."""
+def merge_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
+    """Return the merged waits for loaders on each track. Waits of length 0 are kept: they mark the begin of a step."""
     unions = union_by_group(lines, 2 * starts, 2 * ends + 1)
     return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
 
 
-def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
-    """Return the begin of each step. It is the begin of the wait for its input, if there is one.
+def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
+    """Return the begin of each step. If the track waited for the step's input right before it, that wait is its begin.
 
-    That is the last wait since the end of an earlier step or the begin of an outer one. The step of a `Profiler` begins
-    at the end of the one before, so its wait is within it. Steps are ordered by track and begin, and may be nested.
+    Such a wait is the last one after an earlier step ended and after an outer step began. A `Profiler`'s step begins
+    when the previous one ends, so the wait is already within it. Steps are ordered by track and begin, and may be
+    nested.
     """
     lines, starts, ends = steps
     filled = np.flatnonzero(starts < ends)
@@ -72,12 +74,12 @@ def begins_of(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a trace by track and time, clipped to the interval without missing spans.
+    """The units of a trace, ordered by track and time and clipped to the interval in which no span is missing.
 
-    `of` is their kind: step, request or window. `is_whole` is True for units that were not clipped. `line_of` has the
-    track of each row of the trace, `NONE` without one. `is_aside` is True for rows on another track that worked for it.
-    `steps` are all steps, including the skipped ones, None without any. `skipped` is the number of first steps that
-    were left out. `before` is the number of the first remaining step.
+    `of` is `step`, `request` or `window`. `is_whole` is True for units that were not clipped. `line_of` is the track of
+    each row of the trace, `NONE` for a row without one. `is_aside` is True for rows that worked for a track from
+    another one. `steps` are all steps, also the skipped ones, or None without steps. `skipped` counts the first steps
+    that were left out, and `before` is the number of the first step after them.
     """
 
     of: str
@@ -90,13 +92,13 @@ class Units:
     before: int = 0
 
 
-def units_of(trace: Columns, interval: Interval, skip_first: int) -> Units:
-    """Return the units of a trace, clipped to the interval without missing spans."""
+def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
+    """Return the steps of a trace, else its requests, else one window, clipped to an interval without missing spans."""
     reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.of_sites([kind == "step" for kind in kinds]) & reaches_into)
     if len(steps):
-        return _steps(trace, steps, interval, skip_first)
+        return _step_units(trace, steps, interval, skip_first)
     is_request = trace.of_sites([kind == "request" for kind in kinds]) & (trace.root_id == trace.span_id)
     requests = np.flatnonzero(is_request & reaches_into)
     is_aside = np.zeros(len(trace), dtype=np.bool_)
@@ -106,20 +108,20 @@ def units_of(trace: Columns, interval: Interval, skip_first: int) -> Units:
     lines = np.arange(len(requests))
     line_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
     line_of[requests] = lines
-    clipped_units, is_whole = _clip(trace, requests, lines, trace.start_ns[requests], interval)
+    clipped_units, is_whole = _cut_units(trace, requests, lines, trace.start_ns[requests], interval)
     return Units("request", clipped_units, is_whole, line_of[rows_of(trace.span_id, trace.root_id)], is_aside)
 
 
-def _clip(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
-    """Return steps or requests clipped to an interval, and True for each that was not clipped."""
+def _cut_units(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
+    """Return steps or requests clipped to an interval, and True for each one that was already within it."""
     first, last = interval
     ends = trace.end_ns[rows]
     is_whole = ~trace.clipped[rows] & (first <= begins) & (ends <= last)
     return Unions(lines, np.maximum(begins, first), np.minimum(ends, last)), is_whole
 
 
-def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
-    """Return the outermost steps: those in no other step of their track, nor in a step around their task."""
+def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
+    """Return the outermost steps as units: those in no step of their track, nor in a step that contains their task."""
     thread = ranked(trace.thread_id)[1]
     line, firsts = numbered(thread, trace.task_id)
     rows = step_rows[successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
@@ -127,12 +129,12 @@ def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: in
     of_no_task = firsts[trace.task_id[firsts] == 0]
     of_thread[thread[of_no_task]] = line[of_no_task]
     if len(distinct(thread[rows])) < len(distinct(line[rows])):  # tasks, which may have steps at the same time
-        rows = _topmost(trace, rows, line, of_thread[thread])
+        rows = _drop_inner_steps(trace, rows, line, of_thread[thread])
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     loaders = np.flatnonzero(trace.of_kind(LOADER))
-    waits = waits_of(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
+    waits = merge_waits(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
     is_profilers = trace.of_sites([site.function == PROFILERS for site in trace.sites])[rows]
-    begins = begins_of(steps, is_profilers, waits)
+    begins = include_waits(steps, is_profilers, waits)
     numbers = [step_number(value) for value in trace.attributes.values("step", rows)]
     skipped = np.zeros(len(rows), dtype=np.bool_)
     if skip_first:
@@ -140,7 +142,7 @@ def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: in
         np.minimum.at(first_of, line[step_rows], step_rows)
         skipped = _mark_first_steps(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
     remaining = np.flatnonzero(~skipped)
-    units, is_whole = _clip(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
+    units, is_whole = _cut_units(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
     has_steps = np.zeros(len(firsts) + 1, dtype=np.bool_)
     has_steps[steps.groups] = True
     line_of = np.where(has_steps[line], line, NONE)
@@ -149,7 +151,7 @@ def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: in
     # A task without steps works for the steps of its thread, or for the step in which it began.
     lost = np.flatnonzero(line_of == NONE)
     if len(lost):
-        line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, _row_mask(trace, rows))[lost]]
+        line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, _mask_rows(trace, rows))[lost]]
     return Units(
         of="step",
         intervals=units,
@@ -162,17 +164,17 @@ def _steps(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: in
     )
 
 
-def _row_mask(trace: Columns, rows: Int64s) -> Bools:
+def _mask_rows(trace: Columns, rows: Int64s) -> Bools:
     is_among = np.zeros(len(trace), dtype=np.bool_)
     is_among[rows] = True
     return is_among
 
 
-def _topmost(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
+def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
     """Return the steps inside no step of another track. A `Profiler`'s step may contain the steps of tasks."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
-    is_below = nearest_above(trace.parent, _row_mask(trace, rows))[rows] != NONE
+    is_below = nearest_above(trace.parent, _mask_rows(trace, rows))[rows] != NONE
     around = steps.at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
     is_below[of_tasks] |= ~np.append(is_below, True)[around]  # a step below a task's own does not hold it
     return np.asarray(rows[~is_below])
@@ -181,7 +183,7 @@ def _topmost(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int6
 def _mark_first_steps(
     thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
 ) -> Bools:  # fmt: skip
-    """Return an array over the steps, True for the first `count` of each thread, by their own number or by begin."""
+    """Return True for the first `count` steps of each thread, by a step's own number or, without one, by its begin."""
     order = np.lexsort((first_rows, starts, thread))
     sorted_threads = thread[order]
     firsts = np.flatnonzero(np.diff(sorted_threads, prepend=NONE))
@@ -198,26 +200,26 @@ UNKNOWN = "(not known)"
 """The place of an event whose launching call is not in the file."""
 
 NOWHERE = "(no span was open)"
-"""The place of an event during which no span was open on its thread."""
+"""The place of an event at a time when no span was open on its thread."""
 
 SHARED = "(several tasks were open)"
-"""The place of an event during which several tasks had open spans on its thread."""
+"""The place of an event at a time when several tasks of its thread had open spans."""
 
 UNKNOWN_NUMBER = 0
-"""The number of `UNKNOWN` among places. All other places have larger numbers."""
+"""The index of `UNKNOWN` among the places. It is the smallest."""
 
 
 class NumberedPlaces(NamedTuple):
-    """The place of each event: `number` is an index into `names`, which are pairs of a site's name and kind."""
+    """The innermost open span of each event: `number` is an index into `names`, pairs of a site's name and kind."""
 
     number: Int64s
     names: tuple[tuple[str, str], ...]
 
 
-def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
-    """Return the row of the innermost open span at each time on each thread, as `innermost` does.
+def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
+    """Return the row of the innermost span that is open at each time on each thread (see `innermost`).
 
-    Only rows of the `mask` count. In a trace of another profiler, calls that launch device work do not count.
+    Only rows of the `mask` count. In a trace from another profiler, calls that launch device work do not count.
     """
     trace = recording.columns
     mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
@@ -226,12 +228,14 @@ def rows_open(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: 
     return innermost(trace, mask, thread_ids, times_ns)
 
 
-def places(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> NumberedPlaces:
-    """Return the place of each event, given by its thread and time, in any order."""
+def find_places(
+    recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None
+) -> NumberedPlaces:
+    """Return the place (the innermost open span) of each event, given by its thread and time, in any order."""
     trace = recording.columns
     names = {(UNKNOWN, ""): UNKNOWN_NUMBER, (NOWHERE, ""): 1, (SHARED, ""): 2}
     of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
-    rows = rows_open(recording, thread_ids, times_ns, mask)
+    rows = innermost_rows(recording, thread_ids, times_ns, mask)
     place_of_row = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
     number = np.where(rows < 0, -rows, place_of_row)
     number[times_ns < recording.trace.coverage[0]] = UNKNOWN_NUMBER

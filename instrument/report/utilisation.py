@@ -1,9 +1,9 @@
-"""The work of each device in a window: busy, starved or idle, to the nanosecond, and the same within each request.
+"""The use of each device in a window: busy, starved or idle, to the nanosecond, and the same within each request.
 
-All figures come from the device intervals of instrumented spans, so idle means: no instrumented device work. An
-interval is the time between two events on a stream. It may include gaps between kernels. An outer interval includes
-those of calls below. Times of devices and streams are unions, so that parallel work counts once. Work by name is a sum.
-Everything is clipped to the window.
+All numbers come from the device intervals of recorded spans, so idle means: no recorded work on the device. An interval
+is the time between two events on a stream, and may include gaps between kernels. The interval of an outer call includes
+those of calls below. In times of devices and streams, parallel work counts once. Times by name are sums. All times are
+clipped to the window.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """One stream: the number of its timed intervals, their sum, their union, and its share of the window."""
+    """One stream: the number and sum of its timed intervals, the time with any of them, and its share of the window."""
 
     stream: int
     intervals: int
@@ -64,12 +64,11 @@ class LabelUse:
 
 @dataclass(frozen=True, slots=True)
 class NameUse:
-    """Device time of the spans of one name and kind on one device.
+    """The device time of the spans of one name and kind on one device.
 
-    `calls` counts calls with device time. `summed_ns` is the sum over calls of the union of a call's intervals,
-    `busy_ns` the union over all calls. `busy_ratio` is the share of the device's busy time. An outer call includes the
-    calls below. p50 and p99 are by `percentiles`. A row with `remaining` replaces that many names and has only
-    sums.
+    `calls` counts the calls with device time. `summed_ns` adds up the device time of each call, in which overlapping
+    intervals count once. `busy_ns` is the time with at least one call, and `busy_ratio` its share of the device's busy
+    time. An outer call includes the calls below. A row with `remaining` replaces that many names and has only sums.
     """
 
     name: str
@@ -87,9 +86,10 @@ class NameUse:
 
 @dataclass(frozen=True, slots=True)
 class EndpointUse:
-    """Sums over the requests of one name with device time on a device. A row with `remaining` replaces that many names.
+    """The requests of one endpoint with device time on a device. A row with `remaining` replaces that many endpoints.
 
-    `wall_ns` has three parts: the device worked for the request itself, for others only, or was idle.
+    `wall_ns` is the sum of their wall times. It has three parts: the device worked for the request itself, only for
+    others, or was idle.
     """
 
     name: str
@@ -111,15 +111,15 @@ class EndpointUse:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """One device. Its times `compute_ns`, `copy_ns`, `starved_ns` and `unasked_ns` add up to the window.
+    """The use of one device. `compute_ns`, `copy_ns`, `starved_ns` and `unasked_ns` add up to the window.
 
-    `compute_ns` is the union of the intervals of spans other than copies. `copy_ns` is that of copies outside of it.
-    `starved_ns` is idle time with a request in flight, `unasked_ns` idle time without any. Their ratios are of the
-    window. `starved_in_flight_ratio` is of the time with a request in flight. `hidden_copy_ns` is the time of copies
-    during compute, and its ratio is of all time with copies. `overlap_ns` is the time with at least two busy streams,
-    its ratio is of the busy time. `most_streams` is the largest number at once. `launch_bound_ns` is the busy time with
-    launch-bound intervals only, its ratio is of the busy time. In that time the device may have waited for the host.
-    `uncertainty_ns` is the least and the greatest error of the intervals' times on the host clock. `outside` counts
+    `compute_ns` is the time with work other than copies, and `copy_ns` the time with copies alone. `starved_ns` is the
+    idle time with a request in flight, `unasked_ns` the idle time without one. Their ratios are shares of the window.
+    `starved_in_flight_ratio` is a share of the time with a request in flight. `hidden_copy_ns` is the time of copies
+    during compute, and its ratio is a share of all time with copies. `overlap_ns` is the time with at least two busy
+    streams, and `most_streams` the largest number at once. `launch_bound_ns` is the busy time with launch-bound
+    intervals only, in which the device may have waited for the host. The ratios of both are shares of the busy time.
+    `uncertainty_ns` is the smallest and the largest error of the intervals' times on the host's clock. `outside` counts
     timed intervals outside of the window.
     """
 
@@ -156,12 +156,12 @@ class DeviceUse:
 
     @property
     def hidden_copy_ratio(self) -> float | None:
-        """The share of the copies' time during which the device also computed."""
+        """The share of the time with copies during which the device also computed."""
         return share(self.hidden_copy_ns, self.copy_ns + self.hidden_copy_ns)
 
     @property
     def mean_streams(self) -> float | None:
-        """The mean number of busy streams in the busy time, None without any."""
+        """The mean number of busy streams during the busy time, None without busy time."""
         return sum(stream.busy_ns for stream in self.streams) / self.busy_ns if self.busy_ns else None
 
 
@@ -182,10 +182,10 @@ class Unanswered:
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """The use of every device in one window. `asking` counts the spans that asked for device time.
+    """The use of all devices in one window. `asking` is the number of spans that asked for device time.
 
-    `unanswered` has the spans that got none. `in_flight_ns` is the time with at least one request in flight.
-    `requests_cut` counts requests over an edge of the window, `requests_without` those in the window without device
+    `unanswered` has those that got none. `in_flight_ns` is the time with at least one request in flight. `requests_cut`
+    is the number of requests that cross an edge of the window, and `requests_without` of requests in it without device
     time.
     """
 
@@ -199,15 +199,15 @@ class Utilisation:
 
 
 class _RequestWork(NamedTuple):
-    """Requests by their rows, the device's work for each in ns, and the device's busy time during each in ns."""
+    """Requests as columns: their rows, the device's work for each in ns, and its busy time during each in ns."""
 
     rows: Int64s
     own_ns: Int64s
     busy_ns: Int64s
 
 
-def utilisation(recording: Recording) -> Utilisation:
-    """Return the use of each device in the part of the window with every span."""
+def measure_utilisation(recording: Recording) -> Utilisation:
+    """Return the use of each device in the part of the window without missing spans."""
     trace, (first, last) = recording.columns, recording.trace.coverage
     window = first, max(first, last)
     owner = recording.once(request_of_spans)
@@ -230,7 +230,7 @@ def utilisation(recording: Recording) -> Utilisation:
         with_device[device_within.rows] = True
         labels = _label_uses(inside)
         devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, device_within))
-    asking_count, untimed = unanswered(trace)
+    asking_count, untimed = find_unanswered(trace)
     return Utilisation(
         window=window,
         devices=tuple(devices),
@@ -243,12 +243,12 @@ def utilisation(recording: Recording) -> Utilisation:
 
 
 def request_of_spans(recording: Recording) -> Int32s:
-    """Return the row of the topmost request at or above each span."""
+    """Return, for each span, the row of the topmost request at or above it."""
     return recording.columns.owners(recording.columns.of_kind("request"))
 
 
 def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
-    """Return the rows of topmost requests within the window, and the number of requests that cross an edge of it."""
+    """Return the rows of the topmost requests within the window, and the number of requests that cross its edges."""
     first, last = window
     topmost = np.flatnonzero(owner == np.arange(len(trace)))
     starts, ends = trace.start_ns[topmost], trace.end_ns[topmost]
@@ -257,7 +257,7 @@ def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[In
 
 
 def _request_work(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _RequestWork:
-    """Return a device's work in the complete requests for which it worked."""
+    """Return a device's work for those complete requests that used it."""
     places = places_of(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
     has = places != NONE
     places = places[has]
@@ -269,7 +269,7 @@ def _request_work(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: I
     return _RequestWork(rows, own_ns[used], busy.within(trace.start_ns[rows], trace.end_ns[rows]))
 
 
-def unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
+def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     """Return the number of spans that asked for device time, and those that got none, by reason and name."""
     intervals = trace.device
     first_of = np.full(len(trace), NONE, dtype=np.int64)
@@ -326,7 +326,7 @@ def _device_use(
         streams=tuple(_stream_use(stream, rows, unions[stream], window_ns) for stream, rows in streams.items()),
         labels=labels,
         names=_name_uses(trace, work, busy_ns),
-        endpoints=_endpoints(trace, device_within),
+        endpoints=_endpoint_uses(trace, device_within),
     )
 
 
@@ -343,7 +343,7 @@ def _label_uses(intervals: DeviceIntervals) -> tuple[LabelUse, ...]:
 
 
 def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
-    """Return the device time by name of span. Overlapping intervals of one call count once."""
+    """Return the device time by name of the span. Overlapping intervals of one call count once."""
     keys, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
     begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # the intervals of a call are adjacent
     call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))
@@ -363,8 +363,8 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
     return tuple(sorted(uses, key=lambda use: (-use.summed_ns, use.name, use.kind)))
 
 
-def _endpoints(trace: Columns, work: _RequestWork) -> tuple[EndpointUse, ...]:
-    """Return the requests by name, the longest sum of wall times first."""
+def _endpoint_uses(trace: Columns, work: _RequestWork) -> tuple[EndpointUse, ...]:
+    """Return the requests by endpoint, the largest sum of wall times first."""
     names, of_site = trace.numbered_sites(attrgetter("name"))
     groups = Groups(of_site[trace.site[work.rows]], len(names))
     columns = groups.sizes(), *(groups.sums(column) for column in (trace.total_ns[work.rows], *work[1:]))

@@ -1,7 +1,7 @@
-"""A view: numbers computed from a recording, and the same numbers as text and as JSON.
+"""The options, the recording and the JSON form of all views.
 
-A view is a function ``name(recording, options)`` in ``report/name_view.py``. It returns a frozen dataclass: the fields
-and public properties are the numbers, times in ns, and `lines` prints them.
+A view is a function ``name(recording, options)`` in ``report/name_view.py``. It returns a frozen dataclass. The fields
+and public properties of that class are the numbers of the view, with times in ns. Its method `lines` prints them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Made = TypeVar("Made")
 
 THREADS: tuple[str, ...] = ("both", "merged", "apart")
 UNITS = TIME_UNITS
-"""The nanoseconds in each unit of time that a report may use."""
+"""The number of nanoseconds in each unit of time that a report may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options for views. Each view documents the options that it uses.
+    """The options of all views. Each view documents the options that it uses.
 
-    `rows` bounds each table, `most` does if `rows` is None. One more row has the rest, including rows with less time
-    than `least_ns`. `sorted_by` names a column; a view without it sorts by the nearest one (see `SortKey`). `threads`
-    is `merged`, `apart` or `both`. `corrected` subtracts the cost of probes from self times. `skip_first` leaves that
-    many first iterations out of averages. `unit` is the unit of times in text. `requests_by` groups requests by an
-    attribute, or by `endpoint`, into up to `at_most` groups and one of the rest. Raises `ValueError` for an invalid
-    value.
+    `rows` is the maximum number of rows in each table. `most` is used instead if `rows` is None. The remaining rows,
+    and those with less time than `least_ns`, are added up in one last row. `sorted_by` names a column (see `SortKey`).
+    `threads` is `merged`, `apart` or `both`. `corrected` subtracts the cost of probes from self times. `skip_first`
+    leaves that many first iterations out of averages. `unit` is the unit of times in text. `requests_by` groups
+    requests by an attribute or by `endpoint`. The `at_most` largest groups are shown, and all others as one group.
+    Raises `ValueError` for an invalid value.
     """
 
     tracer_option: str = "Default"
@@ -56,12 +56,12 @@ class Options:
 
     @property
     def bound(self) -> int | None:
-        """The most rows of a table, None for all."""
+        """The maximum number of rows of a table, None for all."""
         return self.most if self.rows is None else self.rows
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Options:
-        """Return options from a mapping, in which None is the default. Raises `TypeError` for an unknown name."""
+        """Return options from a mapping. A value of None means the default. Raises `TypeError` for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
@@ -87,10 +87,10 @@ class Options:
 class SortKey:
     """The order of rows: `column` is `default`, `calls`, `total`, `max`, `min` or `ave`.
 
-    `part` selects host times (`cpu`) or device times (`gpu`) if a view has both. A key without a part means the times
-    of the state, host times for `All`. A view without the column sorts by its total, and `default` is the view's own
-    order. The greatest comes first, except for `cpu_min` and `gpu_min`, which ascend as in `paddle.profiler`. `min`
-    descends as in fluid's profiler.
+    `part` selects host times (`cpu`) or device times (`gpu`) if a view has both. Without it the state decides: device
+    times for `GPU`, else host times. A view that lacks the column sorts by its total. `default` is the usual order of
+    the view. The largest value comes first, except for `cpu_min` and `gpu_min`, which ascend as in `paddle.profiler`. A
+    plain `min` descends as in fluid's profiler.
     """
 
     part: str
@@ -99,19 +99,19 @@ class SortKey:
 
     @classmethod
     def of(cls, options: Options) -> SortKey:
-        """Return the order that the options name."""
         part, _, column = options.sorted_by.rpartition("_")
         return cls(part or ("gpu" if options.state == "GPU" else "cpu"), column, bool(part) and column == "min")
 
 
 @dataclass(frozen=True, slots=True)
 class InstrumentationStats:
-    """Facts on the instrumentation that only the process itself knows. A saved trace does not have them.
+    """Numbers on the instrumentation that only the running process knows. A saved trace does not contain them.
 
-    `added_ns` returns the cost per call of each site's probe. `pairs_ns` is the cost of pairs of events on a device.
-    `threads_ns` is the processor time of the SDK's own threads, by their work. `passed` counts the calls by site that
-    were not recorded, to stay within the budget. `muted` are the sites that are muted now. `notes` are on everything
-    else that was not observed. `held_rows` of all `ring_rows` (`ring_bytes` in all) are in use.
+    `added_ns` returns the cost per call of each site's probe. `pairs_ns` is the cost of recording the pairs of device
+    events. `threads_ns` is the processor time of the SDK's own threads, by their task. `passed` counts, by site, the
+    calls that were left out to stay within the budget. `muted` contains the sites whose calls are not recorded now.
+    `notes` describe everything else that was not observed. Of the ring's `ring_rows` rows (`ring_bytes` in all),
+    `held_rows` are in use.
     """
 
     clock: str
@@ -128,13 +128,13 @@ class InstrumentationStats:
 
 @dataclass(eq=False)
 class Recording:
-    """The tally of all calls, the trace of the kept spans, and facts on both.
+    """The tally of all calls, the trace of the kept spans, and further data of a recording, computed when first read.
 
-    The functions `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_stats` and `make_cost` run when
-    their result is first read. `make_totals` makes the tally at a lower cost, merged if requested. `window_ns` is the
-    length of the tally's time, `recorder` is `native` or `other`. `collector_ids` returns a request's trace id and span
-    id at the collector, from its span and its first key. `benchmark` has the steps that a running loop has counted.
-    `died` describes the abnormal end of a process.
+    `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_stats` and `make_cost` are called once, when their
+    result is first read. `make_totals` returns the tally at a lower cost, summed over all threads if its argument is
+    True. `window_ns` is the elapsed time that the tally covers. `recorder` is `native` or `other`. `collector_ids`
+    returns the trace id and span id that a request has at the collector, from its span and its first key. `benchmark`
+    counts the steps of a running loop. `died` describes how a process ended abnormally.
     """
 
     make_tally: Callable[[], Tally]
@@ -158,11 +158,10 @@ class Recording:
 
     @cached_property
     def tally(self) -> Tally:
-        """The exact totals of all calls."""
         return self.make_tally()
 
     def totals(self, *, merged: bool = False) -> Tally:
-        """Return the tally by thread, or if `merged` the sums over all threads."""
+        """Return the tally by thread, or the sums over all threads if `merged` is True."""
         if merged not in self._made:
             make = self.make_totals
             self._made[merged] = make(merged) if make is not None else self.tally.merged() if merged else self.tally
@@ -171,23 +170,20 @@ class Recording:
 
     @cached_property
     def cost(self) -> Cost | None:
-        """The cost of the instrumentation, None if it is unknown."""
         return self.make_cost()
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace of the kept spans."""
         from instrument.trace.joined import with_own_facts
 
         return with_own_facts(self.make_trace())
 
     @property
     def columns(self) -> Columns:
-        """The kept spans as columns."""
         return self.trace.columns
 
     def once(self, make: Callable[[Recording], Made]) -> Made:
-        """Return the result of a function of the recording. It is computed once for all views."""
+        """Return the result of `make` for this recording. It is computed once and shared by all views."""
         if make not in self._made:
             self._made[make] = make(self)
         result: Made = self._made[make]
@@ -195,28 +191,28 @@ class Recording:
 
     @cached_property
     def startup(self) -> Startup | None:
-        """The facts on the process's start-up, None if unknown."""
+        """The times of the process's start-up, None if unknown."""
         return self.make_startup()
 
     @cached_property
     def stats(self) -> InstrumentationStats | None:
-        """The facts that only the running process knows, None for a saved trace."""
+        """The numbers that only the running process knows, None for a saved trace."""
         return self.make_stats()
 
     @classmethod
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
-        """Return the recording of a trace. `make_tally` makes the tally if the file has one.
+        """Return the recording of a trace.
 
-        Else the tally is counted from the spans.
+        `make_tally` returns the tally that the file contains. Without it the spans are counted.
         """
 
-        def counted(recording: Recording) -> Tally:
+        def count_spans(recording: Recording) -> Tally:
             from instrument.trace.call_tree import tally_of
 
             return tally_of(recording.columns, trace.threads)
 
         recording_of_trace = cls(
-            make_tally or (lambda: counted(recording_of_trace)),
+            make_tally or (lambda: count_spans(recording_of_trace)),
             lambda: trace,
             make_cost=lambda: trace.cost,
             losses=trace.losses,
@@ -235,7 +231,7 @@ class Recording:
 
 
 def document(value: Any) -> Any:
-    """Return the numbers as JSON values: dataclasses with their public properties, sites with their known facts."""
+    """Return the numbers as JSON values: dataclasses with their public properties, sites with their known fields."""
     if isinstance(value, Site):
         facts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         facts["attributes"] = dict(value.attributes)

@@ -23,7 +23,7 @@ from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.spans import BATCH_KEYS, Sample, Span
 from instrument.report.section import View
-from instrument.report.summary import make_views, refuse_unknown, summary
+from instrument.report.summary import make_views, refuse_unknown_views, summary
 from instrument.report.view import Options, Recording
 from instrument.runtime import atomic
 from instrument.runtime.cheap_start import dataclass, replace
@@ -188,7 +188,7 @@ def print_summary(
     `to` is `stdout`, `stderr`, or a file to append to, for its owner alone. Raises `ValueError` at once for an unknown
     view or value.
     """
-    refuse_unknown(views)
+    refuse_unknown_views(views)
     Options.of({name: value for name, value in options.items() if name != "torch_trace"})
 
     def handle(window: Window) -> None:

@@ -30,7 +30,7 @@ from instrument.native import OFF
 from instrument.profile.keys import load
 from instrument.profile.model import EVERYTHING, STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.recording.spans import HOST, Sample
-from instrument.report.benchmark_view import line_of, loops_of_benchmark
+from instrument.report.benchmark_view import benchmark_line, show_benchmark
 from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.summary import summary
 from instrument.report.view import Options
@@ -457,7 +457,7 @@ class Profiler:
         """
         with self._lock:
             since, self._since = self._since, Benchmark(skip=0)
-        return line_of(since, unit)
+        return benchmark_line(since, unit)
 
     def benchmark(self) -> LoopTimes:
         """Return the cost of the steps since the start, without the first `SKIPPED_STEPS`."""
@@ -486,7 +486,7 @@ class Profiler:
             return f"{str(window).capitalize()}\n{text}"
         lines = [] if self._timer_only else [process.SWITCHED_OFF if OFF else "No window has ended yet."]
         if self._timer_only or "benchmark" in names:
-            lines += loops_of_benchmark(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
+            lines += show_benchmark(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:

@@ -388,7 +388,7 @@ class Recorded:
         if names is not None:
             return names
         of_profile = (self.profile.export.summary or Summary()).views
-        return report.views_for(options) if of_profile == Summary().views else of_profile
+        return report.default_views(options) if of_profile == Summary().views else of_profile
 
     def _options(self, options: Mapping[str, Any]) -> view.Options:
         of_profile = self.options_of_profile()

@@ -21,7 +21,7 @@ from typing import Any
 
 from scipy import stats
 
-from instrument.report.comparison import SLOWER, Comparison, _side, compare
+from instrument.report.comparison import SLOWER, Comparison, _make_side, compare
 from instrument.report.view import Options, Recording
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -42,7 +42,7 @@ def slower_paths(found: Comparison) -> list[str]:
 
 
 def is_called_by_a_plain_test(before: Recording, after: Recording) -> bool:
-    first, second = _side([before], []).work, _side([after], []).work
+    first, second = _make_side([before], []).work, _make_side([after], []).work
     return any(
         stats.mannwhitneyu(second[path].values_ns, first[path].values_ns, alternative="greater").pvalue < 0.01
         for path in first

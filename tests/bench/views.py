@@ -54,7 +54,7 @@ from instrument import chrome
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import HOST, DeviceInterval, Flops, Kernel, Origin, Site, Span
-from instrument.report.summary import prepare
+from instrument.report.summary import import_views
 from instrument.trace import file
 from instrument.trace.self_times import self_times_of
 from instrument.trace.trace import Allocation, Trace, columns_of_spans
@@ -287,7 +287,7 @@ def live(paths: int, threads: int, shape: str) -> None:
         session.summary(views=[view], rows=50, threads=of_threads)
         return (time.process_time() - start) * 1e3
 
-    prepare(LIVE_VIEWS)
+    import_views(LIVE_VIEWS)
     first = spent_ms("events", "merged")
     found = [min(spent_ms(view, "merged") for _ in range(7)) for view in LIVE_VIEWS]
     apart = min(spent_ms("events", "both") for _ in range(3))

@@ -1,11 +1,10 @@
-"""One HTML file of a report: its content as packed JSON, with the style and the scripts of this folder.
+"""One HTML file of a report: its data as packed JSON, with the style and the scripts of this folder.
 
-The file loads nothing else: its content security policy allows its scripts and style by their digests, and nothing from
-any network. Names and values of the service are only in the JSON, as base64 of its deflated text. So they cannot end
-the HTML element. The scripts insert them as text, never as markup.
+The file loads nothing else. Its content security policy allows its own scripts and style by their digests, and nothing
+from a network. Names and values of the service are only in the JSON, which is stored as base64 of its deflated text. So
+they cannot end the HTML element. The scripts insert them as text, never as markup.
 
-The JSON has figures, views, pictures and notes on omitted data. Its tables are the sections of each view. Each cell has
-a number and its text.
+The JSON has the tables of the views, charts, and notes on omitted data. Each cell has a number and its text.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from instrument.report.brief_view import Brief, brief
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import events
 from instrument.report.page.kept_spans import MOST_SPANS, KeptSpans, steps
-from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes, parts_of
+from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes, list_parts
 from instrument.report.section import (
     DEVICE,
     SIZE,
@@ -43,9 +42,9 @@ from instrument.report.section import (
     Section,
     View,
     device_name,
-    instrumentation,
-    kind_of,
-    name_of,
+    format_of_field,
+    instrumentation_lines,
+    special_name,
     value_of,
 )
 from instrument.report.summary import VIEW_OF
@@ -66,25 +65,25 @@ from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE
 
 MOST_ROWS = 4000
-"""The maximum number of rows of the tree. One more row sums up the rest of a level."""
+"""The maximum number of rows of the call tree. In each level a last row sums up the others."""
 
 DETAIL = "OpDetail"
 """The tracer option of the page's call tree: phases have rows, and all instances of a layer share one row."""
 
 NEVER = -1
-"""The number of a missing parent or row. Real numbers are 0 or more."""
+"""The number of a missing parent or row. All real numbers are 0 or more."""
 
 GREATEST = (1 << 63) - 1
 
 
 class CallsTree:
-    """The rows of the call tree, parents first, and their widths."""
+    """The rows of the call tree, parents first, with the width of each in the chart."""
 
     def __init__(self, recording: Recording, options: Options) -> None:
         asking = replace(options, tracer_option=DETAIL, threads="merged", state="All", rows=MOST_ROWS, corrected=False)
         blocks = events(recording, asking).blocks
         self.rows: tuple[EventRow, ...] = blocks[0].rows if blocks else ()
-        self._parents = _parents(self.rows)
+        self._parents = _find_parents(self.rows)
         self.names: list[str] = []
         for row, parent in zip(self.rows, self._parents, strict=True):
             # A phase has the name of its parent in its label, which here is above it.
@@ -92,11 +91,11 @@ class CallsTree:
             self.names.append(row.name.removeprefix(f"{self.names[parent]}/") if is_below else row.name)
 
     def widths(self) -> list[int]:
-        """Return each row's width: the sum of the self times at and below it."""
-        return self._with_below([max(row.self_ns, 0) for row in self.rows])
+        """Return the width of each row: the sum of the self times at and below it."""
+        return self._add_children([max(row.self_ns, 0) for row in self.rows])
 
     def device_widths(self) -> list[int]:
-        """Return each row's width in device time. It is never below the sum of its children."""
+        """Return the width of each row in device time. It is at least the sum of its children."""
         widths, below = [max(row.device_ns, 0) for row in self.rows], [0] * len(self.rows)
         for place in range(len(widths) - 1, -1, -1):
             widths[place] = max(widths[place], below[place])
@@ -104,7 +103,7 @@ class CallsTree:
                 below[self._parents[place]] += widths[place]
         return widths
 
-    def _with_below(self, widths_ns: list[int]) -> list[int]:
+    def _add_children(self, widths_ns: list[int]) -> list[int]:
         for place in range(len(widths_ns) - 1, -1, -1):
             if self._parents[place] != NEVER:
                 widths_ns[self._parents[place]] += widths_ns[place]
@@ -122,14 +121,14 @@ class CallsTree:
         )  # fmt: skip
         return {
             "names": [[safe(name) or "(no name)", kind] for name, kind in numbers],
-            "name": _column(of_rows),
-            "width": _column(self.widths()),
-            "running": _column(self._with_below([max(row.self_ns - row.waiting_ns, 0) for row in self.rows])),
-            "on_device": _column(self.device_widths()),
-            **{field: _column(getattr(row, field) for row in self.rows) for field in fields},
+            "name": _json_column(of_rows),
+            "width": _json_column(self.widths()),
+            "running": _json_column(self._add_children([max(row.self_ns - row.waiting_ns, 0) for row in self.rows])),
+            "on_device": _json_column(self.device_widths()),
+            **{field: _json_column(getattr(row, field) for row in self.rows) for field in fields},
         }
 
-    def left_out(self) -> list[str]:
+    def describe_omitted(self) -> list[str]:
         """Return a sentence on the omitted rows, [] if there are none."""
         together = sum(row.remaining for row in self.rows)
         if not together:
@@ -140,11 +139,11 @@ class CallsTree:
         ]
 
 
-def _column(numbers: Iterable[int | None]) -> list[int]:
+def _json_column(numbers: Iterable[int | None]) -> list[int]:
     return [NEVER if number is None else min(number, GREATEST) for number in numbers]
 
 
-def _parents(rows: Sequence[EventRow]) -> list[int]:
+def _find_parents(rows: Sequence[EventRow]) -> list[int]:
     above: list[int] = []
     parents = []
     for place, row in enumerate(rows):
@@ -155,13 +154,13 @@ def _parents(rows: Sequence[EventRow]) -> list[int]:
 
 
 MOST_STRETCHES = 100_000
-"""The maximum number of device intervals and kernels in a page: some 0.7 MB."""
+"""The maximum number of device intervals and kernels in a page. They take about 0.7 MB."""
 
 MOST_READINGS = 200
-"""The maximum number of readings that the page draws for a gauge of a device."""
+"""The maximum number of readings that the page draws for each gauge of a device."""
 
 LANE_NAME = 160
-"""The greatest width of a name, in columns."""
+"""The maximum width of a name, in columns."""
 
 
 class DeviceLanes:
@@ -171,7 +170,7 @@ class DeviceLanes:
         self._recording, self._number_of = recording, number_of
         self._lanes: dict[tuple[int, int, str], int] = {}
         self._names: dict[str, int] = {}
-        stretches, kernels = self._stretches(), self._kernels()
+        stretches, kernels = self._interval_columns(), self._kernel_columns()
         every = {name: np.concatenate([stretches[name], kernels[name]]) for name in stretches}
         self._all_ns = int(every["length"].sum(dtype=np.float64)) if len(every["length"]) else 0
         self.count = len(every["start"])
@@ -179,14 +178,14 @@ class DeviceLanes:
         longest = longest[np.argsort(every["start"][longest], kind="stable")]
         self._kept: Mapping[str, Int64s] = {name: numbers[longest] for name, numbers in every.items()}
 
-    def _stretches(self) -> dict[str, Int64s]:
+    def _interval_columns(self) -> dict[str, Int64s]:
         """Return the timed device intervals of spans as columns."""
         trace, intervals = self._recording.columns, self._recording.columns.device
         rows = np.flatnonzero(intervals.timed)
         row = intervals.row[rows].astype(np.int64)
         streams = zip(intervals.device[rows].tolist(), intervals.stream[rows].tolist(), strict=True)
-        lanes = [self._lane(device, stream, "") for device, stream in streams]
-        site_names = [self._name(site.name) for site in trace.sites]
+        lanes = [self._number_lane(device, stream, "") for device, stream in streams]
+        site_names = [self._number_name(site.name) for site in trace.sites]
         return {
             "start": intervals.start_ns[rows] - self._recording.trace.start_ns,
             "length": intervals.end_ns[rows] - intervals.start_ns[rows],
@@ -196,25 +195,25 @@ class DeviceLanes:
             "label": intervals.label[rows].astype(np.int64),
         }
 
-    def _kernels(self) -> dict[str, Int64s]:
+    def _kernel_columns(self) -> dict[str, Int64s]:
         """Return the device work in torch.profiler's record as columns."""
         base_ns, kernels = self._recording.trace.start_ns, self._recording.trace.kernels
         rows = [
-            (row.start_ns - base_ns, row.end_ns - row.start_ns, self._lane(row.device, row.stream, "kernels"),
-             self._name(row.name), NONE, NONE)
+            (row.start_ns - base_ns, row.end_ns - row.start_ns, self._number_lane(row.device, row.stream, "kernels"),
+             self._number_name(row.name), NONE, NONE)
             for row in kernels
         ]  # fmt: skip
         table = np.array(rows, dtype=np.int64).reshape(-1, 6)
         return dict(zip(("start", "length", "lane", "name", "span", "label"), table.T, strict=True))
 
-    def _lane(self, device: int, stream: int, kind: str) -> int:
+    def _number_lane(self, device: int, stream: int, kind: str) -> int:
         return self._lanes.setdefault((device, stream, kind), len(self._lanes))
 
-    def _name(self, name: str) -> int:
+    def _number_name(self, name: str) -> int:
         return self._names.setdefault(shorten(safe(name), LANE_NAME) or "(no name)", len(self._names))
 
     def document(self) -> dict[str, Any]:
-        """Return lanes, device intervals as columns, and gauges for the page's JSON."""
+        """Return the lanes, the device intervals as columns, and the gauges for the page's JSON."""
         stretches = self._kept
         order = sorted(self._lanes)
         place_of = {lane: place for place, lane in enumerate(order)}
@@ -231,11 +230,11 @@ class DeviceLanes:
             "name": number.reshape(-1).tolist(),
             "span": steps(stretches["span"]),
             "label": stretches["label"].tolist(),
-            "gauges": self._gauges(),
+            "gauges": self._gauge_documents(),
         }
 
-    def left_out(self) -> list[str]:
-        """Return sentences on the device work and readings that the page leaves out."""
+    def describe_omitted(self) -> list[str]:
+        """Return sentences on the device work and the readings that the page omits."""
         sentences = []
         short = self.count - len(self._kept["start"])
         if short:
@@ -248,7 +247,7 @@ class DeviceLanes:
             sentences.append(f"Of gauges with more than {MOST_READINGS} readings every few are drawn. Tables have all.")
         return sentences
 
-    def _gauges(self) -> list[dict[str, Any]]:
+    def _gauge_documents(self) -> list[dict[str, Any]]:
         """Return the readings of each gauge of each device. Known gauges come first."""
         trace = self._recording.trace
         readings_of: dict[tuple[int, str, int], list[tuple[int, float]]] = {}
@@ -282,25 +281,25 @@ NUMBER = "number"
 UNIT_OF = {SIZE: "MiB"}
 
 MOST_TABLE_ROWS = 200
-"""The maximum number of rows of one table."""
+"""The maximum number of rows of a table."""
 
 MOST_COLUMNS = 160
-"""The greatest width of a text in a table, in columns."""
+"""The maximum width of a text in a table, in columns."""
 
 MOST_TABLES = 20
-"""The maximum number of tables of one view, such as those of functions in `ops`. The page counts the rest."""
+"""The maximum number of tables of one view, such as those of functions in `ops`. The page counts the others."""
 
 ON_PAGE = (
     "requests", "batches", "neighbours", "events", "phases", "overview", "classes", "ops", "instances", "operators",
     "user", "kernels", "device", "copies", "memory", "distribution", "startup", "benchmark", "cost",
 )  # fmt: skip
-"""The views in the order of the page. `brief` is not among them: its numbers are at the top."""
+"""The views in the order of the page. It has no `brief`, whose numbers are at the top."""
 
 
 def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
     sections = view.sections()
     full = [section for section in sections if section.rows]
-    tables = [_table(section, unit) for section in full[:MOST_TABLES]]
+    tables = [_table_document(section, unit) for section in full[:MOST_TABLES]]
     shown: dict[str, Any] = {"name": name, "about": VIEWS[name][0].upper() + VIEWS[name][1:], "tables": tables}
     if len(full) > MOST_TABLES:
         more = len(full) - MOST_TABLES
@@ -311,21 +310,21 @@ def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
     return shown
 
 
-def _table(section: Section, unit: str) -> dict[str, Any]:
+def _table_document(section: Section, unit: str) -> dict[str, Any]:
     columns: list[tuple[str, str, list[Any]]] = []
-    for field, heading, _ in section.described():
+    for field, heading, _ in section.parse_columns():
         values = [value_of(row, field) for row in section.rows]
         # A column without any value is left out, as are device times without a device.
         if columns and all(value is None or (value == 0 and field == "device_ns") for value in values):
             continue
         if not columns:
-            values = [name_of(row, field) or value for row, value in zip(section.rows, values, strict=True)]
+            values = [special_name(row, field) or value for row, value in zip(section.rows, values, strict=True)]
         label, kind, text = (
             heading.partition(",")[0] or (columns[-1][0] if columns else ""),
-            _kind(field, values),
+            _format_of_column(field, values),
             section.texts.get(field),
         )
-        cells = [_cell(value, kind, unit) for value in values]
+        cells = [_cell_document(value, kind, unit) for value in values]
         if text is not None and kind != TEXT:
             cells = [[value, text(row, unit)] for row, (value, _) in zip(section.rows, cells, strict=True)]
         columns.append((label, kind, cells))
@@ -333,26 +332,26 @@ def _table(section: Section, unit: str) -> dict[str, Any]:
     return {
         "title": safe(section.title),
         "note": " ".join([*section.lead, *section.notes]).strip(),
-        "columns": [_heading(label, kind, unit) for label, kind, _ in columns],
+        "columns": [_column_document(label, kind, unit) for label, kind, _ in columns],
         "rows": [list(row) for row in rows],
         "depths": [row.depth for row in section.rows] if hasattr(section.rows[0], "depth") else [],
     }
 
 
-def _heading(label: str, kind: str, unit: str) -> dict[str, Any]:
+def _column_document(label: str, kind: str, unit: str) -> dict[str, Any]:
     return {"label": label, "unit": unit if kind == TIME else UNIT_OF.get(kind, ""), "kind": kind}
 
 
-def _kind(field: str, values: Sequence[Any]) -> str:
-    """Return a column's kind by its name, or the kind of numbers if the column has numbers."""
-    kind = kind_of(field)
+def _format_of_column(field: str, values: Sequence[Any]) -> str:
+    """Return a column's format by its name, or `NUMBER` if its values are numbers without a format."""
+    kind = format_of_field(field)
     value = next((value for value in values if value is not None), "")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return NUMBER if kind == TEXT and is_number else kind
 
 
-def _cell(value: Any, kind: str, unit: str) -> Any:
-    """Return the content of a cell: a text, or a number and its text as in text views."""
+def _cell_document(value: Any, kind: str, unit: str) -> Any:
+    """Return the content of a cell: a text, or a number with its text as in the printed views."""
     if kind == DEVICE:
         return device_name(value)
     if kind == TEXT:
@@ -367,14 +366,14 @@ def _cell(value: Any, kind: str, unit: str) -> Any:
 
 
 NAME = 300
-"""The greatest width of a name, in columns."""
+"""The maximum width of a service's name, in columns."""
 
 
 def page_document(
     recording: Recording, options: Options, request: str | None = None, header: str = "", part: int = 1
 ) -> dict[str, Any]:
-    """Return the JSON document of a recording's page. `request` is the request to show first, `header` describes the
-    files. `part` divides the room for spans and device intervals if a complete page would be too large. Raises
+    """Return the JSON document of a recording's page. `request` is the request to show first, and `header` describes
+    the files. `part` divides the room for spans and device intervals if a complete page would be too large. Raises
     `TraceError` for an unknown request."""
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
     kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
@@ -386,21 +385,26 @@ def page_document(
     pictures = kept_spans.document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))
     return {
-        "about": _about(recording, shown, header, options.unit),
+        "about": _about_document(recording, shown, header, options.unit),
         "headlines": [headline.text for headline in shown.headlines],
-        "figures": _figures(recording, shown, options.unit),
-        "endpoints": _endpoints(shown, options.unit),
+        "figures": _top_numbers(recording, shown, options.unit),
+        "endpoints": _endpoint_documents(shown, options.unit),
         "text": "\n".join(shown.lines()).strip("\n"),
         "views": shown_views,
         **pictures,
         "calls": tree.document(),
         "device": {**of_devices, "why": _why_no_device(shown)},
-        "left_out": [*kept_spans.left_out(), *tree.left_out(), *lanes.left_out(), *_rows_left_out(shown_views)],
-        "instrumentation": [line for line in instrumentation(recording) if line and not line.startswith("-----")],
+        "left_out": [
+            *kept_spans.describe_omitted(),
+            *tree.describe_omitted(),
+            *lanes.describe_omitted(),
+            *_describe_omitted_rows(shown_views),
+        ],
+        "instrumentation": [line for line in instrumentation_lines(recording) if line and not line.startswith("-----")],
     }
 
 
-def _about(recording: Recording, shown: Brief, header: str, unit: str) -> dict[str, Any]:
+def _about_document(recording: Recording, shown: Brief, header: str, unit: str) -> dict[str, Any]:
     facts = recording.trace
     origin = facts.origin
     began_ns = origin.realtime_of(facts.start_ns)
@@ -423,8 +427,8 @@ def _about(recording: Recording, shown: Brief, header: str, unit: str) -> dict[s
     }
 
 
-def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
-    """Return the few figures at the top of the page, each with its base."""
+def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
+    """Return the few numbers at the top of the page, each with a note on what it is a share of."""
     figures: list[dict[str, str]] = []
 
     def add(label: str, value: str, note: str = "", mood: str = "") -> None:
@@ -464,12 +468,12 @@ def _figures(recording: Recording, shown: Brief, unit: str) -> list[dict[str, st
     return figures
 
 
-def _endpoints(shown: Brief, unit: str) -> list[dict[str, Any]]:
+def _endpoint_documents(shown: Brief, unit: str) -> list[dict[str, Any]]:
     """Return the endpoints, each with the parts of its wall time."""
     rows = []
     for endpoint in shown.requests.endpoints:
         parts = []
-        for part in parts_of(endpoint):
+        for part in list_parts(endpoint):
             mean = "" if part.mean_ns is None else f"{in_unit(part.mean_ns, unit)} {unit}"
             parts.append([row_name(part), part.ratio or 0, tenths(part.ratio, 1), mean])
         times = [in_unit(time_ns, unit) for time_ns in (endpoint.mean_ns, endpoint.p50_ns, endpoint.p99_ns)]
@@ -484,7 +488,7 @@ def _why_no_device(shown: Brief) -> str:
     return f"There is {safe(why)}." if why else shown.device.why_none()
 
 
-def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
+def _describe_omitted_rows(views: Sequence[dict[str, Any]]) -> list[str]:
     names = (str(row[0]) for view in views for table in view["tables"] for row in table["rows"])
     if not any(name.startswith("(remaining ") for name in names):
         return []
@@ -494,16 +498,15 @@ def _rows_left_out(views: Sequence[dict[str, Any]]) -> list[str]:
 
 
 SCRIPTS = ("page_parts.js", "charts.js", "page_main.js")
-"""The scripts of the page, in the order in which they run after d3."""
+"""The scripts of the page in the order in which they run, all after d3."""
 
 MOST_BYTES = 5_000_000
-"""The maximum number of bytes of a page. A larger page is written again with fewer spans."""
+"""The maximum number of bytes of a page. A larger page is made again with fewer spans."""
 
 PARTS = (1, 2, 4, 16, 64)
-"""The divisors of the room for spans, tried in this order until the page fits `MOST_BYTES`."""
+"""The numbers that divide the room for spans, tried in this order until the page fits `MOST_BYTES`."""
 
 LEVEL = 6
-"""The compression level of zlib."""
 
 
 def write_page(
@@ -514,11 +517,10 @@ def write_page(
     request: str | None = None,
     header: str = "",
 ) -> Path:
-    """Write the page of a recording. `request` is the request to show first, `header` describes the files. The file
-    appears complete and with mode 0600, or not at all. Raises `TraceError` if it cannot be written, or for an unknown
-    request."""
+    """Write the page of a recording. `request` is shown first, `header` describes the files. The file appears complete
+    and with mode 0600, or not at all. Raises `TraceError` if writing fails, or for an unknown request."""
     for part in PARTS:
-        text = html_page(page_document(recording, options, request, header, part))
+        text = render_page(page_document(recording, options, request, header, part))
         if len(text) <= MOST_BYTES:
             break
     target = Path(path)
@@ -530,10 +532,9 @@ def write_page(
     return target
 
 
-def html_page(document: Mapping[str, Any]) -> str:
-    """Return the HTML of a document."""
-    d3, style = _asset("d3.min.js"), _asset("page.css")
-    script = "\n".join(map(_asset, SCRIPTS))
+def render_page(document: Mapping[str, Any]) -> str:
+    d3, style = _read_asset("d3.min.js"), _read_asset("page.css")
+    script = "\n".join(map(_read_asset, SCRIPTS))
     service = str(document["about"]["service"])
     parts = {
         "policy": f"default-src 'none'; script-src {_digest(d3)} {_digest(script)}; style-src {_digest(style)}; "
@@ -541,22 +542,22 @@ def html_page(document: Mapping[str, Any]) -> str:
         "title": escape(f"{service} · instrument report" if service else "instrument report"),
         "style": style,
         "d3": d3,
-        "licence": escape(_asset("d3.md").partition("## Licence")[2].strip()),
-        "data": packed_document(document),
+        "licence": escape(_read_asset("d3.md").partition("## Licence")[2].strip()),
+        "data": pack_document(document),
         "script": script,
     }
-    page = _asset("page.html")
+    page = _read_asset("page.html")
     pieces = page.split("{{")
     return pieces[0] + "".join(parts[name] + text for name, _, text in (piece.partition("}}") for piece in pieces[1:]))
 
 
-def packed_document(document: Any) -> str:
-    """Return a document as JSON, deflated, in base64: only letters, digits, `+`, `/` and `=`."""
+def pack_document(document: Any) -> str:
+    """Return a document as deflated JSON in base64, which has only letters, digits, `+`, `/` and `=`."""
     text = json.dumps(document, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode("ascii"), LEVEL)).decode("ascii")
 
 
-def _asset(name: str) -> str:
+def _read_asset(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 

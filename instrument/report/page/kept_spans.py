@@ -1,8 +1,8 @@
-"""The requests in a page's list, and the spans that fit the page, those of the most important requests first.
+"""The requests that a page lists, and the spans that fit into it. Spans of the most important requests come first.
 
 A page lists requests, else the outermost steps, else the topmost spans. It has the spans of a given request, then of
-the median request of each endpoint, then of the slowest ones. These are a request's spans in all processes, the batches
-that served it, and the spans below them. If they do not fit, the longest ones are kept.
+the median request of each endpoint, then of the slowest requests. These are a request's spans in all processes, the
+batches that served it, and the spans below them. If even the first request does not fit, its longest spans are kept.
 
 Sorted columns are stored as differences, which compress well.
 """
@@ -20,7 +20,7 @@ from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.endpoint_times import IN_ORDER
 from instrument.report.request_groups import joined_requests, request_ledger
-from instrument.report.request_life import places_of_request
+from instrument.report.request_life import find_request
 from instrument.report.requests_view import SlowRequest, blame_text
 from instrument.report.table import safe, shorten, where_of
 from instrument.report.view import Options, Recording
@@ -32,7 +32,7 @@ from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
 
 
 def steps(numbers: Int64s) -> list[int]:
-    """Return the differences of successive numbers. They are small in a sorted column."""
+    """Return the differences of successive numbers. In a sorted column these are small."""
     differences: list[int] = np.diff(numbers, prepend=np.int64(0)).tolist()
     return differences
 
@@ -41,30 +41,30 @@ MOST_LISTED = 10_000
 """The maximum number of requests in the list."""
 
 MOST_SPANS = 200_000
-"""The maximum number of spans in a page: some 1.5 MB, and as much for the turns of requests."""
+"""The maximum number of spans in a page. They take about 1.5 MB, and the turns of requests as much again."""
 
 TURNS_OF_A_BATCH = 3
-"""The room that a request needs per batch, counted in spans: its share, and a stall before it."""
+"""The room that each batch of a request needs, counted in spans: for the request's share, and for a stall before it."""
 
 TEXT_BYTES = 2_000_000
-"""The maximum number of bytes for attributes of spans."""
+"""The maximum number of bytes that the attributes of all spans may take."""
 
 VALUE = 200
-"""The greatest width of an attribute's value, in columns."""
+"""The maximum width of an attribute's value, in columns."""
 
 NAME = 160
-"""The greatest width of a site's or a thread's name, in columns."""
+"""The maximum width of the name of a site or thread, in columns."""
 
 KEYS, KEY_COLUMNS = 2, 64
-"""The maximum number of keys of a request, and the greatest width of a key in columns."""
+"""The maximum number of keys of a request, and the maximum width of a key in columns."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """The list of a page: rows of the trace by begin. `of` has, for each span of the trace, its index in the list.
+    """The list of a page: rows of the trace by their begin. `of` is, for each span of the trace, its index in the list.
 
-    `what` is the noun of the rows: request, step or span. Requests have `keys` by index, the `ledger`, and the batches
-    that `served` them.
+    `what` is the noun for the rows: request, step or span. Requests also have `keys` by index, the `ledger`, and the
+    batches that `served` them.
     """
 
     trace: Columns
@@ -77,7 +77,7 @@ class Listed:
 
     @classmethod
     def of_recording(cls, recording: Recording) -> Listed:
-        """Return the list of requests or, without any, of steps or topmost spans."""
+        """Return the list of requests or, without requests, of steps or topmost spans."""
         trace, joined = recording.columns, recording.once(joined_requests)
         if len(joined.rows):
             parts = recording.once(request_ledger)
@@ -90,12 +90,12 @@ class Listed:
 
     @cached_property
     def slowest(self) -> Int64s:
-        """Return all indices of the list, the longest row first."""
+        """All indices of the list, the longest row first."""
         return np.lexsort((np.arange(len(self.rows)), -self.trace.total_ns[self.rows]))
 
 
 class KeptSpans:
-    """The requests and spans of a recording that a page has. `rows` are the rows of the spans, by begin."""
+    """The requests and spans of a recording that a page contains. `rows` are the rows of the spans, by their begin."""
 
     def __init__(
         self, recording: Recording, options: Options, request: str | None = None, most_spans: int = MOST_SPANS
@@ -103,28 +103,28 @@ class KeptSpans:
         self._recording, self._options, self._most_spans = recording, options, most_spans
         self.listed = Listed.of_recording(recording)
         self._trace = self.listed.trace
-        self.first = self._first_place(request)
+        self.first = self._index_of_first(request)
         asked_for = np.array([] if self.first is None else [self.first], dtype=np.int64)
         self.shown = np.union1d(self.listed.slowest[:MOST_LISTED], asked_for)
         self._whole = np.zeros(len(self.listed.rows), dtype=np.bool_)
-        kept_rows = self._kept_rows()
+        kept_rows = self._choose_rows()
         trace = self._trace
         order = np.lexsort((trace.span_id[kept_rows], -trace.end_ns[kept_rows], trace.start_ns[kept_rows]))
         self.rows: Int64s = kept_rows[order]
         self.number_of = places_of(self.rows, len(trace))
         """The number in the page of each row's span. The last entry is for `NONE`."""
 
-    def _first_place(self, request: str | None) -> int | None:
+    def _index_of_first(self, request: str | None) -> int | None:
         if request is None:
             return None
         if self.listed.what != "request":
             raise TraceError(f"the trace has no request, so not {request!r:.80} either; leave --request out")
-        return places_of_request(self._trace, self._recording.once(joined_requests), request)[0]
+        return find_request(self._trace, self._recording.once(joined_requests), request)[0]
 
     # Which spans
 
-    def _order(self) -> Iterator[int]:
-        """Yield indices of requests, the most important first. An index may occur twice."""
+    def _iterate_by_importance(self) -> Iterator[int]:
+        """Yield the indices of requests, the most important first. An index may occur twice."""
         listed = self.listed
         if self.first is not None:
             yield self.first
@@ -134,14 +134,14 @@ class KeptSpans:
         yield from (places[len(places) // 2] for places in names.values())
         yield from listed.slowest[:MOST_LISTED].tolist()
 
-    def _kept_rows(self) -> Int64s:
-        """Return the rows of the spans that fit the page, and set `_whole` for the requests that have them."""
+    def _choose_rows(self) -> Int64s:
+        """Return the rows of the spans that fit the page, and set `_whole` for the requests that have their spans."""
         trace, listed = self._trace, self.listed
         by_place = Members(listed.of, len(listed.rows))
-        batches, below = self._batches()
+        batches, below = self._rows_of_batches()
         is_taken = np.zeros(len(trace), dtype=np.bool_)
         spans_left, room = self._most_spans, 2 * self._most_spans
-        for place in self._order():
+        for place in self._iterate_by_importance():
             if self._whole[place]:
                 continue
             pieces = [by_place[place], *(below[batch] for batch in batches[place].tolist())]
@@ -159,8 +159,8 @@ class KeptSpans:
                 break
         return np.flatnonzero(is_taken)
 
-    def _batches(self) -> tuple[Members, Members]:
-        """Return the batches of each request as numbers, and for each number the rows at or below the batch."""
+    def _rows_of_batches(self) -> tuple[Members, Members]:
+        """Return the numbers of each request's batches, and for each number the rows at or below that batch."""
         served, trace = self.listed.served, self._trace
         if served is None or not len(served.batch):
             nothing = np.zeros(0, dtype=np.int64)
@@ -174,23 +174,23 @@ class KeptSpans:
     # The document of the page
 
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
-        """Return the list and the spans as columns for the page's JSON. `slowest` gives the causes of slow requests."""
+        """Return the list and the spans as columns for the page's JSON. `slowest` has the causes of slow requests."""
         return {
             "what": self.listed.what,
-            "listed": self._list(slowest),
-            "spans": self._spans(),
+            "listed": self._list_document(slowest),
+            "spans": self._span_columns(),
             "sites": self._site_texts(),
             "errors": [
                 "" if error == NONE else shorten(safe(self._trace.errors[error]), NAME) for error in self._errors
             ],
-            "turns": self._turns(),
-            "pairs": self._pairs(),
-            "attributes": self._attributes(),
-            "lanes": self._lanes(),
+            "turns": self._turn_columns(),
+            "pairs": self._batch_columns(),
+            "attributes": self._attribute_texts(),
+            "lanes": self._lane_document(),
         }
 
-    def left_out(self) -> list[str]:
-        """Return sentences on the requests, spans and attributes that the page leaves out."""
+    def describe_omitted(self) -> list[str]:
+        """Return sentences on the requests, spans and attributes that the page omits."""
         listed, noun = self.listed, self.listed.what
         sentences = []
         if len(self.shown) < len(listed.rows):
@@ -212,11 +212,11 @@ class KeptSpans:
             sentences.append(f"The attributes of {self._attributes_left:,} spans are left out.")
         return sentences
 
-    def _list(self, slowest: Sequence[SlowRequest]) -> dict[str, Any]:
+    def _list_document(self, slowest: Sequence[SlowRequest]) -> dict[str, Any]:
         trace, shown, listed = self._trace, self.shown, self.listed
         rows = listed.rows[shown]
         of_shown = list(map(listed.ledger.parts_of, shown.tolist())) if listed.ledger else []
-        names = in_their_order({name for parts_of_request in of_shown for name in parts_of_request})
+        names = sort_parts({name for parts_of_request in of_shown for name in parts_of_request})
         number_of = {name: number for number, name in enumerate(names)}
         counts: list[int] = []
         parts: list[int] = []
@@ -227,10 +227,10 @@ class KeptSpans:
             times += parts_of_request.values()
         number = {place: at for at, place in enumerate(shown.tolist())}
         return {
-            "site": self._site_of(rows).tolist(),
+            "site": self._number_sites(rows).tolist(),
             "start": steps(trace.start_ns[rows] - self._recording.trace.start_ns),
             "wall": trace.total_ns[rows].tolist(),
-            "error": self._errors_of(rows),
+            "error": self._number_errors(rows),
             "ids": list(map(str, trace.span_id[rows].tolist())),
             "keys": {
                 at: [shorten(safe(key), KEY_COLUMNS) for key in listed.keys[place][:KEYS]]
@@ -247,16 +247,16 @@ class KeptSpans:
             "part_count": counts,
             "part": parts,
             "part_ns": times,
-            "blame": self._blame(rows, slowest),
+            "blame": self._blame_texts(rows, slowest),
         }
 
-    def _blame(self, rows: Int64s, slowest: Sequence[SlowRequest]) -> dict[int, str]:
+    def _blame_texts(self, rows: Int64s, slowest: Sequence[SlowRequest]) -> dict[int, str]:
         """Return the causes of slow requests as texts, by index in the list."""
         blames = {request.span_id: request.blame for request in slowest if request.blame is not None}
         ids = self._trace.span_id[rows].tolist()
         return {at: blame_text(blames[key], self._options.unit) for at, key in enumerate(ids) if key in blames}
 
-    def _spans(self) -> dict[str, Any]:
+    def _span_columns(self) -> dict[str, Any]:
         trace, rows = self._trace, self.rows
         number_of_place = places_of(self.shown, len(self.listed.rows))
         parent = self.number_of[trace.parent[rows]]
@@ -265,37 +265,35 @@ class KeptSpans:
             "start": steps(trace.start_ns[rows] - self._recording.trace.start_ns),
             "length": trace.total_ns[rows].tolist(),
             "children": (trace.total_ns[rows] - trace.self_ns[rows]).tolist(),
-            "site": self._site_of(rows).tolist(),
+            "site": self._number_sites(rows).tolist(),
             "parent": np.where(parent == NONE, 0, places - parent).tolist(),  # how many spans before, 0 for none
             "request": number_of_place[self.listed.of[rows]].tolist(),
-            "error": self._errors_of(rows),
+            "error": self._number_errors(rows),
             "lane": self._lanes_and_spans[1].tolist(),
         }
 
     @cached_property
     def _sites(self) -> Int64s:
-        """The sites of the page's spans and requests."""
         rows = np.concatenate([self.rows, self.listed.rows[self.shown]])
         return np.unique(self._trace.site[rows]).astype(np.int64)
 
-    def _site_of(self, rows: Int64s) -> Int64s:
+    def _number_sites(self, rows: Int64s) -> Int64s:
         return np.searchsorted(self._sites, self._trace.site[rows]).astype(np.int64)
 
     @cached_property
     def _errors(self) -> list[int]:
-        """The errors of the page's spans and requests."""
         rows = np.concatenate([self.rows, self.listed.rows[self.shown]])
         numbers: list[int] = np.unique(self._trace.error[rows]).tolist()
         return numbers
 
-    def _errors_of(self, rows: Int64s) -> dict[int, int]:
-        """Return the number of the error for each failed row, by the row's index."""
+    def _number_errors(self, rows: Int64s) -> dict[int, int]:
+        """Return the number of the error of each failed row, by the row's index."""
         errors = self._trace.error[rows]
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
     def _site_texts(self) -> list[list[str]]:
-        """Return name, kind, instance and code location of each site."""
+        """Return the name, kind, instance and code location of each site."""
         rows = []
         for site in map(self._trace.sites.__getitem__, self._sites.tolist()):
             name, instance, place = (shorten(safe(text), NAME) for text in (site.name, site.instance, where_of(site)))
@@ -304,7 +302,7 @@ class KeptSpans:
 
     @cached_property
     def _lanes_and_spans(self) -> tuple[list[tuple[int, int]], Int64s]:
-        """The lanes as pairs of thread and task, and for each span the number of its lane."""
+        """The lanes as pairs of a thread and a task, and for each span the number of its lane."""
         if not len(self.rows):
             return [], np.zeros(0, dtype=np.int64)
         lines = np.stack([self._trace.thread_id[self.rows], self._trace.task_id[self.rows]])
@@ -313,7 +311,7 @@ class KeptSpans:
         places = places_of(order, len(order))[number.reshape(-1)]
         return [(int(thread), int(task)) for thread, task in threads_and_tasks.T[order]], places
 
-    def _lanes(self) -> dict[str, Any]:
+    def _lane_document(self) -> dict[str, Any]:
         """Return the names of threads, and for each lane its thread and the number of its task, 0 without a task."""
         names, tasks = self._recording.trace.threads, dict[int, dict[int, int]]()
         threads: dict[int, int] = {}
@@ -325,7 +323,7 @@ class KeptSpans:
         thread_names = [shorten(safe(names.get(thread, "")), NAME) or f"thread {thread}" for thread in threads]
         return {"threads": thread_names, "thread": table[:, 0].tolist(), "task": table[:, 1].tolist()}
 
-    def _turns(self) -> dict[str, Any]:
+    def _turn_columns(self) -> dict[str, Any]:
         """Return the turns of the requests with spans. The time between two turns is unknown."""
         listed = self.listed
         if listed.ledger is None or not self._whole.any():
@@ -347,8 +345,8 @@ class KeptSpans:
             "length": lengths.tolist(),
         }
 
-    def _pairs(self) -> dict[str, Any]:
-        """Return, for each request with spans, its batches, their sizes and the request's share of their time."""
+    def _batch_columns(self) -> dict[str, Any]:
+        """Return, for each request with spans, its batches, their sizes, and the request's share of their time."""
         served = self.listed.served
         if served is None or not self._whole.any():
             return {}
@@ -365,7 +363,7 @@ class KeptSpans:
             "size": sizes.tolist(),
         }
 
-    def _attributes(self) -> dict[int, dict[str, str]]:
+    def _attribute_texts(self) -> dict[int, dict[str, str]]:
         """Return the attributes of as many spans as fit `TEXT_BYTES`, those of requests first."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
         is_listed = np.zeros(len(trace), dtype=np.bool_)
@@ -375,7 +373,7 @@ class KeptSpans:
         self._attributes_left = 0
         for place, row in enumerate(having[np.argsort(~is_listed[having], kind="stable")].tolist()):
             texts = {
-                shorten(safe(str(name)), VALUE): shorten(safe(_text(value)), VALUE)
+                shorten(safe(str(name)), VALUE): shorten(safe(_value_text(value)), VALUE)
                 for name, value in trace.attributes[row].items()
                 if name not in (BATCH_KEYS, BATCH_WEIGHTS)
             }
@@ -390,12 +388,12 @@ class KeptSpans:
     _attributes_left = 0
 
 
-def in_their_order(parts: Iterable[str]) -> list[str]:
-    """Return names of parts in their usual order, the unknown part last."""
+def sort_parts(parts: Iterable[str]) -> list[str]:
+    """Return the names of parts in their usual order, the unknown part last."""
     places = {name: place for place, name in enumerate(IN_ORDER)}
     return sorted(parts, key=lambda name: (name == UNKNOWN, places.get(name, places[SHARE]), name))
 
 
-def _text(value: object) -> str:
+def _value_text(value: object) -> str:
     """Return an attribute's value as text. Only the part that the page shows is converted."""
     return str(value[:VALUE]) if isinstance(value, (str, tuple, list)) else str(value)
