@@ -333,7 +333,7 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
     if driver == "npu":
         torch._C = SimpleNamespace(_get_privateuse1_backend_name=lambda: "npu")
     assert bool(torch_copies.why_absent(torch)) is (driver == "")
-    is_used = torch_copies._is_used(torch, Transfers([CopyRule()]))
+    is_used = torch_copies._make_used_test(torch, Transfers([CopyRule()]))
     assert is_used() is False
     kind.used = True
     assert is_used() is (driver != "")
@@ -348,14 +348,14 @@ def test_a_torch_without_a_device_is_left_as_it_is_unless_host_copies_are_asked_
         (CopyRule(("h2h",)), "h2d d2h: waiting (no such copy was made)"),
     ):
         copies = Copies([CopyRule(rule.directions, text="h2d d2h")], recorder)
-        copies.imported(torch)
+        copies.attach_to(torch)
         assert str(copies.verdicts()[0]) == state
         copies.undo()
 
 
 def test_unseen_copies_of_torch_are_named_once(recorder: Recorder) -> None:
     copies = Copies([CopyRule(text="first"), CopyRule(text="second")], recorder)
-    copies.imported(torch)
+    copies.attach_to(torch)
     torch.ones(2).to(NAME)
     try:
         assert [str(verdict) for verdict in copies.verdicts()] == [
@@ -378,7 +378,7 @@ def test_a_framework_of_another_version_is_left_as_it_was_and_named(
     before = dict(vars(Array)), dict(vars(odd))
     copies = Copies([CopyRule(frameworks=("cupy",), text="cupy")], recorder)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    copies.imported(odd)
+    copies.attach_to(odd)
     assert FAULTS.counts() == {"copy probe of cupy": 1}
     FAULTS.clear()
     assert (dict(vars(Array)), dict(vars(odd))) == before

@@ -49,7 +49,7 @@ def serve(way: str) -> None:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         exchange = CURRENT.get()
         assert exchange is not None
-        exchange.found("/chat")
+        exchange.set_route("/chat")
         if way == "cancelled":
             await asyncio.sleep(240)
         if way == "failed":

@@ -211,7 +211,7 @@ def test_one_that_fails_raises_what_it_raises_and_its_span_says_so(told: Told) -
 def alone(recording: Recorder) -> Iterator[Comm]:
     """The rule at work in this process, which is a group by itself."""
     made = Comm(("auto",), recording)
-    made.imported(dist.distributed_c10d)
+    made.attach_to(dist.distributed_c10d)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield made
     dist.destroy_process_group()
@@ -225,7 +225,7 @@ def test_undo_gives_back_the_very_same_methods_and_work_that_is_under_way_ends(
     group, work = dist.distributed_c10d.ProcessGroup, dist.distributed_c10d.Work
     before = {name: vars(group)[name] for name in OPERATIONS if name in vars(group)} | {"wait": vars(work)["wait"]}
     made = Comm(("auto",), recording)
-    made.imported(dist.distributed_c10d)
+    made.attach_to(dist.distributed_c10d)
     pending = dist.all_reduce(torch.ones(1), async_op=True)
     made.undo()
     assert before == {name: vars(group)[name] for name in OPERATIONS if name in vars(group)} | {
@@ -262,6 +262,6 @@ def test_work_that_nobody_waits_for_is_the_call_alone_and_is_not_kept(alone: Com
 def test_without_torch_distributed_or_before_it_is_used_the_verdict_says_so(recording: Recorder) -> None:
     made = Comm(("auto",), recording)
     assert [str(verdict) for verdict in made.verdicts()] == ["comm: waiting (torch.distributed not imported)"]
-    made.imported(dist.distributed_c10d)
+    made.attach_to(dist.distributed_c10d)
     assert [str(verdict) for verdict in made.verdicts()] == ["comm: waiting (no process group has been used)"]
     made.undo()

@@ -92,5 +92,5 @@ def test_a_copy_runs_on_the_device_that_it_comes_from_or_goes_to(
     source: str, args: Any, kwargs: Any, devices: tuple[int, ...] | None
 ) -> None:
     made = [arg() if callable(arg) else arg for arg in args]
-    work = torch_copies._copier((Tensor(torch.device(source)), *made), kwargs)
+    work = torch_copies._find_device((Tensor(torch.device(source)), *made), kwargs)
     assert work == (None if devices is None else Work("torch", devices))

@@ -170,7 +170,7 @@ def test_objects_that_come_and_go_leave_nothing_behind(timed: Any) -> None:
     work = CallWork.of(timed, Service.answer)
     for _ in range(3 * KEPT):
         assert devices(work, Service(model=Module(Tensor(1)))) == (1,)
-    assert len(work._kept) <= KEPT
+    assert len(work._caches) <= KEPT
 
 
 @pytest.mark.parametrize("torch", [None, Torch(1), Torch(initialised=False), SimpleNamespace()])

@@ -273,7 +273,7 @@ JANUARY = datetime.fromtimestamp(JANUARY_S, tz=timezone.utc)
     ],
 )
 def test_brokers_of_faststream_report_place_and_time(message: Any, place: str) -> None:
-    found, queued_s = queue_jobs._place_and_time(message)
+    found, queued_s = queue_jobs._read_queue_and_time(message)
     assert found == place
     assert queued_s in (JANUARY_S, None)
     has_time = "17672256" in str(message) or "2026" in str(message) or "lambda" in str(message)

@@ -66,7 +66,7 @@ def attach(recorder: Recorder) -> Iterator[Callable[..., Layers]]:
 
     def attach(*rules: LayerRule) -> Layers:
         made.append(Layers(rules or (BY_TYPE,), recorder))
-        made[-1].imported(torch)
+        made[-1].attach_to(torch)
         return made[-1]
 
     torch._dynamo.reset()

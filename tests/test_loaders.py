@@ -303,7 +303,7 @@ def test_undo_gives_torch_its_own_method_back(recorder: Recorder, torch: Any) ->
     before = module._BaseDataLoaderIter.__next__
     loaders = Loaders(recorder=recorder)
     assert str(loaders.verdicts()[0]) == "loaders: waiting (torch.utils.data not imported)"
-    loaders.imported(module)
+    loaders.attach_to(module)
     assert module._BaseDataLoaderIter.__next__ is not before
     loaders.undo()
     assert module._BaseDataLoaderIter.__next__ is before

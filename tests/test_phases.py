@@ -43,7 +43,7 @@ def late_imports() -> None:
 def phases(recording: Recorder) -> Iterator[Phases]:
     """The rule at work in the process's recorder."""
     made = Phases(("auto",), recording)
-    made.imported(torch)
+    made.attach_to(torch)
     yield made
     made.undo()
 
@@ -279,7 +279,7 @@ def test_undo_gives_back_the_very_same_objects_also_of_optimizers_that_came_late
         "step": torch.optim.SGD.step,
     }
     made = Phases(("auto",), recording)
-    made.imported(torch)
+    made.attach_to(torch)
     late = Late(model.parameters(), lr=0.1)
     model(X).sum().backward()
     late.step()

@@ -225,7 +225,7 @@ def test_a_sleeping_rule_wants_its_modules_at_every_moment_of_a_reload(monkeypat
     lay_down = Selection._attach_or_defer
 
     def ask_before(self: Selection, key: str) -> None:
-        answers.append({"functions", "layers"} <= {*self._asleep, *self._families})
+        answers.append({"functions", "layers"} <= {*self._unloaded, *self._families})
         lay_down(self, key)
 
     monkeypatch.setattr(Selection, "_attach_or_defer", ask_before)
@@ -432,7 +432,7 @@ def test_a_fault_while_rules_change_puts_the_old_ones_back(monkeypatch: pytest.M
             raise RuntimeError("out of order")
         return False
 
-    monkeypatch.setattr(Copies, "wants", break_down)
+    monkeypatch.setattr(Copies, "may_match", break_down)
     with pytest.raises(StateError, match=r"could not be applied: RuntimeError: out of order"):
         session.reload(loads('functions: [{match: "reloaded:*"}]\ncopies: [{}]', environ={}))
     monkeypatch.undo()

@@ -252,7 +252,7 @@ def test_the_verdict_still_reports_after_the_end_which_server_was_met() -> None:
     task = pytest.importorskip("waitress.task")
     family = Requests((RequestsRule(),))
     original = task.WSGITask.execute
-    family.imported(task)
+    family.attach_to(task)
     try:
         assert family.verdicts()[0].state == "uncalled"
     finally:

@@ -41,7 +41,7 @@ def test_an_adaptive_batch_of_bentoml_has_the_keys_of_its_requests(recorder: Any
     module: Any = ModuleType("bentoml._internal.marshal.dispatcher")
     module.CorkDispatcher = type("CorkDispatcher", (CorkDispatcher,), dict(vars(CorkDispatcher)))
     rules = Requests([RequestsRule()], recorder)
-    rules.imported(module)
+    rules.attach_to(module)
 
     async def ask(dispatcher: Any, number: int) -> Any:
         frame = recorder.open_request(Site(f"POST /{number}", "request"), {}, None, None)
@@ -83,7 +83,7 @@ def test_an_event_of_gradio_is_a_request_named_by_its_function(recorder: Any) ->
     module.route_utils = SimpleNamespace(call_process_api=call_process_api)
     module.Queue = type("Queue", (Queue,), {**vars(Queue), "routes": module.route_utils})
     rules = Requests([RequestsRule()], recorder)
-    rules.imported(module)
+    rules.attach_to(module)
 
     def fail() -> None:
         raise ValueError("as asked")

@@ -66,8 +66,8 @@ class Served:
     def start(self) -> grpc.Channel:
         requests = Requests([self.rule], self.recorder)
         for module in (grpc._server, grpc.aio._server):
-            assert requests.wants(module.__name__)
-            requests.imported(module)
+            assert requests.may_match(module.__name__)
+            requests.attach_to(module)
         self._stack.callback(requests.undo)
         self.requests = requests
         handler = grpc.method_handlers_generic_handler("shop.Orders", self.functions)

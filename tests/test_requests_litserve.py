@@ -25,8 +25,8 @@ STATUS, TYPE = base.LitAPIStatus, base.LoopResponseType
 def rules(recorder: Any) -> Iterator[Requests]:
     found = Requests([RequestsRule()], recorder)
     for module in (base, server):
-        assert found.wants(module.__name__)
-        found.imported(module)
+        assert found.may_match(module.__name__)
+        found.attach_to(module)
     yield found
     found.undo()
 

@@ -45,7 +45,7 @@ def met(family: Requests) -> Any:
     name = "granian.asgi"
     module: Any = ModuleType(name)
     module._callback_wrapper = lambda callback, *_: callback
-    family.imported(module)
+    family.attach_to(module)
     assert name in ASGI
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
@@ -82,7 +82,7 @@ def test_requests_without_a_route_are_reported_where_no_router_is_known(
     assert "1 request has none: cherrypy is imported, whose router is not known" in family.verdicts()[1].why
     monkeypatch.delitem(sys.modules, "cherrypy")
     flask = pytest.importorskip("flask.app")
-    family.imported(flask)
+    family.attach_to(flask)
     assert "routes" not in states(family), "a request to a path that has no route has none"
 
 

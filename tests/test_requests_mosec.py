@@ -36,7 +36,7 @@ def test_a_batch_is_known_by_the_numbers_of_its_requests(recorder: Any) -> None:
     module: Any = ModuleType("mosec.protocol")
     module.Protocol, module.HTTPStatusCode = type("Protocol", (Protocol,), dict(vars(Protocol))), Status
     rules = Requests([RequestsRule()], recorder)
-    rules.imported(module)
+    rules.attach_to(module)
     worker = module.Protocol()
     for flag in (Status.OK, Status.INTERNAL_ERROR):
         _, ids, states, payloads = worker.receive()

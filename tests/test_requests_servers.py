@@ -217,7 +217,7 @@ def test_an_app_that_a_server_was_given_once_goes_over_to_the_rule_of_a_reload(r
     family = Requests((RequestsRule(),), recorder)
     module: Any = ModuleType("granian.wsgi")
     module._callback_wrapper = lambda callback, scope_opts: callback
-    family.imported(module)
+    family.attach_to(module)
     served = module._callback_wrapper(app_of_wsgi, {})
     served(ENVIRON, lambda *_: None)
     family.change((RequestsRule(name="{method} again"),), [module])
@@ -230,10 +230,10 @@ def test_an_app_that_a_server_was_given_once_goes_over_to_the_rule_of_a_reload(r
 def test_bottle_reports_the_rule_of_a_request(recorder: Any) -> None:
     bottle = pytest.importorskip("bottle")
     family = Requests((RequestsRule(),), recorder)
-    family.imported(bottle)
+    family.attach_to(bottle)
     app = bottle.Bottle()
     app.route("/items/<name>", callback=lambda name: name)
-    served = servers._recording_app(app, wsgi.WsgiApp, Exchanges(RequestsRule(), recorder))
+    served = servers._make_recording_app(app, wsgi.WsgiApp, Exchanges(RequestsRule(), recorder))
     assert b"".join(served({**ENVIRON, "PATH_INFO": "/items/a"}, lambda *_: None)) == b"a"
     family.undo()
     assert [span.site.name for span in spans_in(recorder)] == ["GET /items/<name>"]

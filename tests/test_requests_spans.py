@@ -298,7 +298,7 @@ def test_a_route_is_named_within_its_mount_and_the_address_stays() -> None:
         exchange = CURRENT.get()
         assert exchange is not None
         exchange.enter("/api/")
-        exchange.found("/items/{id}")
+        exchange.set_route("/items/{id}")
         await answering(START, part(b""))(scope, receive, send)
 
     ask(routed)

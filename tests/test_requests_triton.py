@@ -183,8 +183,8 @@ def load(recorder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     def loaded(text: str) -> Any:
         module: Any = ModuleType("1.model")
         exec(textwrap.dedent(text), vars(module))
-        assert rules.wants("1.model")
-        rules.imported(module)
+        assert rules.may_match("1.model")
+        rules.attach_to(module)
         model = module.TritonPythonModel()
         model.rules = rules
         return model

@@ -100,7 +100,7 @@ def test_a_compilation_that_fails_fails_as_it_would(select: Callable[[str], Sele
 
 def test_a_torch_that_does_not_report_is_named(recorder: Any) -> None:
     family = StartupWatch(recorder=recorder)
-    family.imported(types.ModuleType("torch._dynamo.callback"))
+    family.attach_to(types.ModuleType("torch._dynamo.callback"))
     (verdict,) = family.verdicts()
     assert (
         str(verdict) == "startup: torch.compile: unreachable (this version of torch does not report when it compiles)"

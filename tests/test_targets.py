@@ -455,7 +455,7 @@ def test_a_second_name_in_a_module_imported_later_is_reported_as_such(
 ) -> None:
     selection = select("targets.shapes:lam", "targets.registries:handler")
     registries().handler = shapes.lam
-    selection.imported(registries())
+    selection.attach_to(registries())
     assert [verdict.why for verdict in selection.verdicts()] == [
         "",
         "it is the same function as targets.shapes:lam",

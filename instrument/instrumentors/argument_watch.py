@@ -129,93 +129,93 @@ class ArgumentWatch:
         arguments: Attributes | None = None
         if names or code.co_kwonlyargcount:
 
-            def look_at_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            def examine_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 for name, value in zip(names, args, strict=False):
                     if name == "self":
-                        self._look_inside(paths, name, value, read)
+                        self._examine_inside(paths, name, value, read)
                     else:
-                        self._look(paths, name, value)
+                        self._examine_value(paths, name, value)
                 for name, value in kwargs.items():
-                    if _is_plain(name):
-                        self._look(paths, name, value)
+                    if _is_identifier(name):
+                        self._examine_value(paths, name, value)
 
-            looking = _Looking(look_at_call, self)
-            arguments = looking.at_call
+            looking = _FirstCalls(examine_call, self)
+            arguments = looking.examine_arguments
         if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
             return arguments, None
-        return arguments, _Looking(lambda value: self._look_at_result(paths, value), self).at_result
+        return arguments, _FirstCalls(lambda value: self._examine_result(paths, value), self).examine_result
 
-    def _look_at_result(self, paths: dict[str, SeenPath], value: Any) -> None:
+    def _examine_result(self, paths: dict[str, SeenPath], value: Any) -> None:
         if type(value) is str:
-            self._note(paths, RETURN, [value])
+            self._note_keys(paths, RETURN, [value])
         elif type(value) not in _PLAIN:
-            self._look(paths, RETURN, value)
+            self._examine_value(paths, RETURN, value)
 
-    def _look(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
+    def _examine_value(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
         """Note the keys of requests in the value at a path, and in the value's attributes."""
         kind = type(value)
         if kind in (str, int):
             if _is_id(path) and len(str(value)) <= 256:
-                self._note(paths, path, [value])
+                self._note_keys(paths, path, [value])
         elif kind in _MAPPINGS:
-            self._look_at_mapping(paths, path, value)
+            self._examine_mapping(paths, path, value)
         elif kind in _SEQUENCES:
-            self._look_at_items(paths, path, list(islice(value, ITEMS)), size=len(value))
+            self._examine_items(paths, path, list(islice(value, ITEMS)), size=len(value))
         elif kind not in _PLAIN:
             if not self._note_id(paths, path, [value], many=False) and self._is_own(kind.__module__):
-                self._note(paths, path, [value])
+                self._note_keys(paths, path, [value])
             if inside:
-                self._look_inside(paths, path, value, None)
+                self._examine_inside(paths, path, value, None)
 
-    def _look_inside(self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None) -> None:
+    def _examine_inside(self, paths: dict[str, SeenPath], path: str, value: Any, read: frozenset[str] | None) -> None:
         """Examine sequences and mappings in an object's attributes. `read` limits the attributes by name."""
-        for name, attribute in islice(_attributes(value).items(), ATTRIBUTES):
-            if _is_plain(name) and (read is None or name in read) and type(attribute) in (*_SEQUENCES, *_MAPPINGS):
-                self._look(paths, f"{path}.{name}", attribute, inside=False)
+        for name, attribute in islice(_read_attributes(value).items(), ATTRIBUTES):
+            if _is_identifier(name) and (read is None or name in read) and type(attribute) in (*_SEQUENCES, *_MAPPINGS):
+                self._examine_value(paths, f"{path}.{name}", attribute, inside=False)
 
-    def _look_at_mapping(self, paths: dict[str, SeenPath], path: str, value: dict[Any, Any]) -> None:
+    def _examine_mapping(self, paths: dict[str, SeenPath], path: str, value: dict[Any, Any]) -> None:
         pairs = list(islice(value.items(), ITEMS))
         for name, item in pairs:
             if _is_id_key(name) and type(item) in (str, int):
-                self._note(paths, f"{path}.{name}", [item])
+                self._note_keys(paths, f"{path}.{name}", [item])
         kinds = {type(name) for name, _ in pairs}
         is_of_numbers = {type(item) for _, item in pairs} <= {int, float}
         if kinds == {str} or (kinds == {int} and (_is_id(path) or is_of_numbers)):
-            self._note(paths, path, [name for name, _ in pairs], many=True, size=len(value))
+            self._note_keys(paths, path, [name for name, _ in pairs], many=True, size=len(value))
         elif pairs and all(type(item) not in _PLAIN for _, item in pairs):
             self._note_id(paths, path, [item for _, item in pairs], many=True, size=len(value))
 
-    def _look_at_items(self, paths: dict[str, SeenPath], path: str, items: list[Any], *, size: int) -> None:
+    def _examine_items(self, paths: dict[str, SeenPath], path: str, items: list[Any], *, size: int) -> None:
         kinds = {type(item) for item in items}
         if kinds == {str} or (kinds == {int} and _is_id(path)):
-            self._note(paths, path, items, many=True, size=size)
+            self._note_keys(paths, path, items, many=True, size=size)
         elif len(kinds) == 1 and (kinds.isdisjoint(_PLAIN) or kinds.issubset(_MAPPINGS)):
             kind = kinds.pop()
             if kind in _MAPPINGS:
                 names = list(filter(_is_id_key, islice(items[0], ITEMS)))
-                for name in sorted(names, key=_rank)[:1]:
+                for name in sorted(names, key=_rank_name)[:1]:
                     keys = [item[name] for item in items if type(item.get(name)) in (str, int)]
-                    self._note(paths, f"{path}[].{name}", keys, many=True, size=size)
+                    self._note_keys(paths, f"{path}[].{name}", keys, many=True, size=size)
             elif not self._note_id(paths, path, items, many=True, size=size) and self._is_own(kind.__module__):
-                self._note(paths, path, items, many=True, size=size)
+                self._note_keys(paths, path, items, many=True, size=size)
 
     def _note_id(self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1) -> bool:
         """Note the attribute of each object that identifies a request. Return False if the first object has none."""
-        attributes = [_attributes(thing) for thing in things]
+        attributes = [_read_attributes(thing) for thing in things]
         first = attributes[0] if attributes else {}
         names = [name for name, value in first.items() if type(value) in (str, int) and _is_id_key(name)]
         if not names:
             return False
-        name = min(names, key=_rank)
+        name = min(names, key=_rank_name)
         keys = [values[name] for values in attributes if type(values.get(name)) in (str, int)]
         deep = f"{path}[].{name}" if many else f"{path}.{name}"
         weights = sorted(weight for weight, value in first.items() if type(value) is int and _is_name(weight, WEIGHT))
-        self._note(paths, deep, keys, many=many, size=size)
+        self._note_keys(paths, deep, keys, many=many, size=size)
         if many and weights:
             paths[deep].weights = f"{path}[].{weights[0]}"
         return True
 
-    def _text(self, key: Any) -> str:
+    def _key_text(self, key: Any) -> str:
         """Return the text of a key for its digest. An object gets a number, because its address may be reused."""
         text = key_text(key)
         if not text or type(key) in (str, int):
@@ -230,10 +230,10 @@ class ArgumentWatch:
             return text  # the class allows no weak references
         return f"{text}-{entry[1]}"
 
-    def _note(
+    def _note_keys(
         self, paths: dict[str, SeenPath], path: str, keys: Iterable[Any], *, many: bool = False, size: int = 1
     ) -> None:
-        noted = [(key, text) for key in keys if (text := self._text(key))]
+        noted = [(key, text) for key in keys if (text := self._key_text(key))]
         if not noted:
             return
         values = paths.setdefault(path, SeenPath(many))
@@ -248,27 +248,27 @@ class ArgumentWatch:
             )
 
 
-class _Looking:
+class _FirstCalls:
     """A limit to the examination of a function: its first `LOOKS` calls. Faults are counted, never raised."""
 
     def __init__(self, look: Callable[..., None], watch: ArgumentWatch) -> None:
-        self._look = look
+        self._examine_value = look
         self._watch = watch
         self._left = LOOKS
 
-    def at_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def examine_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._left:
-            self._look_guarded(args, kwargs)
+            self._examine(args, kwargs)
 
-    def at_result(self, value: Any) -> None:
+    def examine_result(self, value: Any) -> None:
         if self._left:
-            self._look_guarded(value)
+            self._examine(value)
 
-    def _look_guarded(self, *values: Any) -> None:
+    def _examine(self, *values: Any) -> None:
         self._left -= 1
         begin_ns = time.perf_counter_ns()
         try:
-            self._look(*values)
+            self._examine_value(*values)
         except RuntimeError:
             pass  # another thread has changed the container meanwhile
         except Exception as fault:
@@ -287,19 +287,19 @@ def _is_id_key(key: object) -> bool:
 
 
 def _is_name(key: object, pattern: re.Pattern[str]) -> bool:
-    return _is_plain(key) and pattern.match(key) is not None
+    return _is_identifier(key) and pattern.match(key) is not None
 
 
-def _is_plain(key: object) -> TypeGuard[str]:
+def _is_identifier(key: object) -> TypeGuard[str]:
     return type(key) is str and len(key) <= NAME_LENGTH and key.isidentifier()
 
 
-def _rank(name: str) -> tuple[bool, int, str]:
+def _rank_name(name: str) -> tuple[bool, int, str]:
     """Return a sort key that puts the likeliest names for keys of requests first."""
     return not ID.match(name), len(name), name
 
 
-def _attributes(thing: Any) -> Mapping[str, Any]:
+def _read_attributes(thing: Any) -> Mapping[str, Any]:
     """Return the attributes of an object without running code of its class."""
     try:
         namespace = object.__getattribute__(thing, "__dict__")

@@ -154,16 +154,16 @@ def part_of(value: Any, name: str) -> Any:
     return getattr(value, name)
 
 
-def _size(value: Any) -> int:
+def _read_size(value: Any) -> int:
     return len(value)
 
 
-def _type(value: Any) -> str:
+def _read_type(value: Any) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _value(value: Any) -> AttributeValue:
+def _read_value(value: Any) -> AttributeValue:
     if type(value) in (bool, float) or (type(value) is int and -(2**63) <= value < 2**63):
         number: AttributeValue = value
         return number
@@ -171,7 +171,7 @@ def _value(value: Any) -> AttributeValue:
     return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 3] + "..."
 
 
-_READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _size, "type": _type, "value": _value}
+_READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _read_size, "type": _read_type, "value": _read_value}
 
 
 RETURN = "return"
@@ -198,21 +198,21 @@ class KeyReader:
         self.missing: list[str] = []
         self._place = rule.place or rule.text
         pairs = [(KEY, rule.key), (BATCH_KEYS, rule.batch)]
-        of_call = [self._read_of_call(function, name, key) for name, key in pairs if key and not _is_of_result(key)]
-        of_result = [self._read_of_result(name, key) for name, key in pairs if key and _is_of_result(key)]
+        of_call = [self._make_call_reader(function, name, key) for name, key in pairs if key and not _is_of_result(key)]
+        of_result = [self._make_result_reader(name, key) for name, key in pairs if key and _is_of_result(key)]
         self.of_call: Attributes | None = join_readers(of_call)
         self.of_result: ReadResult | None = join_readers(of_result)
 
-    def _read_of_call(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Attributes | None:
-        parameter = parameter_of(function, _first(keys.argument))
+    def _make_call_reader(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Attributes | None:
+        parameter = parameter_of(function, _first_of(keys.argument))
         if isinstance(parameter, str):
             self.missing.append(parameter)
             return None
         weighed: Parameter | None = None
-        if keys.weights and _first(keys.weights) != _first(keys.argument):
-            weights_parameter = parameter_of(function, _first(keys.weights))
+        if keys.weights and _first_of(keys.weights) != _first_of(keys.argument):
+            weights_parameter = parameter_of(function, _first_of(keys.weights))
             if isinstance(weights_parameter, str):
-                keys = self._without_weights(keys, weights_parameter)
+                keys = self._drop_weights(keys, weights_parameter)
             else:
                 weighed = weights_parameter
 
@@ -223,46 +223,46 @@ class KeyReader:
                     return {}
                 return read(value) if weighed is None else read(value, weighed.of(args, kwargs))
             except Exception as error:
-                return complain(value, error)
+                return log_failure(value, error)
 
-        read, complain = self._make_reader(name, keys), self._failure_logger(keys)
-        return _native_key_reader(parameter, name, keys, read_call, weighed)
+        read, log_failure = self._make_reader(name, keys), self._make_failure_logger(keys)
+        return _make_native_reader(parameter, name, keys, read_call, weighed)
 
-    def _without_weights(self, keys: RequestKeys, missing: str) -> RequestKeys:
+    def _drop_weights(self, keys: RequestKeys, missing: str) -> RequestKeys:
         """Note that the weights cannot be read. Return the batch without them: all members weigh the same."""
         self.missing.append(f"weights: {missing}")
         return replace(keys, weights="")
 
-    def _read_of_result(self, name: str, keys: RequestKeys) -> ReadResult:
-        if keys.weights and _first(keys.weights) != RETURN:
-            keys = self._without_weights(keys, f"{_first(keys.weights)} is not of what the call gives")
-        read, complain = self._make_reader(name, keys), self._failure_logger(keys)
+    def _make_result_reader(self, name: str, keys: RequestKeys) -> ReadResult:
+        if keys.weights and _first_of(keys.weights) != RETURN:
+            keys = self._drop_weights(keys, f"{_first_of(keys.weights)} is not of what the call gives")
+        read, log_failure = self._make_reader(name, keys), self._make_failure_logger(keys)
 
         def read_result(value: Any) -> Values:
             try:
                 return read(value)
             except Exception as error:
-                return complain(value, error)
+                return log_failure(value, error)
 
-        return _native_key_reader(None, name, keys, read_result)
+        return _make_native_reader(None, name, keys, read_result)
 
     def _make_reader(self, name: str, keys: RequestKeys) -> Callable[..., Values]:
         """Return a reader of the key or the batch below a value."""
-        return _key_of(keys) if name == KEY else _batch_of(keys, f"{self._place}: {keys.argument}")
+        return _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, f"{self._place}: {keys.argument}")
 
-    def _failure_logger(self, keys: RequestKeys) -> Callable[[Any, Exception], Values]:
+    def _make_failure_logger(self, keys: RequestKeys) -> Callable[[Any, Exception], Values]:
         """Return a function that logs a failed read. It omits the error's text, which may contain values."""
         place = f"{self._place}: {keys.argument}"
 
-        def complain(value: Any, error: Exception) -> Values:
+        def log_failure(value: Any, error: Exception) -> Values:
             reason = error if type(error) is UnreadError else f"{type(error).__name__} below a {type(value).__name__}"
             FAULTS.note_of_rule(place, f"the keys cannot be read: {reason}")
             return {}
 
-        return complain
+        return log_failure
 
 
-def _native_key_reader(
+def _make_native_reader(
     parameter: Parameter | None, name: str, keys: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
 ) -> _Read:
     """Return a reader in C for keys that are texts or numbers in attributes and built-in containers, as most are.
@@ -270,7 +270,7 @@ def _native_key_reader(
     It calls `otherwise` for other values. A Python function would take microseconds, because the service's work has
     evicted its code from the processor's caches.
     """
-    paths = [_steps_below(path) for path in (keys.argument, keys.weights)]
+    paths = [_split_steps(path) for path in (keys.argument, keys.weights)]
     if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
         return otherwise
     steps, of_each = zip(*map(_split_at_container, paths), strict=True)
@@ -290,7 +290,7 @@ def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, .
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
 
 
-class _OneFact(NamedTuple):
+class _FactPath(NamedTuple):
     """A fact to read for the request of a call: the steps below a parameter or the result, and the conversion."""
 
     name: str
@@ -298,7 +298,7 @@ class _OneFact(NamedTuple):
     steps: Sequence[str]
     take: Callable[[Any], AttributeValue]
 
-    def below(self, value: Any) -> AttributeValue | None:
+    def read_below(self, value: Any) -> AttributeValue | None:
         """Return the fact below a value, None if an object on the path is None."""
         for step in self.steps:
             if value is None:
@@ -307,7 +307,7 @@ class _OneFact(NamedTuple):
         return None if value is None else self.take(value)
 
 
-class _Facts:
+class _FactsReader:
     """A reader of facts below one parameter or the result, for the request of a call.
 
     The reader in C calls it with a value and the index of a fact that it cannot read itself. If a call omits the
@@ -315,7 +315,7 @@ class _Facts:
     """
 
     def __init__(
-        self, parameter: Parameter | None, facts: Sequence[_OneFact], names: Values, before: Callable[..., Any] | None
+        self, parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
     ) -> None:
         self._parameter, self._facts, self._names, self._before = parameter, facts, names, before
 
@@ -333,16 +333,16 @@ class _Facts:
     def _read(self, value: Any, place: int) -> AttributeValue | None:
         fact = self._facts[place]
         try:
-            return fact.below(value)
+            return fact.read_below(value)
         except Exception as error:
-            _complain_of_fact(fact.place, value, error)
+            _log_failed_fact(fact.place, value, error)
             return None
 
 
 class _FactsOfSeveral(NamedTuple):
     """A reader of one fact for several requests: values at one path, and the requests' keys at another."""
 
-    fact: _OneFact
+    fact: _FactPath
     parameters: Sequence[Parameter | None]
     values: Callable[[Any], Any]
     keys: Callable[[Any], Any]
@@ -353,17 +353,17 @@ class _FactsOfSeveral(NamedTuple):
         """Read the facts and the keys of their requests from a call's (args, kwargs) or from its result."""
         of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
         try:
-            texts = self.texts(_first_items(self.keys(of_keys), BATCH_LIMIT))
-            facts = map(self.fact.below, _first_items(self.values(of_values), BATCH_LIMIT))
+            texts = self.texts(_take_items(self.keys(of_keys), BATCH_LIMIT))
+            facts = map(self.fact.read_below, _take_items(self.values(of_values), BATCH_LIMIT))
             pairs = [(text, fact) for text, fact in zip(texts, facts, strict=False) if text and fact is not None]
         except Exception as error:
-            _complain_of_fact(self.fact.place, of_values, error)
+            _log_failed_fact(self.fact.place, of_values, error)
             return {}
         keys, values = zip(*pairs, strict=True) if pairs else ((), ())
         return {self.fact.name + FACT_KEYS: keys, self.fact.name: values, **self.names} if pairs else {}
 
 
-def _complain_of_fact(place: str, value: Any, error: Exception) -> None:
+def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
     """Log a failed read of a fact without the error's text, which may contain values of the service."""
     FAULTS.note_of_rule(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
 
@@ -385,22 +385,22 @@ class FactReader:
         self.missing: list[str] = []
         self.of_call, self.of_result = of_call, of_result
         names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
-        singles: dict[Parameter | None, list[_OneFact]] = {}
+        singles: dict[Parameter | None, list[_FactPath]] = {}
         for fact in rule.facts:
-            steps, keys = _steps_below(fact.argument), fact.key or rule.batch
+            steps, keys = _split_steps(fact.argument), fact.key or rule.batch
             paths = [fact.argument, keys.argument if keys and EACH in steps else fact.argument]
-            parameters = self._fact_parameters(function, paths)
+            parameters = self._find_parameters(function, paths)
             if not parameters:
                 continue
             take = fact_value if fact.record == "value" else _READERS[fact.record]
             at = len(steps) - steps[::-1].index(EACH) if EACH in steps else 0
-            single = _OneFact(sys.intern(fact.name), f"{rule.place or rule.text}: fact {fact.name}", steps[at:], take)
+            single = _FactPath(sys.intern(fact.name), f"{rule.place or rule.text}: fact {fact.name}", steps[at:], take)
             if not at:
                 singles.setdefault(parameters[0], []).append(single)
                 continue
             texts = _texts_maker(keys.cut if keys else "")
             several = _FactsOfSeveral(
-                single, parameters, _values_reader(steps[:at]), _values_reader(_steps_below(paths[1])), texts, names
+                single, parameters, _values_reader(steps[:at]), _values_reader(_split_steps(paths[1])), texts, names
             )
             if parameters[0] is None:
                 self.of_result = join_readers([self.of_result, several.read])
@@ -408,13 +408,13 @@ class FactReader:
                 self.of_call = join_readers([self.of_call, several.read])
         for parameter, facts in singles.items():
             if parameter is None:
-                self.of_result = _native_facts(parameter, facts, names, self.of_result)
+                self.of_result = _make_facts_reader(parameter, facts, names, self.of_result)
             else:
-                self.of_call = _native_facts(parameter, facts, names, self.of_call)
+                self.of_call = _make_facts_reader(parameter, facts, names, self.of_call)
 
-    def _fact_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
+    def _find_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
         """Return the parameters of a fact's values and of its keys. One that is read from the result is None."""
-        parameters = [None if _first(path) == RETURN else parameter_of(function, _first(path)) for path in paths]
+        parameters = [None if _first_of(path) == RETURN else parameter_of(function, _first_of(path)) for path in paths]
         missing = [parameter for parameter in parameters if isinstance(parameter, str)]
         if not missing and (parameters[0] is None) != (parameters[1] is None):
             missing = [f"{paths[0]} and {paths[1]} are not both of the call, or of its result"]
@@ -422,11 +422,11 @@ class FactReader:
         return None if missing else [parameter for parameter in parameters if not isinstance(parameter, str)]
 
 
-def _native_facts(
-    parameter: Parameter | None, facts: Sequence[_OneFact], names: Values, before: Callable[..., Any] | None
+def _make_facts_reader(
+    parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
 ) -> Any:
     """Return a reader of facts below a parameter or the result, in C if possible. It also calls the reader `before`."""
-    reader = _Facts(parameter, facts, names, before)
+    reader = _FactsReader(parameter, facts, names, before)
     if _native is None:
         return reader
     steps = [tuple(map(sys.intern, fact.steps)) if fact.take is fact_value else None for fact in facts]
@@ -440,8 +440,8 @@ def fact_value(value: Any) -> AttributeValue:
     """Convert a value to a fact: a number, a bool or a text. A member of an enumeration becomes its name."""
     kind: Any = type(value)
     if kind is int or kind is str or not issubclass(kind, Enum):
-        return _value(value)
-    return _value(str(value) if _defines_str(kind) else value.name)
+        return _read_value(value)
+    return _read_value(str(value) if _defines_str(kind) else value.name)
 
 
 @lru_cache(maxsize=256)
@@ -450,13 +450,13 @@ def _defines_str(kind: type) -> bool:
     return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
 
 
-def _first(path: str) -> str:
+def _first_of(path: str) -> str:
     """Return the first name of a path: a parameter, or `return`."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
 def _is_of_result(keys: RequestKeys) -> bool:
-    return _first(keys.argument) == RETURN
+    return _first_of(keys.argument) == RETURN
 
 
 def join_readers(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[..., Any] | None:
@@ -471,13 +471,13 @@ def join_readers(readers: Sequence[Callable[..., Values | None] | None]) -> Call
     return read_all
 
 
-def _steps_below(path: str) -> list[str]:
+def _split_steps(path: str) -> list[str]:
     """Split a path into the steps after its first name."""
     return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
 
 
-def _key_of(keys: RequestKeys) -> ReadResult:
-    steps, text = _steps_below(keys.argument), _text_maker(keys.cut)
+def _make_key_reader(keys: RequestKeys) -> ReadResult:
+    steps, text = _split_steps(keys.argument), _text_maker(keys.cut)
 
     def read(value: Any) -> Values:
         for step in steps:
@@ -490,9 +490,9 @@ def _key_of(keys: RequestKeys) -> ReadResult:
     return read
 
 
-def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
-    of_keys, texts = _values_reader(_steps_below(request_keys.argument)), _texts_maker(request_keys.cut)
-    of_weights = _values_reader(_steps_below(request_keys.weights)) if request_keys.weights else None
+def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
+    of_keys, texts = _values_reader(_split_steps(request_keys.argument)), _texts_maker(request_keys.cut)
+    of_weights = _values_reader(_split_steps(request_keys.weights)) if request_keys.weights else None
 
     def read(value: Any, *weighed: Any) -> Values:
         batch = of_keys(value)
@@ -500,7 +500,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
             return {}
         if isinstance(batch, (str, bytes, int)) or not hasattr(type(batch), "__iter__"):
             batch = (batch,)  # a batch of one
-        keys = _first_items(batch, BATCH_LIMIT + 1)
+        keys = _take_items(batch, BATCH_LIMIT + 1)
         weights: Any = None
         if of_weights is not None:
             around = weighed[0] if weighed else value
@@ -516,7 +516,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
         if refused := refused_keys(keys, batch):
             FAULTS.note_of_rule(place, f"{refused} cannot be a key; {ALLOWED_KEYS}")
         if weights is not None:
-            weight_items = _first_items(weights, len(keys))
+            weight_items = _take_items(weights, len(keys))
             numbers = weights_of(weight_items) if len(weight_items) == len(keys) else None
             if numbers is not None:
                 values[BATCH_WEIGHTS] = numbers
@@ -528,7 +528,7 @@ def _batch_of(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
     return read
 
 
-def _first_items(iterable: Any, most: int) -> list[Any]:
+def _take_items(iterable: Any, most: int) -> list[Any]:
     """Return the first items of an iterable, up to `most`.
 
     Raises `UnreadError` for generators and files, whose items the service would lose, and for arrays on a device.
@@ -552,16 +552,16 @@ def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
     before, after = _values_reader(steps[:at]), steps[at + 1 :]
     attributes = [(step, attrgetter(step)) for step in after]
 
-    def each(value: Any) -> Any:
+    def read_each(value: Any) -> Any:
         items = before(value)
-        some = _first_items(items.values() if _is_mapping(items) else items, BATCH_LIMIT + 1)
+        some = _take_items(items.values() if _is_mapping(items) else items, BATCH_LIMIT + 1)
         for step, attribute in attributes:
             kinds = set(map(type, some))
             has_keys = any(map(_is_mapping_type, kinds))
             some = [part_of(item, step) for item in some] if has_keys else list(map(attribute, some))
         return some
 
-    return each
+    return read_each
 
 
 @lru_cache(maxsize=256)
@@ -587,12 +587,12 @@ def _text_maker(cut: str) -> Callable[[Any], str]:
         return plain
     text_cache, expression = _ShortenedTexts(cut), re.compile(cut)
 
-    def shorter(value: Any) -> str:
+    def shorten(value: Any) -> str:
         if type(value) is str and KEY_LIMIT < len(value) <= KEY_PART:
             return key_text(expression.sub("", value))  # the end of a long text decides its shortened form
         return text_cache[plain(value)]
 
-    return shorter
+    return shorten
 
 
 def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:

@@ -99,7 +99,7 @@ class Comm(Switch):
         self._issued: weakref.WeakKeyDictionary[Any, _Issued] = weakref.WeakKeyDictionary()
         self._why = "torch.distributed not imported"
 
-    def imported(self, module: Any) -> bool:
+    def attach_to(self, module: Any) -> bool:
         """Replace the methods of process groups and of `Work`, after the import of torch.distributed."""
         if self._attached:
             return False
@@ -115,7 +115,7 @@ class Comm(Switch):
             if hasattr(group, name)
         ]
         around.append((work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait)))
-        functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _facts, _largest_argument)
+        functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _group_attributes, _measure_largest)
         exclude_from_compiler(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
         self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
         return False
@@ -158,11 +158,11 @@ class Comm(Switch):
     def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued:
         """Begin the communication of a call, with its site and attributes."""
         waits = any(getattr(argument, "asyncOp", None) is False for argument in (*args, *kwargs.values()))
-        moved_bytes, on_device = _largest_argument(args[1:])
+        moved_bytes, on_device = _measure_largest(args[1:])
         attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
         if operation in PEERS and len(args) > 2 and isinstance(args[2], int):
             attributes["peer"] = args[2]
-        site, wait_site = self._sites_of(operation, args[0], on_device)
+        site, wait_site = self._find_sites(operation, args[0], on_device)
         self.hits[operation] += 1
         pair = self._start_timer(site) if waits else None
         return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
@@ -173,7 +173,7 @@ class Comm(Switch):
             return
         may_wait = error is None and hasattr(work, "wait")
         if not (may_wait and issued.waits):
-            self._record(issued, issued.start_ns, issued.attributes, error)
+            self._record_span(issued, issued.start_ns, issued.attributes, error)
         if may_wait:
             self._issued[work] = issued
 
@@ -191,12 +191,12 @@ class Comm(Switch):
         if issued is None:
             return
         if issued.waits:
-            self._record(issued, issued.start_ns, issued.attributes, error)
+            self._record_span(issued, issued.start_ns, issued.attributes, error)
             return
         issued.site = issued.wait_site
-        self._record(issued, issued.wait_ns, {"in_flight_ns": time.monotonic_ns() - issued.start_ns}, error)
+        self._record_span(issued, issued.wait_ns, {"in_flight_ns": time.monotonic_ns() - issued.start_ns}, error)
 
-    def _record(
+    def _record_span(
         self, issued: _Issued, start_ns: int, attributes: dict[str, AttributeValue], error: BaseException | None
     ) -> None:
         if error is not None:
@@ -211,13 +211,13 @@ class Comm(Switch):
 
     # ---------------------------------------------------------------- sites
 
-    def _sites_of(self, operation: str, group: Any, on_device: bool) -> tuple[Site, Site]:
+    def _find_sites(self, operation: str, group: Any, on_device: bool) -> tuple[Site, Site]:
         """Return the sites of an operation in a process group: of its calls, and of its waits."""
         key = operation, id(group), on_device
         sites = self._sites.get(key)
         if sites is None:
             weakref.finalize(group, self._sites.pop, key, None)
-            facts = _facts(group)
+            facts = _group_attributes(group)
             instance = " ".join(str(fact) for _, fact in facts[:2])
             call = Site(
                 operation,
@@ -245,7 +245,7 @@ def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued |
         return None
 
 
-def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
+def _group_attributes(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
     """Return the attributes of a process group's spans, without the addresses of its processes."""
     name = getattr(group, "group_desc", None) or getattr(group, "group_name", None)
     return (
@@ -256,7 +256,7 @@ def _facts(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
     )
 
 
-def _largest_argument(arguments: Sequence[Any]) -> tuple[int, bool]:
+def _measure_largest(arguments: Sequence[Any]) -> tuple[int, bool]:
     """Return the bytes of the tensors in the largest argument, and True if any tensor is on a device."""
     most, on_device = 0, False
     for argument in arguments:

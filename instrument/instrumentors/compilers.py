@@ -20,7 +20,7 @@ from instrument.runtime import imports
 
 def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
     """Make torch.compile run functions as plain Python from now on, even where it compiles their callers."""
-    evaluation = _eval_frame(torch)
+    evaluation = _get_eval_frame(torch)
     codes = [code for code in (getattr(call, "__code__", None) for call in functions) if isinstance(code, CodeType)]
     if hasattr(evaluation, "set_code_exec_strategy"):
         action = evaluation._FrameAction
@@ -40,11 +40,11 @@ def compiling_test(torch: Any) -> Callable[[], bool]:
 
 def evaluator_setter(torch: Any) -> Callable[[Any], Any]:
     """Return torch's function that sets this thread's frame evaluator. None is Python's own; it returns the earlier."""
-    set_evaluator: Callable[[Any], Any] | None = getattr(_eval_frame(torch), "set_eval_frame", None)
+    set_evaluator: Callable[[Any], Any] | None = getattr(_get_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)
 
 
-def _eval_frame(torch: Any) -> Any:
+def _get_eval_frame(torch: Any) -> Any:
     return getattr(getattr(getattr(torch, "_C", None), "_dynamo", None), "eval_frame", None)
 
 
@@ -55,16 +55,16 @@ def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
     """Record each replay of a CUDA graph, also if torch is imported later. Return the function that stops it."""
     undos: list[Undo] = []
 
-    def imported(torch: ModuleType) -> None:
+    def attach_to(torch: ModuleType) -> None:
         version = getattr(torch, "version", None)
         graph: Any = getattr(getattr(torch, "cuda", None), "CUDAGraph", None)
         has_device = getattr(version, "cuda", None) or getattr(version, "hip", None)
         if has_device and isinstance(graph, type) and "replay" in vars(graph):
             undos.append(replace(graph, "replay", recorder.wrap(vars(graph)["replay"], SITE)))
 
-    undos.append(imports.install("torch".__eq__, imported))
+    undos.append(imports.install("torch".__eq__, attach_to))
     torch = sys.modules.get("torch")
     if torch is not None and not imports.is_lazy(torch):
-        imported(torch)
+        attach_to(torch)
 
     return lambda: undo_all(undos)

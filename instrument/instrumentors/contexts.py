@@ -36,7 +36,7 @@ def watch(recorder: Recorder = RECORDER) -> Undo:
     """Report each copy of a context to the recorder from now on. Return the function that stops it."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
-    recorder.tells_of_tasks = _Tasks(recorder, undos).reports_tasks
+    recorder.tells_of_tasks = _TaskReports(recorder, undos).reports_tasks
     rebind([(original, copy_context)])
 
     def undo() -> None:
@@ -51,15 +51,15 @@ LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
 """The module and class of each event loop that reports its tasks to the recorder."""
 
 
-class _Tasks:
+class _TaskReports:
     """The classes of event loops whose `create_task` reports new tasks. A class reports from its first span on."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
         self._publish, self._share = recorder.publish, recorder.share
-        self._given: WeakValueDictionary[int, Context] = WeakValueDictionary()
+        self._shared: WeakValueDictionary[int, Context] = WeakValueDictionary()
         self._undos = undos
-        self._informing: dict[Any, Any] = {}  # the informing `create_task` by class of loop
-        self._attach()
+        self._wrappers: dict[Any, Any] = {}  # the informing `create_task` by class of loop
+        self._wrap_loops()
 
     def reports_tasks(self) -> bool:
         """Return True if the running event loop reports its new tasks to the recorder."""
@@ -68,18 +68,18 @@ class _Tasks:
         return self._copies_contexts(type(loop)) and "create_task" not in vars(loop)
 
     def _copies_contexts(self, kind: Any) -> bool:
-        if kind.create_task not in self._informing.values():
-            self._attach()
-        return kind.create_task in self._informing.values()
+        if kind.create_task not in self._wrappers.values():
+            self._wrap_loops()
+        return kind.create_task in self._wrappers.values()
 
-    def _attach(self) -> None:
+    def _wrap_loops(self) -> None:
         for module, name in LOOPS:
             kind = getattr(sys.modules.get(module), name, None)
-            if kind is not None and kind not in self._informing:
-                self._informing[kind] = self._reporting_create_task(kind)
+            if kind is not None and kind not in self._wrappers:
+                self._wrappers[kind] = self._wrap_create_task(kind)
 
-    def _reporting_create_task(self, kind: Any) -> Any:
-        original, publish, share, contexts = kind.create_task, self._publish, self._share, self._given
+    def _wrap_create_task(self, kind: Any) -> Any:
+        original, publish, share, contexts = kind.create_task, self._publish, self._share, self._shared
 
         @functools.wraps(original)
         def create_task(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,18 +107,18 @@ def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
     """Link other threads' work to the requests that started it, from now on. Return the function that stops it."""
     undos: list[Undo] = []
 
-    def meet(owner: Any, name: str, form: str) -> None:
+    def wrap_start(owner: Any, name: str, form: str) -> None:
         function = wrapping.make_function(recorder, getattr(owner, name), QUEUE, form=FORMS.index(form))
         undos.append(replace(owner, name, function))
 
-    def imported(module: ModuleType) -> None:
-        meet(module.ThreadPoolExecutor, "submit", "submit")
+    def attach_to(module: ModuleType) -> None:
+        wrap_start(module.ThreadPoolExecutor, "submit", "submit")
 
     for name in STARTS:
         if hasattr(threading, name):
-            meet(threading, name, "start")
+            wrap_start(threading, name, "start")
     if MODULE in sys.modules:
-        imported(sys.modules[MODULE])
+        attach_to(sys.modules[MODULE])
     else:
-        undos.append(imports.install(lambda name: name == MODULE, imported))
+        undos.append(imports.install(lambda name: name == MODULE, attach_to))
     return lambda: undo_all(undos)

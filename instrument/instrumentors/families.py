@@ -21,14 +21,14 @@ class Family(NamedTuple):
     packages: frozenset[str]
 
 
-def _family(module: str, name: str, packages: str) -> Family:
+def _make_family(module: str, name: str, packages: str) -> Family:
     return Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
 
 
 FAMILIES: Mapping[str, Family] = {
-    "functions": _family("rules", "Functions", ""),  # its rules name their packages
+    "functions": _make_family("rules", "Functions", ""),  # its rules name their packages
     # After functions: the span of a rule for a server's own function is within the request.
-    "requests": _family(
+    "requests": _make_family(
         "requests",
         "Requests",
         "uvicorn hypercorn daphne granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray"
@@ -38,16 +38,16 @@ FAMILIES: Mapping[str, Family] = {
         " http.server socketserver robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey"
         " taskiq faststream",
     ),
-    "layers": _family("layers", "Layers", "torch"),
-    "copies": _family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
-    "loaders": _family("loaders", "Loaders", "torch"),
-    "phases": _family("phases", "Phases", "torch"),
-    "comm": _family("comm", "Comm", "torch"),
-    "frameworks": _family(
+    "layers": _make_family("layers", "Layers", "torch"),
+    "copies": _make_family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
+    "loaders": _make_family("loaders", "Loaders", "torch"),
+    "phases": _make_family("phases", "Phases", "torch"),
+    "comm": _make_family("comm", "Comm", "torch"),
+    "frameworks": _make_family(
         "frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"
     ),
-    "logs": _family("requests.propagation", "LogRecords", "logging structlog"),
-    "startup": _family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
+    "logs": _make_family("requests.propagation", "LogRecords", "logging structlog"),
+    "startup": _make_family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
 """The family of each key of a profile. They attach to a module in this order."""
 

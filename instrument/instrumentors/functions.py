@@ -101,16 +101,16 @@ class Assignment:
 
     def __init__(self, owner: Any, attribute: str, new: Any) -> None:
         self._owner, self._attribute, self._new = owner, attribute, new
-        self._own = attribute in self._names()
-        self._before = self._names().get(attribute)
+        self._own = attribute in self._get_names()
+        self._before = self._get_names().get(attribute)
         setattr(owner, attribute, new)
 
-    def _names(self) -> Any:
+    def _get_names(self) -> Any:
         return type_namespace(self._owner) if isinstance_of(self._owner, type) else vars(self._owner)
 
     def undo(self) -> None:
         """Restore the earlier value, unless other code has changed the attribute since."""
-        if self._names().get(self._attribute) is not self._new:
+        if self._get_names().get(self._attribute) is not self._new:
             return
         if self._own:
             setattr(self._owner, self._attribute, self._before)
@@ -150,7 +150,7 @@ def references_elsewhere(target: Target) -> int:
         or (names or {}).get(target.attribute) is not target.raw
     ):
         return 0
-    return _references(target) - _usual_references()
+    return _count_all(target) - _count_usual()
 
 
 def references(target: Target) -> int:
@@ -158,18 +158,18 @@ def references(target: Target) -> int:
     return references_elsewhere(target) + 1 + (target.raw is target.function)
 
 
-def _references(target: Target) -> int:
+def _count_all(target: Target) -> int:
     count = sys.getrefcount(target.function) - (target.raw is target.function)
     return count if count < _IMMORTAL else 0
 
 
 @lru_cache(maxsize=1)
-def _usual_references() -> int:
+def _count_usual() -> int:
     """Return the reference count of a function to which only its own module refers."""
     module = ModuleType("usual")
     namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
     (target,) = find(module, "usual:usual")
-    return _references(target) if isinstance(target, Target) else sys.maxsize
+    return _count_all(target) if isinstance(target, Target) else sys.maxsize
 
 
 @overload
@@ -199,11 +199,11 @@ def profiled(name: Any = None, *, kind: str | None = None, device: bool = False,
     if phase is not None and (not isinstance(phase, str) or not phase):
         raise TargetError(f"profiled: the phase {phase!r} is not a name; give one such as {', '.join(PHASES)}")
     if name is None or isinstance(name, str):
-        return lambda target: _profile(target, name, kind, device, phase)
-    return _profile(name, None, kind, device, phase)
+        return lambda target: _profile_target(target, name, kind, device, phase)
+    return _profile_target(name, None, kind, device, phase)
 
 
-def _profile(target: Any, name: str | None, kind: str | None, device: bool, phase: str | None) -> Any:
+def _profile_target(target: Any, name: str | None, kind: str | None, device: bool, phase: str | None) -> Any:
     if OFF:
         return target
     if isinstance_of(target, type):
@@ -211,7 +211,7 @@ def _profile(target: Any, name: str | None, kind: str | None, device: bool, phas
             function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
             if is_public(attribute) and isinstance(function, FunctionType):
                 label = f"{name}.{attribute}" if name else None
-                setattr(target, attribute, _profile(raw, label, kind, device, phase))
+                setattr(target, attribute, _profile_target(raw, label, kind, device, phase))
         return target
     parts = list(parts_of(target))
     for suffix, function, put in parts:
@@ -270,7 +270,7 @@ def detach_decorated(site: Site) -> Callable[[], object] | None:
     bare = None if wrapper is None else bare_function(wrapper)
     if type(bare) is not FunctionType:
         return None
-    twin = _bare_copy(bare, wrapper)
+    twin = _copy_bare(bare, wrapper)
     return partial(_rebind_names, twin, wrapper) if _rebind_names(wrapper, twin) else None
 
 
@@ -287,7 +287,7 @@ def _rebind_names(first: Any, second: Any) -> bool:
     return rebind([(first, second)]) or part is not None
 
 
-def _bare_copy(bare: FunctionType, wrapper: Any) -> FunctionType:
+def _copy_bare(bare: FunctionType, wrapper: Any) -> FunctionType:
     twin = FunctionType(bare.__code__, bare.__globals__, bare.__name__, bare.__defaults__, bare.__closure__)
     twin.__kwdefaults__ = bare.__kwdefaults__
     functools.update_wrapper(twin, bare)
@@ -316,7 +316,7 @@ class Switch(ABC):
         """Return the key while the probes are attached, else nothing."""
         return {self.key: True} if self._attached else {}
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True for the name of the module whose functions are recorded."""
         return module_name == self.module
 
@@ -324,7 +324,7 @@ class Switch(ABC):
         self._attached = self._met = True
 
     @abstractmethod
-    def imported(self, module: Any) -> bool:
+    def attach_to(self, module: Any) -> bool:
         """Attach the probes to the module, which has been imported."""
 
     def undo(self) -> None:
@@ -376,7 +376,7 @@ def probe_registered(module: Any, registered: Callable[[FunctionType], Any]) -> 
 
 def _wrap_registration(seam: Seam, original: FunctionType, registered: Callable[[FunctionType], Any]) -> Any:
     @functools.wraps(original)
-    def take(*args: Any, **kwargs: Any) -> Any:
+    def register_probe(*args: Any, **kwargs: Any) -> Any:
         try:
             if seam.argument in kwargs:
                 kwargs[seam.argument] = _probe_handler(kwargs[seam.argument], registered)
@@ -387,7 +387,7 @@ def _wrap_registration(seam: Seam, original: FunctionType, registered: Callable[
             FAULTS.note("registration of a handler", fault)
         return original(*args, **kwargs)
 
-    return take
+    return register_probe
 
 
 def _probe_handler(handler: Any, registered: Callable[[FunctionType], Any]) -> Any:

@@ -53,7 +53,7 @@ class Layers:
         self._undos: list[Undo] = []
         self._patches: dict[type[Any], Undo] = {}
         self._unseen: list[Verdict] | None = None
-        self._regions = Regions(self._first_rule, lambda key: self._sites.pop(key, None), recorder)
+        self._regions = Regions(self._find_rule, lambda key: self._sites.pop(key, None), recorder)
         self._set_rules(rules)
 
     def _set_rules(self, rules: Sequence[LayerRule]) -> None:
@@ -78,8 +78,8 @@ class Layers:
             return
         if self._torch is None:
             for module in modules:
-                if self.wants(module.__name__):
-                    self.imported(module)
+                if self.may_match(module.__name__):
+                    self.attach_to(module)
             return
         decided = set(self._sites)
         self._sites.clear()
@@ -89,7 +89,7 @@ class Layers:
         for name, child in self._paths.walk_heap():
             self._patch_if_named(name, child)
             if id(child) in decided and id(child) not in self._sites:
-                self._decide(child)
+                self._decide_site(child)
         for cls in [cls for cls in self._patches if cls not in self._patched]:
             undo_all([self._patches.pop(cls)])
 
@@ -97,11 +97,11 @@ class Layers:
         """Return the rules by their text. There are none before torch is imported."""
         return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True for the module `torch` and for that of its compiler."""
         return module_name in ("torch", DYNAMO)
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Attach to torch, or to the module of its compiler, which is imported later."""
         if module.__name__ == DYNAMO:
             if self._torch is not None:
@@ -182,12 +182,12 @@ class Layers:
         if not isinstance(forward, FunctionType) or hasattr(forward, "__instrument_layers__"):
             return
         self._patched.add(owner)
-        self._patches[owner] = replace(owner, "forward", self._wrap(forward))
+        self._patches[owner] = replace(owner, "forward", self._wrap_forward(forward))
 
-    def _wrap(self, forward: FunctionType) -> Any:
-        return wrapping.wrap_method(self._recorder, forward, self._sites, self._decide, self._evaluate)
+    def _wrap_forward(self, forward: FunctionType) -> Any:
+        return wrapping.wrap_method(self._recorder, forward, self._sites, self._decide_site, self._evaluate)
 
-    def _decide(self, module: Any) -> Site | None:
+    def _decide_site(self, module: Any) -> Site | None:
         """Return the site of a layer, None if no rule selects it. The decision is stored once the path is known."""
         at_work = self._at_work
         try:
@@ -201,7 +201,7 @@ class Layers:
         key = id(module)
         if key not in self._followed:
             self._followed.add(key)
-            weakref.finalize(module, self._forget, key)
+            weakref.finalize(module, self._forget_layer, key)
         self._sites[key] = site
         if self._at_work is not at_work:  # they changed meanwhile: the next call decides anew
             self._sites.pop(key, None)
@@ -224,11 +224,11 @@ class Layers:
 
         return attach if layers else None
 
-    def _forget(self, key: int) -> None:
+    def _forget_layer(self, key: int) -> None:
         self._followed.discard(key)
         self._sites.pop(key, None)
 
-    def _first_rule(self, class_name: str, path: str) -> Selected | None:
+    def _find_rule(self, class_name: str, path: str) -> Selected | None:
         """Return the first rule that selects a layer, by class name and path, with the rule's sites."""
         return next((selection for selection in self._at_work if selects(selection[0], class_name, path)), None)
 
@@ -237,21 +237,21 @@ class Layers:
 
         Under a rule with device time, layers on different devices have different sites.
         """
-        selection = self._first_rule(name_for_rules(cls), path)
+        selection = self._find_rule(name_for_rules(cls), path)
         if selection is None:
             return None
         rule = selection[0]
-        tensors = self._tensors_of(module) if rule.device and module is not None else []
-        return self._shared.select(selection, (cls, path), tensors, lambda: self._site(rule, cls, path, method))
+        tensors = self._find_tensors(module) if rule.device and module is not None else []
+        return self._shared.select(selection, (cls, path), tensors, lambda: self._make_site(rule, cls, path, method))
 
-    def _tensors_of(self, module: Any) -> Sequence[Any]:
+    def _find_tensors(self, module: Any) -> Sequence[Any]:
         """Return the tensors whose devices are the layer's: its own, or one of a neighbour if it has none."""
         return tensors_of(module) or near_tensors(
             module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
         )
 
     @staticmethod
-    def _site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
+    def _make_site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
         code = inspect.unwrap(getattr(cls, method)).__code__
         return Site(
             name=rule.name or name_for_rules(cls),
@@ -285,22 +285,22 @@ class Layers:
                 )
                 for site in list(selected)
             ] + [verdict for verdict in unseen if verdict.rule == rule.text]
-            verdicts += verdicts_of_rule or [self._missed(rule, class_names)]
+            verdicts += verdicts_of_rule or [self._explain_missed(rule, class_names)]
         return verdicts
 
-    def _missed(self, rule: LayerRule, class_names: Sequence[str]) -> Verdict:
+    def _explain_missed(self, rule: LayerRule, class_names: Sequence[str]) -> Verdict:
         unknown = [name for name in rule.types if name not in class_names]
         if rule.types and len(unknown) == len(rule.types):
             why = f"no class of that name is defined yet: {', '.join(unknown)}"
-            return Verdict(rule.text, "waiting", why=why + _nearest(unknown[0], class_names))
+            return Verdict(rule.text, "waiting", why=why + _suggest_nearest(unknown[0], class_names))
         why = "no layer that it selects has run"
         paths = self._paths.known()
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
-            why = f"no layer sits at such a path{_nearest(rule.match[0], sorted(paths))}"
+            why = f"no layer sits at such a path{_suggest_nearest(rule.match[0], sorted(paths))}"
         return Verdict(rule.text, "waiting", why=why)
 
 
-def _nearest(word: str, names: Sequence[str]) -> str:
+def _suggest_nearest(word: str, names: Sequence[str]) -> str:
     from instrument.profile.document import nearest
 
     nearest_name = nearest(word, names)

@@ -87,14 +87,14 @@ class LineageMember:
 
     def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
         """Pickle as a test that is never True, for functions that are pickled by value to other processes."""
-        return _none_passes, ()
+        return _make_empty_test, ()
 
 
-def _none_passes() -> Callable[[tuple[Any, ...]], bool]:
-    return _passes_none
+def _make_empty_test() -> Callable[[tuple[Any, ...]], bool]:
+    return _never_passes
 
 
-def _passes_none(args: tuple[Any, ...]) -> bool:
+def _never_passes(args: tuple[Any, ...]) -> bool:
     return False
 
 

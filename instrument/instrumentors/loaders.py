@@ -56,7 +56,7 @@ def loader(iterable: T, name: str | None = None) -> T:
 
 def _make_proxy(source: Any, site: Site) -> Any:
     kind: Any = type(source)
-    return _proxy_class(kind)(source, site)
+    return _make_proxy_class(kind)(source, site)
 
 
 def _copy_proxy(source: Any, name: str) -> Any:
@@ -108,43 +108,43 @@ class StandIn:
         return _copy_proxy, (self._instrument_source, self._instrument_site.name)
 
 
-def _iter(self: Any) -> Any:
+def _make_iterator(self: Any) -> Any:
     return _make_proxy(iter(self._instrument_source), self._instrument_site)
 
 
-def _aiter(self: Any) -> Any:
+def _make_async_iterator(self: Any) -> Any:
     return _make_proxy(self._instrument_source.__aiter__(), self._instrument_site)
 
 
-def _self(self: Any) -> Any:
+def _return_self(self: Any) -> Any:
     return self
 
 
-def _recorded_method(name: str) -> Callable[..., Any]:
+def _make_method(name: str) -> Callable[..., Any]:
     """Return a method that calls `__next__`, `send` or `throw` of the source, and records the call."""
 
     def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
             return method(*args)
-        with _Next(RECORDER, self._instrument_site):
+        with _NextItem(RECORDER, self._instrument_site):
             return method(*args)
 
     return resume
 
 
-def _resuming_async(name: str) -> Callable[..., Any]:
+def _async_method(name: str) -> Callable[..., Any]:
     async def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
             return await method(*args)
-        with _Next(RECORDER, self._instrument_site):
+        with _NextItem(RECORDER, self._instrument_site):
             return await method(*args)
 
     return resume
 
 
-class _Next:
+class _NextItem:
     """A wait for the next item, as a `with` block: a span, unless the site is muted. `StopIteration` is no failure."""
 
     __slots__ = ("_frame", "_recorder", "_site", "_waiting")
@@ -225,7 +225,7 @@ _FORWARDED = (
 """The special methods that a proxy's class must define, because Python looks them up in the class."""
 
 
-def _forwarding_method(name: str) -> Callable[..., Any]:
+def _make_forwarder(name: str) -> Callable[..., Any]:
     def call_source(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._instrument_source, name)(*args, **kwargs)
 
@@ -239,19 +239,19 @@ def _has(kind: Any, method: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _proxy_class(kind: Any) -> type[StandIn]:
+def _make_proxy_class(kind: Any) -> type[StandIn]:
     """Make the class of proxies for objects of a class. It defines only the special methods that the class has."""
-    methods: dict[str, Any] = {name: _forwarding_method(name) for name in _FORWARDED if _has(kind, name)}
+    methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if _has(kind, name)}
     if _has(kind, "__next__"):
-        methods["__iter__"] = _self
-        methods.update({name: _recorded_method(name) for name in ("__next__", "send", "throw") if _has(kind, name)})
+        methods["__iter__"] = _return_self
+        methods.update({name: _make_method(name) for name in ("__next__", "send", "throw") if _has(kind, name)})
     elif _has(kind, "__iter__") or (_has(kind, "__getitem__") and not _has(kind, "__aiter__")):
-        methods["__iter__"] = _iter
+        methods["__iter__"] = _make_iterator
     if _has(kind, "__anext__"):
-        methods["__aiter__"] = _self
-        methods.update({name: _resuming_async(name) for name in ("__anext__", "asend", "athrow") if _has(kind, name)})
+        methods["__aiter__"] = _return_self
+        methods.update({name: _async_method(name) for name in ("__anext__", "asend", "athrow") if _has(kind, name)})
     elif _has(kind, "__aiter__"):
-        methods["__aiter__"] = _aiter
+        methods["__aiter__"] = _make_async_iterator
     return type(kind.__name__, (StandIn,), {"__slots__": (), **methods})
 
 
@@ -265,15 +265,15 @@ class Loaders(Switch):
         super().__init__(rules, recorder)
         self._sites: dict[type[Any], Site] = {}
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Replace `__next__` in the base class of all iterators over a `DataLoader`."""
         iterator: Any = getattr(module, "_BaseDataLoaderIter", None)
         if iterator is not None and not self._attached:
             self._attach()
-            self._undos.append(replace(iterator, "__next__", self._wrap(iterator.__next__)))
+            self._undos.append(replace(iterator, "__next__", self._wrap_next(iterator.__next__)))
         return False
 
-    def _wrap(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _wrap_next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         recorder, sites = self._recorder, self._sites
 
         @functools.wraps(method)
@@ -281,7 +281,7 @@ class Loaders(Switch):
             if not recorder.on:
                 return method(self)
             dataset = type(getattr(self, "_dataset", None))
-            with _Next(recorder, sites.get(dataset) or make(dataset)):
+            with _NextItem(recorder, sites.get(dataset) or make(dataset)):
                 return method(self)
 
         make = self._make_site

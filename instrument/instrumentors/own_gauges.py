@@ -23,17 +23,17 @@ class GaugeReader:
 
     def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
         self.missing: list[str] = []
-        self._of_call: list[_Read] = []
-        self._of_result: list[_Read] = []
+        self._of_call: list[_GaugeRead] = []
+        self._of_result: list[_GaugeRead] = []
         for gauge in rule.gauges:
             first, *steps = gauge.argument.split(".")
             parameter = None if first == RETURN else parameter_of(function, first)
             if isinstance(parameter, str):
                 self.missing.append(parameter)
             elif parameter is None:
-                self._of_result.append(_Read(gauge, parameter, steps, rule))
+                self._of_result.append(_GaugeRead(gauge, parameter, steps, rule))
             else:
-                self._of_call.append(_Read(gauge, parameter, steps, rule))
+                self._of_call.append(_GaugeRead(gauge, parameter, steps, rule))
         self.of_call = self._read_call if self._of_call else None
         self.of_result = self._read_result if self._of_result else None
 
@@ -41,16 +41,16 @@ class GaugeReader:
         now_ns = time.monotonic_ns()
         for read in self._of_call:
             if now_ns >= read.due_ns and read.parameter is not None:
-                read.take(read.parameter.of(args, kwargs), now_ns)
+                read.read_gauge(read.parameter.of(args, kwargs), now_ns)
 
     def _read_result(self, value: Any) -> None:
         now_ns = time.monotonic_ns()
         for read in self._of_result:
             if now_ns >= read.due_ns:
-                read.take(value, now_ns)
+                read.read_gauge(value, now_ns)
 
 
-class _Read:
+class _GaugeRead:
     """The reading of one gauge: from a parameter, or from the result if `parameter` is None, along a path."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter | None, steps: list[str], rule: FunctionRule) -> None:
@@ -60,7 +60,7 @@ class _Read:
         self._every_ns = gauge.every_ns if gauge.kind == "gauge" else 0
         self.due_ns = 0
 
-    def take(self, value: Any, now_ns: int) -> None:
+    def read_gauge(self, value: Any, now_ns: int) -> None:
         """Read the gauge from an argument or a result, and store it unless it is None. Never raises."""
         self.due_ns = now_ns + self._every_ns
         try:

@@ -67,9 +67,9 @@ class Phases(Switch):
         self._has_device = False
         self._graph_task: Callable[[], int] = lambda: -1
         self._evaluate: Callable[[Any], Any] = lambda evaluate: None
-        self._run_as_they_are: Callable[[Iterable[Any]], None] = lambda functions: None
+        self._exclude_functions: Callable[[Iterable[Any]], None] = lambda functions: None
 
-    def imported(self, torch: Any) -> bool:
+    def attach_to(self, torch: Any) -> bool:
         """Wrap the calls of modules, of the autograd engine and of optimizers, after the import of torch."""
         if self._attached:
             return False
@@ -79,8 +79,8 @@ class Phases(Switch):
         self._is_compiling = compiling_test(torch)
         self._graph_task = getattr(torch._C, "_current_graph_task_id", self._graph_task)
         self._evaluate = evaluator_setter(torch)
-        self._run_as_they_are = functools.partial(exclude_from_compiler, torch)
-        self._run_as_they_are((self._run, _unwrapped))
+        self._exclude_functions = functools.partial(exclude_from_compiler, torch)
+        self._exclude_functions((self._run_call, _unwrap_model))
         module_type = torch.nn.Module
         self._undos.append(replace(module_type, "__call__", self._wrap_call(module_type.__call__)))
         autograd = torch.autograd
@@ -115,7 +115,7 @@ class Phases(Switch):
         torch.profiler (`with_stack`) recognises calls of modules by the code of `Module.__call__`, now the wrapper's,
         and reads the module from its local `self`. Without such a local, or with an optimizer, the process would crash.
         """
-        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[FORWARD]
+        recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[FORWARD]
         is_compiling = self._is_compiling
 
         @functools.wraps(method)
@@ -126,12 +126,12 @@ class Phases(Switch):
             return run(FORWARD, method, self, (self, *args), kwargs)
 
         wrapper.__instrument_phase__ = FORWARD  # type: ignore[attr-defined]
-        self._run_as_they_are((wrapper,))
+        self._exclude_functions((wrapper,))
         return wrapper
 
     def _wrap_function(self, phase: str, function: Callable[..., Any]) -> Any:
         """Return the wrapper of an optimizer's `step`, or of the function that runs the autograd engine."""
-        recorder, inside, run, passes = self._recorder, self._inside, self._run, PASSES[phase]
+        recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[phase]
         is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
 
         @functools.wraps(function)
@@ -141,10 +141,10 @@ class Phases(Switch):
             return run(phase, function, args[0] if of_object else None, args, kwargs)
 
         wrapper.__instrument_phase__ = phase  # type: ignore[attr-defined]
-        self._run_as_they_are((wrapper,))
+        self._exclude_functions((wrapper,))
         return wrapper
 
-    def _run(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
+    def _run_call(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
         """Run a call, and record it as a phase. A thread that runs a task of autograd is inside backward."""
         if not self._attached:  # a compiled model still calls its wrapper afterwards
             return function(*args, **kwargs)
@@ -155,12 +155,12 @@ class Phases(Switch):
                 return function(*args, **kwargs)
             phase = RECOMPUTE
         try:
-            subject = None if thing is None else type(_unwrapped(thing))
+            subject = None if thing is None else type(_unwrap_model(thing))
             recording = self._recordings.get((phase, id(subject), id(function)))
             if recording is None:
                 evaluate = self._evaluate(None)
                 try:
-                    recording = self._decide(phase, function, subject)
+                    recording = self._make_recording(phase, function, subject)
                 finally:
                     self._evaluate(evaluate)
         except Exception as fault:
@@ -172,10 +172,10 @@ class Phases(Switch):
         finally:
             inside.phase = before
 
-    def _decide(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
+    def _make_recording(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
         """Make the function that records a phase for objects of a class, at their first call."""
         key = phase, id(subject), id(function)
-        site = self._site(phase, function, subject)
+        site = self._find_site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
         new_recording = wrapping.make_function(self._recorder, function, site, works)
         recording = self._recordings.setdefault(key, new_recording)
@@ -186,7 +186,7 @@ class Phases(Switch):
             self.hits.setdefault(phase, set()).add(site.instance)
         return recording
 
-    def _site(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Site:
+    def _find_site(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Site:
         owner, name = ("torch.autograd", "backward") if subject is None else (subject.__module__, subject.__qualname__)
         inner: Any = getattr(subject, "step" if phase == OPTIMIZER else "forward", function)
         while hasattr(inner, "__wrapped__"):
@@ -246,7 +246,7 @@ class Phases(Switch):
         self._undos.append(replace(owner, "step", self._wrap_function(OPTIMIZER, step)))
 
 
-def _unwrapped(thing: Any) -> Any:
+def _unwrap_model(thing: Any) -> Any:
     """Return the model inside wrappers of torch.compile and of distributed training."""
     while (attribute := _WRAPPED_IN.get(type(thing).__name__)) is not None:
         inner = (vars(thing).get("_modules") or {}).get(attribute)

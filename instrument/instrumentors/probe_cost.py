@@ -57,7 +57,7 @@ def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     return copy_context().run(_measure_costs, with_ticks)
 
 
-def _fresh_recorder(with_ticks: bool) -> Recorder:
+def _make_recorder(with_ticks: bool) -> Recorder:
     recorder = Recorder(ring_bytes=1 << 20)
     if with_ticks:
         recorder.start_ticks()
@@ -92,7 +92,7 @@ class _Probes:
         from instrument.instrumentors.requests import asgi
         from instrument.instrumentors.requests.exchange import Exchanges
 
-        def nothing() -> None:
+        def do_nothing() -> None:
             pass
 
         async def coroutine() -> None:
@@ -106,7 +106,7 @@ class _Probes:
             for _ in range(CALLS):
                 function()
 
-        def drive(function: Callable[[], Any]) -> None:
+        def run_coroutines(function: Callable[[], Any]) -> None:
             for _ in range(CALLS):
                 try:
                     function().send(None)
@@ -116,11 +116,11 @@ class _Probes:
         def serve(function: Callable[..., Any]) -> None:
             for _ in range(CALLS // CALLS_PER_REQUEST):
                 try:
-                    function(SCOPE, nothing_more, nothing_more).send(None)
+                    function(SCOPE, do_nothing_async, do_nothing_async).send(None)
                 except StopIteration:
                     pass
 
-        async def nothing_more(_: object = None) -> None:
+        async def do_nothing_async(_: object = None) -> None:
             pass
 
         async def answer(_: object, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
@@ -128,12 +128,12 @@ class _Probes:
             await send(START)
             await send(BODY)
 
-        def consume(function: Callable[[], Any]) -> None:
+        def read_generators(function: Callable[[], Any]) -> None:
             for _ in range(CALLS):
                 for _ in function():
                     pass
 
-        def scopes(function: Callable[[], Any]) -> None:
+        def open_scopes(function: Callable[[], Any]) -> None:
             for _ in range(CALLS):
                 with recorder.scope("scope"):
                     function()
@@ -142,7 +142,7 @@ class _Probes:
             for _ in function(CALLS):
                 pass
 
-        def wrapped(function: Callable[..., Any], shape: str, kind: str = "op") -> Any:
+        def make_probe(function: Callable[..., Any], shape: str, kind: str = "op") -> Any:
             self.sites.append(Site(shape, kind))
             return recorder.wrap(function, self.sites[-1])
 
@@ -155,14 +155,14 @@ class _Probes:
         recorder.allow_muting(site)
         self.sites.append(site)
         self._by_shape: dict[str, tuple[Run, Any, Run, Any]] = {
-            "call": (call, wrapped(nothing, "call"), call, nothing),
-            "coroutine": (drive, wrapped(coroutine, "coroutine"), drive, coroutine),
-            "generator": (consume, wrapped(generator, "generator"), consume, generator),
-            "scope": (scopes, nothing, call, nothing),
+            "call": (call, make_probe(do_nothing, "call"), call, do_nothing),
+            "coroutine": (run_coroutines, make_probe(coroutine, "coroutine"), run_coroutines, coroutine),
+            "generator": (read_generators, make_probe(generator, "generator"), read_generators, generator),
+            "scope": (open_scopes, do_nothing, call, do_nothing),
             "method": (call, lambda: method(layer), call, lambda: bare_method(layer)),
-            "wrapper": (call, wrapped(nothing, "wrapper", "request"), call, nothing),
+            "wrapper": (call, make_probe(do_nothing, "wrapper", "request"), call, do_nothing),
             REQUEST: (serve, asgi.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder)), serve, answer),
-            "step": (steps, wrapped(generator, "step"), steps, generator),
+            "step": (steps, make_probe(generator, "step"), steps, generator),
         }
 
     def measure_shapes(self, leave_out: str = "") -> dict[str, _Timed]:
@@ -189,7 +189,7 @@ class _Probes:
 
 
 def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
-    recorder = _fresh_recorder(with_ticks)
+    recorder = _make_recorder(with_ticks)
     timed = _Probes(recorder).measure_shapes()
     # The part inside of a span is the length of an empty span; a step has no span of its own.
     lengths: dict[str, list[int]] = {}
@@ -207,7 +207,7 @@ def _measure_costs(with_ticks: bool) -> dict[str, ProbeCost]:
 
 def measure_passed_ns() -> dict[str, float]:
     """Measure the median cost of a muted call for each shape of probe, in 2 ms. Requests are never muted."""
-    recorder = _fresh_recorder(False)
+    recorder = _make_recorder(False)
     probes = _Probes(recorder)
     for site in probes.sites:
         recorder.mute(site)
@@ -233,17 +233,17 @@ def _measure_cold_ns(with_ticks: bool) -> float:
     parts = itertools.cycle(memory[at : at + SWEPT_BYTES] for at in range(0, len(memory), SWEPT_BYTES))
     inside_ns = 0
 
-    def sweeping(_: object) -> None:
+    def evict_caches(_: object) -> None:
         nonlocal inside_ns
         began_ns = clock()
         into[:] = next(parts)
         inside_ns = clock() - began_ns
 
-    recorder = _fresh_recorder(with_ticks)
+    recorder = _make_recorder(with_ticks)
     sites: dict[int, Site | None] = {}
     layers = [object() for _ in range(16)]
     sites.update((id(layer), Site(f"layer {place}", "layer")) for place, layer in enumerate(layers))
-    method = wrapping.wrap_method(recorder, sweeping, sites, lambda _: None)
+    method = wrapping.wrap_method(recorder, evict_caches, sites, lambda _: None)
     outside_ns: dict[bool, list[int]] = {True: [], False: []}
     for layer in layers:
         method(layer)  # the first call of a site costs more
@@ -276,7 +276,7 @@ class Costs:
         """
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
-        costs, self.passed_ns = self._shared_measurement("costs", measure)
+        costs, self.passed_ns = self._share_measurement("costs", measure)
         self.by_shape = {shape: ProbeCost(*cost) for shape, cost in costs.items()}
         if run_folder.shared_file("cold") is None:
             self._cold_ns = self.cold_ns
@@ -285,11 +285,11 @@ class Costs:
     def cold_ns(self) -> float:
         """The ns by which a call costs more with cold caches. The first report of a run measures them, in 8 ms."""
         if self._cold_ns is None:
-            among_ns = self._shared_measurement("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
+            among_ns = self._share_measurement("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)
         return self._cold_ns
 
-    def _shared_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
+    def _share_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return the result that another process of the run has saved under a name, else measure and save it."""
         path = run_folder.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):

@@ -100,21 +100,21 @@ class Search:
         roots = {id(thing): {id(thing)} for thing in things}
         kinds: dict[int, str] = {}
         visited, level = Kept(things), things
-        running = {None, *_running_codes()} if things else set()
+        running = {None, *_list_running_codes()} if things else set()
         unknown = {id(thing) for thing in things if getattr(thing, "__code__", None) in running}
         shown: Counter[int] = Counter()
         for depth in range(DEPTH + 1) if things else ():
             level_ids, above = set(map(id, level)), Kept()
-            for holder in _referrers(level):
+            for holder in _find_referrers(level):
                 if type(holder) is Kept or _is_frame_of_ours(holder):
                     continue
                 parts = Kept(part for part in gc.get_referents(holder) if id(part) in level_ids)
                 shown.update(map(id, parts if depth or not _is_namespace(holder) else ()))
                 if is_ours(holder) or not parts:
                     continue
-                if _is_namespace(holder) or (depth and _is_of_class(holder)):
+                if _is_namespace(holder) or (depth and _is_class_namespace(holder)):
                     for part in parts if depth else ():
-                        self._note(roots[id(part)], _describe_name(holder, part))
+                        self._add_description(roots[id(part)], _describe_name(holder, part))
                     continue
                 if id(holder) in roots:
                     continue
@@ -124,27 +124,27 @@ class Search:
                     self.in_classes += [Name(holder, name, id(value)) for name, value in names if id(value) in reached]
                     continue
                 words = _describe_holder(holder, parts)
-                kinds[id(holder)] = kinds.get(id(parts[0]), _kind(holder))
+                kinds[id(holder)] = kinds.get(id(parts[0]), _type_text(holder))
                 if words is not None or depth == DEPTH or len(above) == WIDTH:
-                    self._note(reached, kinds[id(holder)] if words is None else words)
+                    self._add_description(reached, kinds[id(holder)] if words is None else words)
                     continue
                 roots[id(holder)] = reached
                 above.append(holder)
                 visited.append(holder)
             for key in level_ids:
                 if shown[key] < counts.get(key, 1) and key not in unknown:
-                    self._note(roots[key], kinds.get(key, HIDDEN))
+                    self._add_description(roots[key], kinds.get(key, HIDDEN))
             level = above
             if not level:
                 break
 
-    def _note(self, reached: Iterable[int], words: str) -> None:
+    def _add_description(self, reached: Iterable[int], words: str) -> None:
         for key in reached if words else ():
             if words not in (descriptions := self.others.setdefault(key, [])):
                 descriptions.append(words)
 
 
-def _referrers(things: Kept) -> list[Any]:
+def _find_referrers(things: Kept) -> list[Any]:
     """Return the objects that refer to one of `things`, without this function's own containers."""
     arguments = tuple(things)
     if len(arguments) <= MANY:
@@ -161,7 +161,7 @@ def _is_namespace(holder: Any) -> bool:
     return type(holder) is dict and "__name__" in holder and "__spec__" in holder
 
 
-def _is_of_class(holder: Any) -> bool:
+def _is_class_namespace(holder: Any) -> bool:
     return type(holder) is dict and "__module__" in holder and "__doc__" in holder
 
 
@@ -172,10 +172,10 @@ def _describe_name(names: dict[str, Any], part: Any) -> str:
     of_module = names if module is None else namespace(module)
     file = str(of_module.get("__file__") or of_module.get("__name__"))
     line = line_of(name, getlines(file, of_module), is_indented=module is not None)
-    return f"{_kind(part)} in {_shown(file, line)} ({name})"
+    return f"{_type_text(part)} in {_format(file, line)} ({name})"
 
 
-def _kind(thing: Any) -> str:
+def _type_text(thing: Any) -> str:
     name = type(thing).__name__
     return f"an {name}" if name[0] in "AEIOUaeiou" else f"a {name}"
 
@@ -184,7 +184,7 @@ def _describe_holder(holder: Any, parts: Kept) -> str | None:
     """Describe an object that refers to a function. None means to describe its referrers instead, "" to omit it."""
     if type(holder) is FunctionType:
         code = holder.__code__
-        return f"the function {holder.__qualname__} in {_shown(code.co_filename, code.co_firstlineno)}"
+        return f"the function {holder.__qualname__} in {_format(code.co_filename, code.co_firstlineno)}"
     if isinstance_of(holder, type):
         return f"the class {type.__dict__['__qualname__'].__get__(holder)}"
     if isinstance_of(holder, _SUSPENDED):
@@ -193,11 +193,11 @@ def _describe_holder(holder: Any, parts: Kept) -> str | None:
         return "" if holder is None else None
     is_own = any(getattr(part, "__code__", None) is holder.f_code for part in parts)  # a call of the function itself
     return (
-        "" if is_own else f"a call of {holder.f_code.co_name} in {_shown(holder.f_code.co_filename, holder.f_lineno)}"
+        "" if is_own else f"a call of {holder.f_code.co_name} in {_format(holder.f_code.co_filename, holder.f_lineno)}"
     )
 
 
-def _shown(file: str, line: int) -> str:
+def _format(file: str, line: int) -> str:
     folder = f"{Path.cwd()}/"
     return file.removeprefix(folder) + (f":{line}" if line else "")
 
@@ -209,7 +209,7 @@ def line_of(name: str, lines: list[str], *, is_indented: bool) -> int:
     return next((number for number, line in enumerate(lines, 1) if begins.match(line)), 0)
 
 
-def _running_codes() -> set[Any]:
+def _list_running_codes() -> set[Any]:
     """Return the code objects of all running calls, because a running call refers to its function."""
     return {frame.f_code for top in sys._current_frames().values() for frame, _ in walk_stack(top)}
 

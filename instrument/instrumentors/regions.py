@@ -87,9 +87,9 @@ class Paths:
                 self._vain_walks[cls] += self._is_lost(module)
             elif id(module) not in self._parents:
                 return None
-        return self._from_root(id(module))
+        return self._path_from_root(id(module))
 
-    def _from_root(self, key: int) -> str:
+    def _path_from_root(self, key: int) -> str:
         names: list[str] = []
         while (place := self._places.get(key)) is not None and len(names) < 100:
             parent = place[0]()
@@ -107,7 +107,7 @@ class Paths:
 
     def known(self) -> set[str]:
         """Return the paths of all known modules, without roots."""
-        return {self._from_root(key) for key in list(self._places)} - {""}
+        return {self._path_from_root(key) for key in list(self._places)} - {""}
 
     def _is_lost(self, module: Any) -> bool:
         """Return True if a module's parent is unknown, or if an ancestor has been deleted.
@@ -266,17 +266,17 @@ class Regions:
 
     def _replace_call(self, cls: Any, place: int = 0) -> None:
         """Record the calls of a class's objects. `place` is the index of the argument that is the module."""
-        self._undos.append(replace(cls, "__call__", self._around(cls.__call__, itemgetter(place))))
+        self._undos.append(replace(cls, "__call__", self._wrap_call(cls.__call__, itemgetter(place))))
 
-    def _around(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
+    def _wrap_call(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
         @functools.wraps(call)
-        def recorded(*args: Any, **kwargs: Any) -> Any:
+        def call_recorded(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.on:
                 return call(*args, **kwargs)
             return run(module_of(args), call, args, kwargs)
 
-        is_compiling, recorder, run = self._is_compiling, self._recorder, self._run
-        return recorded
+        is_compiling, recorder, run = self._is_compiling, self._recorder, self._run_region
+        return call_recorded
 
     def _watch_compile(self, module_type: Any) -> None:
         """Wrap `Module.compile()`, which stores a compiled call in an instance. Copies and pickles omit this call."""
@@ -293,7 +293,7 @@ class Regions:
             return out
 
         self._undos.append(replace(module_type, "compile", compile))
-        for module, _, _ in self._walk():
+        for module, _, _ in self._walk_models():
             take(module)
 
     def _wrap_compiled_call(self, module: Any) -> None:
@@ -301,30 +301,30 @@ class Regions:
         if call is None or hasattr(call, "__instrument_region__"):
             return
         reference = weakref.ref(module)
-        compiled_call = self._around(call, lambda args: reference())
+        compiled_call = self._wrap_call(call, lambda args: reference())
         compiled_call.__instrument_region__ = True
         module._compiled_call_impl = compiled_call
         self._compiled.append(weakref.ref(module))
 
-    def _run(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_region(self, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         key = id(module)
-        site = self._sites[key] if key in self._sites else self._decide(module)
+        site = self._sites[key] if key in self._sites else self._decide_site(module)
         if site is None:
             return call(*args, **kwargs)
         with self._recorder.span_of(site)():
             return call(*args, **kwargs)
 
-    def _decide(self, module: Any) -> Site | None:
+    def _decide_site(self, module: Any) -> Site | None:
         """Return the site of a region, None if no rule selects it, and remember it for the next calls."""
         try:
-            site = self._site(module, self._paths.path_of(module) or "")
+            site = self._find_site(module, self._paths.path_of(module) or "")
         except Exception as fault:
             FAULTS.note("region selection", fault)
             site = None
         key = id(module)
         weakref.finalize(module, self._sites.pop, key, None)
         self._sites[key] = site
-        if self._kind(module) == "compiled" and site is not None:
+        if self._region_kind(module) == "compiled" and site is not None:
             inner = (vars(module).get("_modules") or {}).get("_orig_mod")
             root = module if inner is None else inner
             self._roots[id(root)] = root
@@ -335,8 +335,8 @@ class Regions:
         """Return True if a module is a compiled region that is recorded."""
         return id(module) in self._roots
 
-    def _site(self, module: Any, path: str) -> Site | None:
-        name, kind = self._name(module), self._kind(module)
+    def _find_site(self, module: Any, path: str) -> Site | None:
+        name, kind = self._name(module), self._region_kind(module)
         selection = self._first(name, path)
         if selection is None:
             return None
@@ -349,7 +349,7 @@ class Regions:
 
     # ---------------------------------------------------------------- kinds of region
 
-    def _kind(self, module: Any) -> str:
+    def _region_kind(self, module: Any) -> str:
         if isinstance(module, self._torch.jit.ScriptModule):
             return "scripted"
         return "graph" if isinstance(module, self._torch.fx.GraphModule) else "compiled"
@@ -380,7 +380,7 @@ class Regions:
             return _ATTENTION
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
-    def _walk(self) -> Iterator[tuple[Any, str, str]]:
+    def _walk_models(self) -> Iterator[tuple[Any, str, str]]:
         """Yield each module with its path and the reason why Python does not call it. torch.compile's are left out."""
         # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
@@ -404,7 +404,7 @@ class Regions:
         """Return a verdict per rule and reason, with the number of selected layers that cannot be recorded."""
         self._paths.find_unregistered()
         counts: Counter[tuple[str, str]] = Counter()
-        for module, path, reason in self._walk():
+        for module, path, reason in self._walk_models():
             selection = self._first(self._name(module), path)
             if selection is not None:
                 why = reason or self._why_missed(module)

@@ -75,21 +75,21 @@ class Functions:
     def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
         """Apply other rules to the imported modules. A probe that the new rules would make in the same way remains."""
         with self._lock:
-            self._change(rules, modules)
+            self._change_rules(rules, modules)
 
-    def _change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
+    def _change_rules(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
         before = {label: verdict for table in self._found.values() for label, verdict in table.items() if verdict.site}
         self._set_rules(rules)
         undo_all(self._seams)
         modules = list(modules)
         for module in modules if rules else ():
-            self._take_registrations(module)
+            self._watch_registrations(module)
         before_lineages, self._lineages = self._lineages, {}
         modules = [module for module in modules if any(map(self.is_named, names_of(module)))]
         self._modules = {names_of(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
         for module in modules:
-            for index, label in sorted(self._selected(module), key=lambda table: table[0]):
+            for index, label in sorted(self._find_selected(module), key=lambda table: table[0]):
                 owners.setdefault(label, index)
         stay: dict[Probe, FunctionRule] = {}
         obsolete = []
@@ -99,7 +99,7 @@ class Functions:
             if (
                 owner is None
                 or not _makes_equal_probes(rule, self.rules[owner])
-                or probe.site.kind != self._kind(label, self.rules[owner])
+                or probe.site.kind != self._kind_of(label, self.rules[owner])
                 or self._is_in_lineage(probe, before_lineages) != self._is_in_lineage(probe, self._lineages)
             ):
                 obsolete.append(probe)
@@ -117,7 +117,7 @@ class Functions:
             else:
                 lineage.end()
         for module in modules:
-            self.imported(module)
+            self.attach_to(module)
 
     @staticmethod
     def _is_in_lineage(probe: Probe, lineages: Mapping[tuple[int, str], Lineage]) -> bool:
@@ -132,7 +132,7 @@ class Functions:
         verdicts = (targets.get(label) for targets in list(self._found.values()))
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True if a rule may select a function in a module, or if the module registers handlers."""
         return module_name in functions.SEAMS or self.is_named(module_name)
 
@@ -140,19 +140,19 @@ class Functions:
         """Return True if a rule may select a function in a module."""
         return any(matches(text, module_name) for text in self._module_patterns)
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Attach probes to the functions of a module that rules select. Return True if there were any."""
         with self._lock:
-            self._take_registrations(module)
-            return any(map(self.is_named, names_of(module))) and self._attach_module(module)
+            self._watch_registrations(module)
+            return any(map(self.is_named, names_of(module))) and self._attach_selected(module)
 
-    def _take_registrations(self, module: ModuleType) -> None:
+    def _watch_registrations(self, module: ModuleType) -> None:
         if names_of(module)[0] in functions.SEAMS:
             self._seams += functions.probe_registered(module, self._probe_registered)
 
-    def _attach_module(self, module: ModuleType) -> bool:
+    def _attach_selected(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
-        attachable = list(self._attachable(self._selected(module)))
+        attachable = list(self._pick_targets(self._find_selected(module)))
         shared = [target for _, target in attachable if functions.references_elsewhere(target) > 0]
         names = names_in_modules(target.function for target in shared)
         tied = [target for target in shared if functions.references_elsewhere(target) > _count_others(target, names)]
@@ -163,9 +163,9 @@ class Functions:
         for index, target in attachable:
             holders = search.others.get(id(target.function), ())
             if holders and id(target.function) not in self._early and self._is_by_module_wildcard(index, target):
-                why = f"{_references(holders)}, which code may compare: a rule without * in its module's name takes it"
+                why = f"{_list_users(holders)}, which code may compare: a rule without * in its module's name takes it"
                 self._note_verdict(index, "unreachable", target.label, why)
-            elif (probe := self._attach(index, target)) is not None:
+            elif (probe := self._attach_target(index, target)) is not None:
                 probes.setdefault(id(target.function), (index, probe))
         for owner, name, key in names:
             if key in probes and id(namespace(owner).get(name)) == key:
@@ -187,14 +187,14 @@ class Functions:
             selected = {}
             for index, rule in enumerate(self.rules):
                 for text in rule.match:
-                    for name in _called_by(text, module):
+                    for name in _match_name(text, module):
                         target = Target(module, function.__name__, None, function, name, function.__qualname__)
                         qualname = text.partition(":")[2].removesuffix(targets.SUBCLASSES)
                         if matches(qualname, target.qualname) and not _is_excluded(rule, target):
                             selected[index, target.label] = target
-            for index, target in list(self._attachable(selected)):
+            for index, target in list(self._pick_targets(selected)):
                 self._found[index].pop(target.label, None)  # it was out of reach inside an object up to now
-                if (probe := self._attach(index, target)) is not None:
+                if (probe := self._attach_target(index, target)) is not None:
                     self._early[id(function)] = probe
                     return probe.wrapped
             return function
@@ -244,19 +244,19 @@ class Functions:
         rebind((probe.wrapped, probe.target.function) for probe in probes)
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
-    def _selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
+    def _find_selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
         """Find the functions that rules select in a module and in subclasses of its classes, by rule and label."""
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
-                for name in _called_by(text, module):
+                for name in _match_name(text, module):
                     things = list(targets.find(module, text, name))
                     if text.endswith(targets.SUBCLASSES):
-                        things += [thing for base_thing in things for thing in self._overrides(index, base_thing)]
+                        things += [thing for base_thing in things for thing in self._find_overrides(index, base_thing)]
                     selected.update(((index, thing.label), thing) for thing in things if not _is_excluded(rule, thing))
         return selected
 
-    def _overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
+    def _find_overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
         """Yield the overrides of a method in subclasses, and note that a rule records the method with overrides."""
         if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
@@ -276,21 +276,21 @@ class Functions:
             selected = {
                 (index, thing.label): thing
                 for index, rule in enumerate(self.rules)
-                for attribute in self._wanted_overrides(index, cls)
+                for attribute in self._selected_overrides(index, cls)
                 for thing in targets.override(cls, attribute)
                 if not _is_excluded(rule, thing)
             }
-            for index, target in list(self._attachable(selected)):
-                self._attach(index, target)
+            for index, target in list(self._pick_targets(selected)):
+                self._attach_target(index, target)
 
-    def _wanted_overrides(self, index: int, cls: type[Any]) -> Iterator[str]:
+    def _selected_overrides(self, index: int, cls: type[Any]) -> Iterator[str]:
         """Yield the names of the overrides in a class that a rule selects."""
         for key, lineage in self._lineages.items():
             is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
             if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
                 yield lineage.attribute
 
-    def _attachable(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
+    def _pick_targets(self, selected: Mapping[tuple[int, str], Target | Unreachable]) -> Iterator[tuple[int, Target]]:
         """Yield the selected functions that get a probe, each with its rule's index. Note verdicts on the others."""
         labels: dict[tuple[int, int], str] = {}
         for (index, label), thing in selected.items():
@@ -305,7 +305,7 @@ class Functions:
             if isinstance(framework, str):
                 self._note_verdict(index, "attached", label, f"frameworks: {framework} has it")
                 continue
-            existing = targets.site_on(thing.function) or self._site_inside(thing)
+            existing = targets.site_on(thing.function) or self._find_wrapped_site(thing)
             if existing is not None:
                 ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
                 why = (
@@ -320,7 +320,7 @@ class Functions:
                 continue
             yield index, thing
 
-    def _site_inside(self, target: Target) -> Site | None:
+    def _find_wrapped_site(self, target: Target) -> Site | None:
         """Return the site of the recording function that a target's function wraps by `functools.wraps`, else None."""
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
@@ -330,7 +330,7 @@ class Functions:
                 return probes[id(inner)].site
         return None
 
-    def _attach(self, index: int, target: Target) -> Probe | None:
+    def _attach_target(self, index: int, target: Target) -> Probe | None:
         early = self._early.get(id(target.function))
         if early is not None and early.target.label == target.label:
             del self._early[id(target.function)]
@@ -341,7 +341,7 @@ class Functions:
         site = targets.site_of(
             target.function,
             name=target.fill_fields(rule.name) if rule.name else target.name,
-            kind=self._kind(target.label, rule),
+            kind=self._kind_of(target.label, rule),
             device=rule.device,
             phase=rule.phase,
             min_ns=rule.min_ns,
@@ -369,7 +369,7 @@ class Functions:
         if self.watch is not None and not (rule.key or rule.batch or rule.facts):
             attributes, results = self.watch.examine(target.function, target.label)
         try:
-            probe = Probe(target, site, self._recorder, attributes, self._lineage_test(target), results)
+            probe = Probe(target, site, self._recorder, attributes, self._make_lineage_test(target), results)
             probe.set()
         except Exception as error:  # a metaclass or module of the host that lets nothing be set
             why = f"it cannot be replaced: {type(error).__name__}: {error}"
@@ -383,7 +383,7 @@ class Functions:
         self._found[index][target.label] = Verdict(rule.text, state, target.label, why, site)
         return probe
 
-    def _lineage_test(self, target: Target) -> Passes | None:
+    def _make_lineage_test(self, target: Target) -> Passes | None:
         """Return the test for calls that the probe of a subclass or base class records, None without `+` in a rule."""
         for lineage in self._lineages.values():
             if lineage.holds(target.owner, target.attribute):
@@ -392,7 +392,7 @@ class Functions:
                 return lineage.join(target.owner)
         return None
 
-    def _kind(self, label: str, rule: FunctionRule) -> str:
+    def _kind_of(self, label: str, rule: FunctionRule) -> str:
         return "step" if rule.kind == "op" and label in self._counted else rule.kind
 
     def _note_verdict(self, index: int, state: str, label: str, why: str, site: Site | None = None) -> None:
@@ -407,7 +407,7 @@ class Functions:
         """Add other objects that refer to a function to its verdict, and keep the function picklable."""
         if not self._pickling:
             self._pickling.append(functions.keep_picklable())
-        why = f"{_references(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
+        why = f"{_list_users(users)}, and calls through {'it are' if len(users) == 1 else 'them are'} not recorded: "
         why += "use @profiled where it is defined, or a rule for a function that it calls"
         verdict = self._found[index][probe.target.label]
         why = "; ".join(filter(None, [why, verdict.why]))
@@ -421,11 +421,11 @@ class Functions:
                     self._attach_subclass(cls)  # in case its base has not reported it
             verdicts: list[Verdict] = []
             for index, rule in enumerate(self.rules):
-                rows = [self._with_overrides(index, verdict) for verdict in self._found[index].values()]
-                verdicts.extend([*rows, *self._missing_in_main(rule, index)] if rows else [self._missed(rule)])
+                rows = [self._add_overrides(index, verdict) for verdict in self._found[index].values()]
+                verdicts.extend([*rows, *self._missing_in_main(rule, index)] if rows else [self._explain_missed(rule)])
             return verdicts
 
-    def _with_overrides(self, index: int, verdict: Verdict) -> Verdict:
+    def _add_overrides(self, index: int, verdict: Verdict) -> Verdict:
         """Add overrides that are not recorded to the verdict on a method that a rule names without a wildcard."""
         rule = self.rules[index]
         probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
@@ -451,11 +451,11 @@ class Functions:
         """Yield a verdict for each missing function of the main program that a rule names."""
         for text in rule.match:
             if text.partition(":")[0] in MAINS and "*" not in text and text not in self._found[index]:
-                yield replace(self._missed(replace(rule, match=(text,))), target=text)
+                yield replace(self._explain_missed(replace(rule, match=(text,))), target=text)
 
-    def _missed(self, rule: FunctionRule) -> Verdict:
+    def _explain_missed(self, rule: FunctionRule) -> Verdict:
         names = list(dict.fromkeys(text.partition(":")[0] for text in rule.match))
-        modules = [module for module in self._modules.values() if any(_called_by(text, module) for text in rule.match)]
+        modules = [module for module in self._modules.values() if any(_match_name(text, module) for text in rule.match)]
         if not modules and set(names) <= set(MAINS):
             why = "__main__ is the program that runs; instrument check P -- script.py runs one"
             return Verdict(rule.text, "waiting", why=why)
@@ -498,7 +498,7 @@ def _is_ours(holder: Any) -> bool:
     return is_of_package(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 
-def _references(references: Sequence[str]) -> str:
+def _list_users(references: Sequence[str]) -> str:
     more = f" and {len(references) - 3} more" if len(references) > 3 else ""
     return f"also referenced by {' and '.join(sorted(references)[:3])}{more}"
 
@@ -508,7 +508,7 @@ def _makes_equal_probes(rule: FunctionRule, second: FunctionRule) -> bool:
     return replace(rule, match=second.match, exclude=second.exclude, text=second.text) == second
 
 
-def _called_by(text: str, module: ModuleType) -> tuple[str, ...]:
+def _match_name(text: str, module: ModuleType) -> tuple[str, ...]:
     """Return the name of a module that a pattern matches, in a tuple that is empty without a match."""
     return tuple(name for name in names_of(module) if matches(text.partition(":")[0], name))[:1]
 

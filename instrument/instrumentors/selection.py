@@ -41,10 +41,10 @@ class Probes(Protocol):
     def rules(self) -> tuple[Any, ...]:
         """The current rules, in the order of the profile."""
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True if a rule may select something in a module. Called before each import."""
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Attach the probes in a module, after its code has run. Return True if functions were replaced."""
 
     def probes_by_name(self) -> Mapping[str, Any]:
@@ -81,9 +81,9 @@ class Selection:
         self._watch: main_module.Watch | None = None
         self._families: dict[str, Any] = {}
         """The instrumentor of each loaded family, in the order of `FAMILIES`."""
-        self._asleep: dict[str, frozenset[str]] = {}
+        self._unloaded: dict[str, frozenset[str]] = {}
         """The families that are not loaded yet, with the packages whose import loads them."""
-        self._wakers: frozenset[str] = frozenset()
+        self._loading_packages: frozenset[str] = frozenset()
         """All packages whose import loads a family, also a family that is loaded already."""
         for key in FAMILIES:
             self._attach_or_defer(key)
@@ -98,35 +98,35 @@ class Selection:
     def _attach_or_defer(self, key: str) -> None:
         """Load the family of a key now, or at the first import of its packages if the rules select only in those."""
         if not rules_of(self.profile, key):
-            self._asleep.pop(key, None)
+            self._unloaded.pop(key, None)
             return
         packages = packages_of(self.profile, key)
         if packages is None or _ASKED & os.environ.keys():
-            self._make(key)
+            self._load_family(key)
         else:
             # The requests family also watches event loops.
             packages |= {"asyncio"} if key == "requests" else set()
-            self._wakers |= packages  # first: another thread may be importing
-            self._asleep[key] = packages
+            self._loading_packages |= packages  # first: another thread may be importing
+            self._unloaded[key] = packages
 
-    def _make(self, key: str) -> Probes:
+    def _load_family(self, key: str) -> Probes:
         """Load the code of a family and create its instrumentor, which attaches no probe yet."""
         rules = rules_of(self.profile, key)
         options: list[Any] = []
         if key == "frameworks":
-            options.append(lambda: self._family_of("layers"))
+            options.append(lambda: self._get_family("layers"))
         if key == "functions":
             options.append(environment.INIT_FOLDER in os.environ)
         module, name, _ = FAMILIES[key]
         family: Probes = getattr(import_module(module), name)(rules, self._recorder, *options)
         awake = {**self._families, key: family}
         self._families = {name_of_key: awake[name_of_key] for name_of_key in FAMILIES if name_of_key in awake}
-        self._asleep.pop(key, None)  # last: a thread that imports a module meanwhile finds the key in one of both
+        self._unloaded.pop(key, None)  # last: a thread that imports a module meanwhile finds the key in one of both
         return family
 
-    def _family_of(self, key: str) -> Any:
+    def _get_family(self, key: str) -> Any:
         """Return the instrumentor of a key, which is loaded if needed. Return None if the profile has no such rules."""
-        if key in self._asleep:
+        if key in self._unloaded:
             self.attach_family(key)
         return self._families.get(key)
 
@@ -134,27 +134,27 @@ class Selection:
         """Load the family of a key, and attach its probes in the imported modules."""
         import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
-            if key not in self._asleep:
+            if key not in self._unloaded:
                 return
-            family = self._make(key)
+            family = self._load_family(key)
             if self._undo_imports is None:
                 return
             for _, module in loaded_modules():
                 if _is_wanted(family, module) and not imports.is_lazy(module):
                     if _is_being_imported(module):
                         self._unfinished.append(module)
-                    elif family.imported(module):
+                    elif family.attach_to(module):
                         self.late.append(names_of(module)[0])
 
-    def _families_of(self, module_name: str) -> list[str]:
+    def _families_to_load(self, module_name: str) -> list[str]:
         """Return the keys of the families that the import of a module loads. Triton's models have numbers as names."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
-        if not is_of_triton and package not in self._wakers and module_name not in self._wakers:
+        if not is_of_triton and package not in self._loading_packages and module_name not in self._loading_packages:
             return []
         return [
             key
-            for key, packages in list(self._asleep.items())
+            for key, packages in list(self._unloaded.items())
             if package in packages or module_name in packages or (key == "requests" and is_of_triton)
         ]
 
@@ -165,14 +165,14 @@ class Selection:
         """
         with self._lock:
             for _, module in loaded_modules():
-                for key in {key for name in names_of(module) for key in self._families_of(name)}:
-                    self._make(key)
-        loaded = [module for _, module in loaded_modules() if any(map(self.wants, names_of(module)))]
-        watch = main_module.Watch(self.wants, self.imported)
+                for key in {key for name in names_of(module) for key in self._families_to_load(name)}:
+                    self._load_family(key)
+        loaded = [module for _, module in loaded_modules() if any(map(self.may_match, names_of(module)))]
+        watch = main_module.Watch(self.may_match, self.attach_to)
         expect = watch.await_body if main else lambda: None
-        self._undo_imports = imports.install(self._hooks_import, self.imported, expect, self._import_begins, watch)
+        self._undo_imports = imports.install(self._must_watch, self.attach_to, expect, self._note_import, watch)
         for module in loaded:
-            if (main or not main_module.is_main(module)) and not imports.is_lazy(module) and self.imported(module):
+            if (main or not main_module.is_main(module)) and not imports.is_lazy(module) and self.attach_to(module):
                 self.late.append(names_of(module)[0])
         if main:
             self._watch = watch
@@ -186,7 +186,7 @@ class Selection:
         that seem unchanged, after a change that failed half-way. Thread-safe. The search for targets takes tens of ms.
         """
         with self._lock:
-            before = self._probed()
+            before = self._list_probes()
             loaded = [module for _, module in loaded_modules()]
             self.profile = profile
             for key in FAMILIES:
@@ -201,16 +201,16 @@ class Selection:
                     self._families = {name: awake for name, awake in self._families.items() if name != key}
                 self._attach_or_defer(key)
                 if rules and (family is not None or self._is_loaded_by(key, loaded)):
-                    family = self._families.get(key) or self._make(key)
+                    family = self._families.get(key) or self._load_family(key)
                     for module in loaded:
                         if _is_wanted(family, module):
-                            family.imported(module)
+                            family.attach_to(module)
             # Modules whose import began before a rule wanted them: no hook will report its end.
             self._unfinished = [
-                module for module in loaded if _is_being_imported(module) and any(map(self.wants, names_of(module)))
+                module for module in loaded if _is_being_imported(module) and any(map(self.may_match, names_of(module)))
             ]
             self._seen, self._looks_left = {name for module in loaded for name in names_of(module)}, LOOKS
-            after = self._probed()
+            after = self._list_probes()
         attached = [name for name, probe in after.items() if before.get(name) != probe]
         late = {name.partition(":")[0] for name in attached if ":" in name}
         self.late += sorted(late.difference(self.late))
@@ -219,7 +219,7 @@ class Selection:
     def _is_loaded_by(self, key: str, modules: Iterable[ModuleType]) -> bool:
         """Return True if the family of a key is loaded, or if one of the modules would load it."""
         names = (name for module in modules for name in names_of(module))
-        return key in self._families or any(key in self._families_of(name) for name in names)
+        return key in self._families or any(key in self._families_to_load(name) for name in names)
 
     def attach_unfinished(self) -> bool:
         """Attach the probes in modules that another thread was importing while the rules changed.
@@ -234,11 +234,11 @@ class Selection:
             for module in waiting:
                 if _is_being_imported(module):
                     self._unfinished.append(module)
-                elif any(map(self.wants, names_of(module))):
-                    self.imported(module)
+                elif any(map(self.may_match, names_of(module))):
+                    self.attach_to(module)
             return bool(self._unfinished or self._looks_left)
 
-    def _probed(self) -> dict[str, Any]:
+    def _list_probes(self) -> dict[str, Any]:
         return {name: probe for family in self._families.values() for name, probe in family.probes_by_name().items()}
 
     def after_fork_in_child(self) -> None:
@@ -260,27 +260,27 @@ class Selection:
             for family in reversed(self._families.values()):
                 family.undo()
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Load the families of a module's package. Return True if a rule may select something in the module."""
-        for key in self._families_of(module_name):
+        for key in self._families_to_load(module_name):
             self.attach_family(key)
-        return any(family.wants(module_name) for family in list(self._families.values()))
+        return any(family.may_match(module_name) for family in list(self._families.values()))
 
-    def _hooks_import(self, module_name: str) -> bool:
+    def _must_watch(self, module_name: str) -> bool:
         """Return True if the import of a module must be watched, to attach probes or to report an engine."""
-        return self.wants(module_name) or module_name in ENGINES or module_name in self._wakers
+        return self.may_match(module_name) or module_name in ENGINES or module_name in self._loading_packages
 
-    def _import_begins(self, module_name: str) -> None:
+    def _note_import(self, module_name: str) -> None:
         if module_name in ENGINES:
             self.begun(module_name)
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Attach the probes of all families in a module that has been imported. Return True if it has changed."""
         copied = False
         with self._lock:
             for family in list(self._families.values()):
                 if _is_wanted(family, module):
-                    copied = family.imported(module) or copied
+                    copied = family.attach_to(module) or copied
             functions = self._families.get("functions")
             has_functions = functions is not None and _is_wanted(functions, module)
         if has_functions:
@@ -292,7 +292,7 @@ class Selection:
 
         `of_all` is False to leave out families that are not loaded.
         """
-        for key in list(self._asleep) if of_all else ():
+        for key in list(self._unloaded) if of_all else ():
             self.attach_family(key)
         with self._lock:
             self.attach_unfinished()
@@ -362,7 +362,7 @@ class Selection:
 
 
 def _is_wanted(family: Probes, module: ModuleType) -> bool:
-    return any(map(family.wants, names_of(module)))
+    return any(map(family.may_match, names_of(module)))
 
 
 def _is_being_imported(module: ModuleType) -> bool:

@@ -61,7 +61,7 @@ COMPILES = {
 calling frame, which must be the service's."""
 
 
-def _rules() -> tuple[FunctionRule, ...]:
+def _make_rules() -> tuple[FunctionRule, ...]:
     return tuple(
         FunctionRule((target,), name=name, kind="phase", phase=phase, text="startup")
         for phase, targets in (("load", LOADS), ("compile", COMPILES))
@@ -77,7 +77,7 @@ class StartupWatch:
         self._recorder = recorder
         from instrument.instrumentors.rules import Functions  # each session times imports, few watch startup
 
-        self._functions = Functions(_rules(), recorder)
+        self._functions = Functions(_make_rules(), recorder)
         self._undos: list[Undo] = []
         self._dynamo: Verdict | None = None
 
@@ -85,16 +85,16 @@ class StartupWatch:
         """Return the probes on functions that load or compile, by name."""
         return self._functions.probes_by_name()
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True if a module has functions that load or compile."""
         return module_name == _DYNAMO or self._functions.is_named(module_name)
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Attach to the functions of a framework's module, which has been imported."""
         if module.__name__ == _DYNAMO:
             self._watch_dynamo(module)
             return False
-        return self._functions.imported(module)
+        return self._functions.attach_to(module)
 
     def undo(self) -> None:
         """Restore the functions of all frameworks."""
@@ -156,7 +156,7 @@ _IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
 _clock = time.monotonic_ns
 
 
-class _Importing:
+class _OpenImport:
     """A package that a thread is importing. `others_ns` is the time of the packages that it imports in turn."""
 
     __slots__ = ("began_ns", "is_ours", "is_outermost", "others_ns", "package")
@@ -171,7 +171,7 @@ class _Importing:
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.stack: list[_Importing] = []
+        self.stack: list[_OpenImport] = []
 
 
 class ImportTimes:
@@ -197,7 +197,7 @@ class ImportTimes:
             self.why_not = "imports are not timed: this Python does not import by _find_and_load"
             return lambda: None
         watching = True
-        end = self._end
+        end = self._end_import
 
         def _find_and_load(name: str, *import_arguments: Any) -> Any:
             stack = self._local.stack
@@ -205,7 +205,7 @@ class ImportTimes:
             if (stack and stack[-1].package == package) or not watching:
                 return original(name, *import_arguments)
             is_ours = (bool(stack) and stack[-1].is_ours) or _is_own_request(sys._getframe().f_back)
-            importing = _Importing(package, all(above.package != package for above in stack), is_ours)
+            importing = _OpenImport(package, all(above.package != package for above in stack), is_ours)
             stack.append(importing)
             try:
                 return original(name, *import_arguments)
@@ -225,7 +225,7 @@ class ImportTimes:
 
         return undo
 
-    def _end(self, stack: list[_Importing], importing: _Importing) -> None:
+    def _end_import(self, stack: list[_OpenImport], importing: _OpenImport) -> None:
         took_ns = _clock() - importing.began_ns
         stack.remove(importing)
         if stack:

@@ -175,16 +175,16 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
     name = name or module.__name__
     label = f"{name}:{qualname}"
     if "*" in qualname:
-        for thing in _walk(module, module, "", qualname, set(), called=name):
+        for thing in _find_all(module, module, "", qualname, set(), called=name):
             is_made_in_c = isinstance(thing, Target) and type(thing.function) is BuiltinFunctionType
             if not (is_made_in_c and "*" in match.partition(":")[0]):
                 yield thing
         first = qualname.partition(".")[0]
         holder = namespace(module).get(first)
-        inner_class = None if "*" in first else _class_inside(holder, module.__name__, first)
+        inner_class = None if "*" in first else _find_class_inside(holder, module.__name__, first)
         if inner_class is not None:
-            yield from _with_notes(
-                _walk(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name), holder
+            yield from _add_notes(
+                _find_all(module, inner_class, first + ".", qualname, {id(inner_class)}, called=name), holder
             )
         return
     owner: Any = module
@@ -196,13 +196,13 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
         owner = _raw_attribute(owner, segment)
         if owner is None:
             return
-        inner_class = _class_inside(owner, module.__name__, ".".join(path[: index + 1]))
+        inner_class = _find_class_inside(owner, module.__name__, ".".join(path[: index + 1]))
         if inner_class is not None and type_attribute(inner_class, [*path, last][index + 1]) is not None:
             owner, holder = inner_class, owner
-    yield from _with_notes(_find_in(module, owner, last, qualname, label), holder)
+    yield from _add_notes(_find_named(module, owner, last, qualname, label), holder)
 
 
-def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
+def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
     """Yield the functions that `qualname` selects, without wildcards. `last` is its last name, to find in `owner`."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
@@ -215,24 +215,24 @@ def _find_in(module: ModuleType, owner: Any, last: str, qualname: str, label: st
             why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
             yield Unreachable(label, why)
         return
-    inner_class = _class_inside(value, module.__name__, qualname)
+    inner_class = _find_class_inside(value, module.__name__, qualname)
     if inner_class is not None:
-        yield from _with_notes(_find_class(module, inner_class, qualname, label), value)
+        yield from _add_notes(_find_class(module, inner_class, qualname, label), value)
     elif isinstance_of(value, type):
         yield from _find_class(module, value, qualname, label)
     else:
         is_own = isinstance_of(owner, type) or last in (own_names(owner) or ())
-        yield from _targets_in(module.__name__, owner if is_own else type(owner), last, value, label)
+        yield from _find_in_value(module.__name__, owner if is_own else type(owner), last, value, label)
 
 
 def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -> Iterator[Target | Unreachable]:
     """Yield the public methods of a class that a pattern names."""
     home, called = type_attribute(cls, "__module__"), label.partition(":")[0]
-    below = _walk(module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called)
+    below = _find_all(module, cls, qualname + ".", qualname + ".*", {id(cls)}, methods_of=home, called=called)
     yield from list(below) or [Unreachable(label, "the class has no public method made in Python")]
 
 
-def _with_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
+def _add_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
     """Yield the targets. Add a note on the decorator's object that contains their class, if `holder` is one."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
@@ -252,7 +252,7 @@ def _raw_attribute(owner: Any, attribute: str) -> Any:
     return type_attribute(type(owner), attribute)
 
 
-def _walk(
+def _find_all(
     module: ModuleType,
     owner: Any,
     prefix: str,
@@ -273,7 +273,7 @@ def _walk(
         if isinstance_of(raw, type):
             if raw.__module__ == home and id(raw) not in visited and methods_of is None:
                 visited.add(id(raw))
-                yield from _walk(module, raw, name + ".", qualname, visited, called=called)
+                yield from _find_all(module, raw, name + ".", qualname, visited, called=called)
             continue
         if not matches(qualname, name) or (methods_of is not None and not is_public(attribute)):
             continue
@@ -281,7 +281,7 @@ def _walk(
             continue
         if isinstance_of(raw, (property, functools.cached_property, partial, functools.partialmethod)):
             continue
-        for thing in _targets_in(module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False):
+        for thing in _find_in_value(module.__name__, owner, attribute, raw, f"{called}:{name}", explicit=False):
             if isinstance(thing, Target) and getattr(thing.function, "__module__", None) == home:
                 yield thing
 
@@ -313,7 +313,7 @@ def _is_function(thing: Any) -> bool:
 def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
     """Yield the functions in a method that a class itself defines, as targets."""
     home: str = type_attribute(cls, "__module__")
-    yield from _targets_in(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
+    yield from _find_in_value(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))
 
 
 def override_label(cls: type[Any], attribute: str) -> str:
@@ -321,7 +321,7 @@ def override_label(cls: type[Any], attribute: str) -> str:
     return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
 
 
-def _targets_in(
+def _find_in_value(
     home: str, owner: Any, attribute: str, raw: Any, label: str, *, explicit: bool = True
 ) -> Iterator[Target | Unreachable]:
     """Yield the functions in an attribute's value as targets. `home` is the module that defines them."""
@@ -337,7 +337,7 @@ def _targets_in(
     if isinstance_of(raw, _MADE_IN_C) or (isinstance(owner, type) and isinstance_of(raw, BuiltinFunctionType)):
         yield Unreachable(label, "it is a method made in C")
         return
-    inside, put = _decorated_function(raw, home, qualname)
+    inside, put = _find_decorated(raw, home, qualname)
     if inside is not None:
         note = f"inside a {type(raw).__module__}.{type(raw).__name__}"
         if put is None:
@@ -390,7 +390,7 @@ def parts_of(raw: Any) -> Iterator[DecoratedPart]:
             for of, part in dict(dispatcher.registry).items()
         ]
     else:
-        proxied = _wrapped_slot(kind)
+        proxied = _find_wrapped_slot(kind)
         put = partial(_put_and_return, raw, type(proxied).__set__, proxied, raw) if proxied is not None else None
         parts = [("", proxied.__get__(raw), put)] if put is not None else []
     yield from (DecoratedPart(*part) for part in parts if _is_function(part[1]))
@@ -415,7 +415,7 @@ def _set_accessor(raw: property, index: int, new: Any) -> property:
     return raw
 
 
-def _wrapped_slot(kind: type) -> Any:
+def _find_wrapped_slot(kind: type) -> Any:
     """Return the slot for the function in wrapt's wrapper class, None for other classes."""
     if type_attribute(kind, "_self_wrapper") is None:
         return None
@@ -423,15 +423,15 @@ def _wrapped_slot(kind: type) -> Any:
     return slot if type(slot) in (GetSetDescriptorType, MemberDescriptorType) else None
 
 
-def _class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
+def _find_class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None:
     """Find a class by its module and name inside the object that a framework's decorator made (an actor)."""
     if raw is None or isinstance_of(raw, (type, ModuleType, FunctionType, str, int, float, tuple, list, dict, set)):
         return None
-    cls: type[Any] | None = _decorated_function(raw, module, qualname, type)[0]
+    cls: type[Any] | None = _find_decorated(raw, module, qualname, type)[0]
     return cls
 
 
-def _decorated_function(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
+def _find_decorated(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
     """Find a function or class by its module and name inside the object that a framework's decorator made.
 
     Also return the call that replaces it, None if no attribute and no dict refers to it.
@@ -456,11 +456,11 @@ def _decorated_function(raw: Any, module: str, qualname: str, kind: type[Any] = 
                 isinstance_of(part, (ModuleType, CodeType, str)) or (type(part) is dict and "__builtins__" in part)
             ):
                 near.append(part)
-    has_place = function is not None and any(_containers_of(near, function))
+    has_place = function is not None and any(_find_containers(near, function))
     return function, partial(_replace_in_places, near, Kept([function])) if has_place else None
 
 
-def _containers_of(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
+def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
     """Yield each object, class and dict that contains a function, with the function's name there."""
     for thing in near:
         names = (
@@ -473,7 +473,7 @@ def _containers_of(near: Kept, function: Any) -> Iterator[tuple[Any, str, Decora
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
     """Replace a function in all objects, classes and dicts of `near` that contain it. `now` has the current one."""
-    for thing, name, part in Kept(_containers_of(near, now[0])):
+    for thing, name, part in Kept(_find_containers(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
         else:
@@ -485,6 +485,6 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
 def all_labels(pattern_text: str, modules: Iterable[ModuleType]) -> list[str]:
     """Return the labels of all functions in the modules, to name the most similar one in a message."""
     things = (
-        thing for module in modules for thing in _walk(module, module, "", "**", set(), called=names_of(module)[-1])
+        thing for module in modules for thing in _find_all(module, module, "", "**", set(), called=names_of(module)[-1])
     )
     return [thing.label for thing in things if isinstance(thing, Target)]

@@ -105,11 +105,11 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
     """
     own_marks = marks_of(verdicts)
 
-    def is_of_others(verdict: Verdict) -> bool:
+    def is_recorded_elsewhere(verdict: Verdict) -> bool:
         mark = (board.called_mark if verdict.state in ("uncalled", "unmet") else board.attached_mark)(verdict.rule)
         return mark in marks and mark not in own_marks and verdict.state in ("waiting", "nothing", "uncalled", "unmet")
 
-    return [verdict for verdict in verdicts if not is_of_others(verdict)]
+    return [verdict for verdict in verdicts if not is_recorded_elsewhere(verdict)]
 
 
 def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
@@ -117,7 +117,7 @@ def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iter
     facts = {
         "pid": os.getpid(),
         "calls": calls,
-        "verdicts": [_with_nearest_module(verdict, profile).facts() for verdict in verdicts],
+        "verdicts": [_add_nearest_module(verdict, profile).facts() for verdict in verdicts],
     }
     path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
     try:
@@ -132,7 +132,7 @@ def read_check_reports(folder: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
 
 
-def _with_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
+def _add_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
     """Add the imported module with the most similar name to the verdict on a rule whose module is not imported."""
     texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
     if verdict.state != "waiting":

@@ -130,7 +130,7 @@ class CallWork:
         self._globals = {} if function is None else function.__globals__
         self._names = () if function is None else function.__code__.co_names
         self._cells = () if function is None else function.__closure__ or ()
-        self._kept: dict[int, _DeviceCache] = {}
+        self._caches: dict[int, _DeviceCache] = {}
         self._named = _DeviceCache(None)
         self._torch: Any = None
 
@@ -152,7 +152,7 @@ class CallWork:
             if not self._has_several_devices():
                 return None
             devices = self._devices(args, kwargs)
-            return _attribute_of(devices) if devices else None
+            return _make_attribute(devices) if devices else None
         except Exception as fault:
             FAULTS.note("device of a call", fault)
             return None
@@ -172,31 +172,31 @@ class CallWork:
         """Return the devices of the model that a call uses, or else of the tensors among its arguments."""
         module_type, tensor_type = self._torch.nn.Module, self._torch.Tensor
         tensors = []
-        if self._is_method and args and (devices := self._devices_of(args[0])):
+        if self._is_method and args and (devices := self._cached_devices(args[0])):
             return devices
         for thing in (*args, *kwargs.values()):
             kind = type(thing)
             if issubclass(kind, tensor_type):
                 tensors.append(thing)
             elif issubclass(kind, module_type):
-                if devices := self._devices_of(thing):
+                if devices := self._cached_devices(thing):
                     return devices
             elif issubclass(kind, _CONTAINERS):
-                tensors += [part for part in islice(_parts(thing), ITEMS) if issubclass(type(part), tensor_type)]
-        if (self._names or self._cells) and (devices := self._named.devices(self._models_named, None)):
+                tensors += [part for part in islice(_list_parts(thing), ITEMS) if issubclass(type(part), tensor_type)]
+        if (self._names or self._cells) and (devices := self._named.devices(self._find_named_models, None)):
             return devices
         return tuple(sorted({tensor.device.index for tensor in tensors if tensor.is_cuda}))
 
-    def _devices_of(self, thing: Any) -> tuple[int, ...]:
-        entry = self._kept.get(id(thing))
+    def _cached_devices(self, thing: Any) -> tuple[int, ...]:
+        entry = self._caches.get(id(thing))
         if entry is None or entry.owner() is not thing:
             entry = _DeviceCache(thing)
-            if len(self._kept) >= KEPT:
-                self._kept.clear()
-            self._kept[id(thing)] = entry
+            if len(self._caches) >= KEPT:
+                self._caches.clear()
+            self._caches[id(thing)] = entry
         return entry.devices(lambda thing: models_in([thing], self._torch.nn.Module), thing)
 
-    def _models_named(self, _: None) -> Sequence[Any]:
+    def _find_named_models(self, _: None) -> Sequence[Any]:
         """Return the models in the globals that the function's code names, and in its closure."""
         values = [self._globals[name] for name in self._names if name in self._globals]
         for cell in self._cells:
@@ -250,7 +250,7 @@ def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
             return modules
         below: list[Any] = []
         for thing in level:
-            for part in _parts(thing):
+            for part in _list_parts(thing):
                 if id(part) not in visited:
                     visited.add(id(part))
                     below.append(part)
@@ -260,7 +260,7 @@ def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
     return []
 
 
-def _parts(thing: Any) -> Iterator[Any]:
+def _list_parts(thing: Any) -> Iterator[Any]:
     """Return the items of a container, or the attributes of an object."""
     kind = type(thing)
     if issubclass(kind, (list, tuple)):
@@ -275,5 +275,5 @@ def _parts(thing: Any) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _attribute_of(devices: tuple[int, ...]) -> dict[Any, Any]:
+def _make_attribute(devices: tuple[int, ...]) -> dict[Any, Any]:
     return {STREAM: Work("torch", devices)}

@@ -26,12 +26,12 @@ class Copies(Transfers):
 
     def __init__(self, rules: Sequence[CopyRule], recorder: Recorder = RECORDER) -> None:
         super().__init__(rules, recorder)
-        self._adapters = self._wanted()
+        self._adapters = self._choose_adapters()
         self._attached: dict[str, PatchedFunctions] = {}
         self._met: dict[str, FrameworkAdapter] = {}  # by module, also when its own functions are back
         self._absent: dict[str, str] = {}
 
-    def _wanted(self) -> dict[str, FrameworkAdapter]:
+    def _choose_adapters(self) -> dict[str, FrameworkAdapter]:
         adapters = [adapter for adapter in ADAPTERS if self.asks_for(adapter.framework, adapter.directions)]
         return {name: adapter for adapter in adapters for name in adapter.modules}
 
@@ -39,11 +39,11 @@ class Copies(Transfers):
         """Return the rules by their text. There are none before a framework is imported."""
         return {rule.text: rule for rule in self.rules} if self._attached else {}
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True if a rule selects copies of a framework that the module belongs to."""
         return module_name in self._adapters
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Replace the functions of an imported framework that copy."""
         name = module.__name__
         adapter = self._adapters[name]
@@ -75,11 +75,11 @@ class Copies(Transfers):
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all rules, then one per framework on copies that cannot be recorded."""
         met = {adapter.framework: adapter for adapter in self._met.values()}
-        verdicts = [self._verdict(rule, hits, met) for rule, hits in zip(self.rules, self.hits, strict=True)]
+        verdicts = [self._make_verdict(rule, hits, met) for rule, hits in zip(self.rules, self.hits, strict=True)]
         verdicts += [Verdict("copies", "partly", name, f"not seen: {adapter.unseen}") for name, adapter in met.items()]
         return verdicts
 
-    def _verdict(self, rule: CopyRule, hits: int, met: dict[str, FrameworkAdapter]) -> Verdict:
+    def _make_verdict(self, rule: CopyRule, hits: int, met: dict[str, FrameworkAdapter]) -> Verdict:
         if hits:
             return Verdict(rule.text, "attached", why=f"{hits} copies")
         names = list(dict.fromkeys(adapter.framework for adapter in self._adapters.values()))

@@ -64,15 +64,15 @@ def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
     """Record the copies of `jax.device_put`, and reads of arrays' values on the host."""
     patched = PatchedFunctions(transfers, "jax")
     array_type, leaves, tracer = jax.Array, jax.tree_util.tree_leaves, jax.core.Tracer
-    array_classes = [cls for cls in _implementations() if isinstance(vars(cls).get("_value"), property)]
+    array_classes = [cls for cls in _concrete_classes() if isinstance(vars(cls).get("_value"), property)]
 
-    def put(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_put(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         directions: Counter[str] = Counter()
         pinned: set[bool | None] = set()
         for source, target in zip(leaves(argument(args, kwargs, 0, "x")), leaves(out), strict=False):
             if target is source or isinstance(target, tracer) or not isinstance(target, array_type):
                 continue
-            direction = _direction_of_jax(source, target, array_type)
+            direction = _find_direction(source, target, array_type)
             if direction is not None:
                 directions[direction] += target.nbytes
                 pinned.add(None if isinstance(source, array_type) else is_pinned(source))
@@ -87,13 +87,13 @@ def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
             return None
         return Transfer("h2h" if _is_host(array) else "d2h", array.nbytes, True, False)
 
-    patched.wrap_functions(jax, ("device_put",), put)
+    patched.wrap_functions(jax, ("device_put",), read_put)
     for cls in array_classes:
         patched.wrap_property(cls, "_value", read, lambda array: array._npy_value is None)
     return patched
 
 
-def _implementations() -> list[Any]:
+def _concrete_classes() -> list[Any]:
     """Return JAX's class of arrays with values in a list. Subclasses of `jax.Array` do not include it."""
     array_class = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)
     return [] if array_class is None else [array_class]
@@ -103,15 +103,15 @@ def _is_host(array: Any) -> bool:
     return all(device.platform in HOST_PLATFORMS for device in array.devices())
 
 
-def _direction_of_jax(source: Any, target: Any, array_type: Any) -> str | None:
-    on_device = isinstance(source, array_type) and not _is_host(source)
+def _find_direction(source: Any, target: Any, array_type: Any) -> str | None:
+    read_on_device = isinstance(source, array_type) and not _is_host(source)
     direction = direction_between(
-        source.devices() if on_device else None, None if _is_host(target) else target.devices()
+        source.devices() if read_on_device else None, None if _is_host(target) else target.devices()
     )
-    return None if direction == "d2d" and _address(source) == _address(target) is not None else direction
+    return None if direction == "d2d" and _read_address(source) == _read_address(target) is not None else direction
 
 
-def _address(array: Any) -> int | None:
+def _read_address(array: Any) -> int | None:
     try:
         return int(array.unsafe_buffer_pointer())
     except Exception:  # spread over several devices, or given away
@@ -124,54 +124,54 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
 
     def made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         # On the host the value has the array's own memory.
-        return None if _where(out) is None else Transfer("h2d", out.tensor_size_in_bytes(), True, is_pinned(args[1]))
+        return None if _locate(out) is None else Transfer("h2d", out.tensor_size_in_bytes(), True, is_pinned(args[1]))
 
     def read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         value = args[0]
-        if _where(value) is not None:
+        if _locate(value) is not None:
             return Transfer("d2h", out.nbytes, True, False)
         return None if out.ctypes.data == value.data_ptr() else Transfer("h2h", out.nbytes, True, False)
 
-    def updated(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_updated(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = args[0], argument(args, kwargs, 1, "data", kwargs.get("np_arr"))
         from_value = isinstance(source, value_type)
         moved_bytes = source.tensor_size_in_bytes() if from_value else source.nbytes
-        direction = direction_between(_where(source) if from_value else None, _where(target))
+        direction = direction_between(_locate(source) if from_value else None, _locate(target))
         return Transfer(direction, moved_bytes, True, None if from_value else is_pinned(source))
 
-    def bound(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_bound(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         binding, name = args[0], argument(args, kwargs, 1, "name")
         array = argument(args, kwargs, 2, "arr_on_cpu")
         # On the host the input has the array's own memory.
         return None if _input_is_on_host(binding, name) else Transfer("h2d", array.nbytes, True, is_pinned(array))
 
-    def fetched(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        on_device = [_where(value) is not None for value in args[0].get_outputs()]
+    def read_fetched(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+        read_on_device = [_locate(value) is not None for value in args[0].get_outputs()]
         arrays = [getattr(array, "nbytes", 0) for array in out]
-        moved_bytes = sum(nbytes for nbytes, is_there in zip(arrays, on_device, strict=False) if is_there)
+        moved_bytes = sum(nbytes for nbytes, is_there in zip(arrays, read_on_device, strict=False) if is_there)
         if moved_bytes:
             return Transfer("d2h", moved_bytes, True, False)
         return Transfer("h2h", sum(arrays), True, False)
 
-    def sent(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_sent(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         sources, targets = argument(args, kwargs, 0, "src"), argument(args, kwargs, 1, "dst")
         if not sources:
             return None
         moved_bytes = sum(value.tensor_size_in_bytes() for value in sources)
         sync = argument(args, kwargs, 2, "stream") is None
-        return Transfer(direction_between(_where(sources[0]), _where(targets[0])), moved_bytes, sync)
+        return Transfer(direction_between(_locate(sources[0]), _locate(targets[0])), moved_bytes, sync)
 
     patched = PatchedFunctions(transfers, "onnxruntime")
     patched.wrap_factory(value_type, "ortvalue_from_numpy", made)
     patched.wrap_methods(value_type, ("numpy",), read)
-    patched.wrap_methods(value_type, ("update_inplace",), updated)
-    patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), bound)
-    patched.wrap_methods(module.IOBinding, ("copy_outputs_to_cpu",), fetched)
-    patched.wrap_functions(module, ("copy_tensors",), sent)
+    patched.wrap_methods(value_type, ("update_inplace",), read_updated)
+    patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), read_bound)
+    patched.wrap_methods(module.IOBinding, ("copy_outputs_to_cpu",), read_fetched)
+    patched.wrap_functions(module, ("copy_tensors",), read_sent)
     return patched
 
 
-def _where(value: Any) -> tuple[str, int] | None:
+def _locate(value: Any) -> tuple[str, int] | None:
     """Return the name and number of the device that holds an `OrtValue`, None for the host."""
     name = value.device_name()
     if name == "cpu":
@@ -203,11 +203,11 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
     """Record the copies of cupy between host and device. `cupy.asnumpy` calls `get`."""
     array_type = cupy.ndarray
 
-    def got(out: Any, args: Any, kwargs: Any) -> Transfer:
+    def read_get(out: Any, args: Any, kwargs: Any) -> Transfer:
         # get(stream=None, order="C", out=None, blocking=True)
         return Transfer("d2h", args[0].nbytes, bool(argument(args, kwargs, 4, "blocking", True)), is_pinned(out))
 
-    def put(out: Any, args: Any, kwargs: Any) -> Transfer:
+    def read_put(out: Any, args: Any, kwargs: Any) -> Transfer:
         # set(arr, stream=None) uses the current stream where none is given.
         return Transfer("h2d", args[0].nbytes, False, is_pinned(argument(args, kwargs, 1, "arr")))
 
@@ -217,41 +217,41 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
     def made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         source = argument(args, kwargs, 0, "obj", kwargs.get("a"))
         if isinstance(source, array_type):
-            return None if out.data.ptr == source.data.ptr else _on_device(source, out)
-        if not isinstance(out, array_type) or not _is_of_the_host(source, array_type):
+            return None if out.data.ptr == source.data.ptr else _make_transfer(source, out)
+        if not isinstance(out, array_type) or not _is_host_data(source, array_type):
             return None
         return Transfer("h2d", out.nbytes, bool(kwargs.get("blocking", False)), is_pinned(source))
 
-    def copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
         # A source on the host is a single value, and the call a fill.
-        return _on_device(source, target) if isinstance(source, array_type) and source is not target else None
+        return _make_transfer(source, target) if isinstance(source, array_type) and source is not target else None
 
     patched = PatchedFunctions(transfers, "cupy", stream=lambda args, kwargs: None)
-    patched.wrap_methods(array_type, ("get",), got, _argument(1, "stream"))
-    patched.wrap_methods(array_type, ("set",), put, _argument(2, "stream"))
+    patched.wrap_methods(array_type, ("get",), read_get, _arg_reader(1, "stream"))
+    patched.wrap_methods(array_type, ("set",), read_put, _arg_reader(2, "stream"))
     patched.wrap_methods(array_type, READING, read)
     patched.wrap_functions(cupy, MAKING, made)
-    patched.wrap_functions(cupy, ("copyto",), copied)
+    patched.wrap_functions(cupy, ("copyto",), read_copied)
     runtime = cupy.cuda.runtime
     # memcpy(dst, src, size, kind) and memcpyPeer(dst, dstDevice, src, srcDevice, size); the others end with a stream.
-    by_kind = partial(_by_kind, _argument(3, "kind"), (_argument(2, "size"),))
-    by_peer = partial(_peer, _argument(3, "srcDevice"), _argument(1, "dstDevice"), _argument(4, "size"))
+    by_kind = partial(_kind_reader, _arg_reader(3, "kind"), (_arg_reader(2, "size"),))
+    by_peer = partial(_peer_reader, _arg_reader(3, "srcDevice"), _arg_reader(1, "dstDevice"), _arg_reader(4, "size"))
     for name, facts, last in (("memcpy", by_kind, 4), ("memcpyPeer", by_peer, 5)):
         patched.wrap_functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
-        patched.wrap_functions(runtime, (f"{name}Async",), facts(False), _argument(last, "stream"))
+        patched.wrap_functions(runtime, (f"{name}Async",), facts(False), _arg_reader(last, "stream"))
     return patched
 
 
-def _argument(index: int, name: str) -> Reader:
+def _arg_reader(index: int, name: str) -> Reader:
     return lambda args, kwargs: argument(args, kwargs, index, name)
 
 
-def _on_device(source: Any, target: Any) -> Transfer:
+def _make_transfer(source: Any, target: Any) -> Transfer:
     return Transfer(direction_between(source.device.id, target.device.id), target.nbytes, False)
 
 
-def _is_of_the_host(source: Any, array_type: Any) -> bool:
+def _is_host_data(source: Any, array_type: Any) -> bool:
     """Return True for data in the memory of the host: neither an array on a device nor a list of such arrays."""
     while isinstance(source, (list, tuple)) and source:
         source = source[0]
@@ -260,32 +260,32 @@ def _is_of_the_host(source: Any, array_type: Any) -> bool:
 
 def _attach_numba(module: Any, transfers: Transfers) -> PatchedFunctions:
     """Record the copies of numba's CUDA driver."""
-    patched = PatchedFunctions(transfers, "numba", stream=lambda args, kwargs: _arguments(args, kwargs)[3])
+    patched = PatchedFunctions(transfers, "numba", stream=lambda args, kwargs: _read_arguments(args, kwargs)[3])
 
-    def to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
-        _, source, size, stream = _arguments(args, kwargs)
+    def read_to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
+        _, source, size, stream = _read_arguments(args, kwargs)
         return Transfer("h2d", size, not stream, is_pinned(source))
 
-    def to_host(out: Any, args: Any, kwargs: Any) -> Transfer:
-        target, _, size, stream = _arguments(args, kwargs)
+    def read_to_host(out: Any, args: Any, kwargs: Any) -> Transfer:
+        target, _, size, stream = _read_arguments(args, kwargs)
         return Transfer("d2h", size, not stream, is_pinned(target))
 
-    def on_device(out: Any, args: Any, kwargs: Any) -> Transfer:
-        target, source, size, stream = _arguments(args, kwargs)
-        return Transfer(direction_between(_device(source), _device(target)), size, not stream)
+    def read_on_device(out: Any, args: Any, kwargs: Any) -> Transfer:
+        target, source, size, stream = _read_arguments(args, kwargs)
+        return Transfer(direction_between(_read_device(source), _read_device(target)), size, not stream)
 
-    patched.wrap_functions(module, ("host_to_device",), to_device)
-    patched.wrap_functions(module, ("device_to_host",), to_host)
-    patched.wrap_functions(module, ("device_to_device",), on_device)
+    patched.wrap_functions(module, ("host_to_device",), read_to_device)
+    patched.wrap_functions(module, ("device_to_host",), read_to_host)
+    patched.wrap_functions(module, ("device_to_device",), read_on_device)
     return patched
 
 
-def _arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
+def _read_arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
     target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
     return target, source, int(argument(args, kwargs, 2, "size")), argument(args, kwargs, 3, "stream", 0)
 
 
-def _device(array: Any) -> tuple[Any]:
+def _read_device(array: Any) -> tuple[Any]:
     """Return the device number of an array in a tuple. The number is None if the array does not show it."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
@@ -304,33 +304,33 @@ def _attach_bindings(module: Any, transfers: Transfers) -> PatchedFunctions:
         function = getattr(module, name)
         if "emcpy" not in name or isinstance(function, type) or not callable(function):
             continue
-        facts = _facts(name, function)
+        facts = _choose_reader(name, function)
         if facts is not None:
-            patched.wrap_functions(module, (name,), _if_succeeded(facts), _stream_reader(function))
+            patched.wrap_functions(module, (name,), _skip_failures(facts), _stream_reader(function))
     return patched
 
 
-def _facts(name: str, function: Any) -> Facts | None:
+def _choose_reader(name: str, function: Any) -> Facts | None:
     typed = _TYPED.fullmatch(name)
     if typed:
         direction = f"{_SIDES[typed[1]]}2{_SIDES[typed[2]]}"
-        amount, sync = _reader_of(function, "ByteCount"), typed[3] is None
+        amount, sync = _named_arg(function, "ByteCount"), typed[3] is None
         return lambda out, args, kwargs: Transfer(direction, int(amount(args, kwargs)), sync)
     sync = not name.endswith("Async")
     base = name.removesuffix("Async")
     if base in ("cuMemcpyPeer", "cudaMemcpyPeer"):
         place = "Context" if base.startswith("cuM") else "Device"
-        ends = _reader_of(function, f"src{place}"), _reader_of(function, f"dst{place}")
-        return _peer(*ends, _reader_of(function, "ByteCount", "count"), sync)
+        ends = _named_arg(function, f"src{place}"), _named_arg(function, f"dst{place}")
+        return _peer_reader(*ends, _named_arg(function, "ByteCount", "count"), sync)
     factors = {"cudaMemcpy": ("count",), **dict.fromkeys(_WITH_ROWS, ("width", "height"))}.get(base)
     if factors is not None:
-        return _by_kind(_reader_of(function, "kind"), [_reader_of(function, factor) for factor in factors], sync)
+        return _kind_reader(_named_arg(function, "kind"), [_named_arg(function, factor) for factor in factors], sync)
     if base in ("cuMemcpy2D", "cuMemcpy2DUnaligned", "cuMemcpy3D"):
-        return _facts_of_descriptor(sync)
+        return _descriptor_reader(sync)
     return None
 
 
-def _peer(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
+def _peer_reader(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer:
         direction = direction_between(int(source(args, kwargs)), int(target(args, kwargs)))
         return Transfer(direction, int(amount(args, kwargs)), sync)
@@ -338,7 +338,7 @@ def _peer(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
     return facts
 
 
-def _by_kind(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
+def _kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         direction = _KINDS.get(int(kind(args, kwargs)))
         return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
@@ -346,7 +346,7 @@ def _by_kind(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
     return facts
 
 
-def _facts_of_descriptor(sync: bool) -> Facts:
+def _descriptor_reader(sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         copy = argument(args, kwargs, 0, "pCopy")
         source = _MEMORY_TYPES.get(int(copy.srcMemoryType))
@@ -358,11 +358,11 @@ def _facts_of_descriptor(sync: bool) -> Facts:
     return facts
 
 
-def _reader_of(function: Any, *names: str) -> Reader:
+def _named_arg(function: Any, *names: str) -> Reader:
     """Return a reader of a function's argument. The first of the names that the function has is read."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
-    return _argument(parameters.index(name), name)
+    return _arg_reader(parameters.index(name), name)
 
 
 def _stream_reader(function: Any) -> Stream:
@@ -371,7 +371,7 @@ def _stream_reader(function: Any) -> Stream:
     name = next((name for name in ("hStream", "stream") if name in parameters), None)
     if name is None:
         return lambda args, kwargs: 0
-    stream_of = _argument(parameters.index(name), name)
+    stream_of = _arg_reader(parameters.index(name), name)
 
     def stream(args: Any, kwargs: Any) -> Any:
         handle = stream_of(args, kwargs)
@@ -380,7 +380,7 @@ def _stream_reader(function: Any) -> Stream:
     return stream
 
 
-def _if_succeeded(facts: Facts) -> Facts:
+def _skip_failures(facts: Facts) -> Facts:
     """Wrap a reader of transfers so that a call that returns an error code has none."""
     return lambda out, args, kwargs: facts(out, args, kwargs) if int(out[0]) == 0 else None
 

@@ -40,7 +40,7 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     A replaced method only records once `initialised` returns True, because torch then uses its device. It defaults to
     `torch.cuda.is_initialized` (also for HIP), which takes about 40 ns.
     """
-    used = _is_used(torch, transfers) if initialised is None else initialised
+    used = _make_used_test(torch, transfers) if initialised is None else initialised
     compiling = compiling_test(torch)
 
     def ready() -> bool:
@@ -48,27 +48,27 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
 
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
-    private = _private_backend(torch)
-    patched = PatchedFunctions(transfers, "torch", ready, _copier)
-    patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _if_new(_conversion, fake))
-    patched.wrap_methods(tensor, ("copy_",), _if_real(_copy_transfer, fake))
-    patched.wrap_methods(tensor, ("pin_memory",), _if_new(_pinning, fake), _no_device)
+    private = _find_private_backend(torch)
+    patched = PatchedFunctions(transfers, "torch", ready, _find_device)
+    patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _skip_same(_read_conversion, fake))
+    patched.wrap_methods(tensor, ("copy_",), _skip_fake(_read_copy, fake))
+    patched.wrap_methods(tensor, ("pin_memory",), _skip_same(_read_pinning, fake), _return_nowhere)
     # Most calls read tensors that are on the host already.
     patched.wrap_methods(
-        tensor, READING, _read, lambda args, kwargs: _copier(args, kwargs) if args[0].is_cuda else NOWHERE
+        tensor, READING, _read_values, lambda args, kwargs: _find_device(args, kwargs) if args[0].is_cuda else NOWHERE
     )
     for storage in (torch.UntypedStorage, torch.TypedStorage):
-        patched.wrap_methods(storage, ("to", "cuda", "cpu"), _storage_moved)
-        patched.wrap_methods(storage, ("copy_",), _storage_copied)
-        patched.wrap_methods(storage, ("pin_memory",), _storage_pinned, _no_device)
+        patched.wrap_methods(storage, ("to", "cuda", "cpu"), _read_storage_move)
+        patched.wrap_methods(storage, ("copy_",), _read_storage_copy)
+        patched.wrap_methods(storage, ("pin_memory",), _read_storage_pin, _return_nowhere)
     return patched
 
 
-def _no_device(args: Any, kwargs: Any) -> Any:
+def _return_nowhere(args: Any, kwargs: Any) -> Any:
     return NOWHERE
 
 
-def _copier(args: Any, kwargs: Any) -> Any:
+def _find_device(args: Any, kwargs: Any) -> Any:
     """Return the device on which a copy is timed: the source's, or the target's if the source is on the host.
 
     `args` and `kwargs` are those of a method such as `tensor.to`. None means the current device.
@@ -98,24 +98,24 @@ def device_direction(source: Any, target: Any) -> str | None:
 # ---------------------------------------------------------------- the bytes that a call has moved
 
 
-def _conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _read_conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     """Return the transfer of a method that returns a new tensor, None if it has copied nothing."""
     if not hasattr(out, "device"):  # `type()` names the class
         return None
-    return _transfer(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
+    return _make_transfer(args[0], out, out.device, _is_asynchronous(args[1:], kwargs))
 
 
-def _copy_transfer(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _read_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     """Return the transfer of `target.copy_(source)`."""
     source = argument(args, kwargs, 1, "src", kwargs.get("other"))
     if not hasattr(source, "device") or source is out:
         return None
-    return _transfer(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
+    return _make_transfer(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
 
 
-def _transfer(source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False) -> Transfer | None:
+def _make_transfer(source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False) -> Transfer | None:
     direction = device_direction(source.device, target)
-    if direction is None or (direction == "h2h" and not overwrites and _shares(source, out)):
+    if direction is None or (direction == "h2h" and not overwrites and _shares_memory(source, out)):
         return None
     pinned = None
     if direction == "h2d":
@@ -123,22 +123,22 @@ def _transfer(source: Any, out: Any, target: Any, asynchronous: bool, overwrites
     elif direction == "d2h":
         # A call that waits makes pageable memory on the host.
         pinned = bool(out.is_pinned()) if asynchronous or overwrites else False
-    return Transfer(direction, _nbytes(source), not asynchronous, pinned)
+    return Transfer(direction, _count_bytes(source), not asynchronous, pinned)
 
 
-def _pinning(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    return Transfer("h2h", _nbytes(out), True, True)
+def _read_pinning(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    return Transfer("h2h", _count_bytes(out), True, True)
 
 
-def _read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     """Return the transfer of a method that reads a tensor's values into Python objects, and so waits for the device."""
     source = args[0]
     if source.device.type in ("cpu", "meta"):
         return None
-    return Transfer("d2h", _nbytes(source), True, False)
+    return Transfer("d2h", _count_bytes(source), True, False)
 
 
-def _storage_moved(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _read_storage_move(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     source = args[0]
     direction = device_direction(source.device, out.device)
     if out is source or direction in (None, "h2h"):
@@ -146,31 +146,31 @@ def _storage_moved(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     return Transfer(direction or "", source.nbytes(), not _is_asynchronous(args[1:], kwargs))
 
 
-def _storage_copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _read_storage_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     source = argument(args, kwargs, 1, "source")
     direction = device_direction(source.device, out.device)
     return None if direction is None else Transfer(direction, source.nbytes(), not _is_asynchronous(args[1:], kwargs))
 
 
-def _storage_pinned(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+def _read_storage_pin(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     return None if out is args[0] else Transfer("h2h", out.nbytes(), True, True)
 
 
-def _if_real(facts: Facts, fake: Any) -> Facts:
+def _skip_fake(facts: Facts, fake: Any) -> Facts:
     """Wrap a reader of transfers so that fake tensors, with which torch traces, have none."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
 
 
-def _if_new(facts: Facts, fake: Any) -> Facts:
+def _skip_same(facts: Facts, fake: Any) -> Facts:
     """Wrap a reader of transfers so that a call that returns its own tensor or a fake one has none."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
-def _nbytes(tensor: Any) -> int:
+def _count_bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _shares(source: Any, out: Any) -> bool:
+def _shares_memory(source: Any, out: Any) -> bool:
     try:
         return bool(source.device == out.device and source.data_ptr() == out.data_ptr())
     except RuntimeError:  # a tensor without memory of its own
@@ -199,20 +199,20 @@ def _device_tests(torch: Any) -> list[Callable[[], bool]]:
     mps = getattr(getattr(torch, "backends", None), "mps", None)
     if mps is not None and mps.is_built():
         tests.append(mps.is_available)
-    private = _private_backend(torch)
+    private = _find_private_backend(torch)
     if private:
         tests.append(getattr(getattr(torch, private), "is_initialized", lambda: True))
     return tests
 
 
-def _private_backend(torch: Any) -> str:
+def _find_private_backend(torch: Any) -> str:
     """Return the kind of device that another package has added to torch, such as `npu`, "" for none."""
     read_name = getattr(getattr(torch, "_C", None), "_get_privateuse1_backend_name", None)
     name = read_name() if read_name is not None else ""
     return name if name and hasattr(torch, name) else ""
 
 
-def _is_used(torch: Any, transfers: Transfers) -> Callable[[], bool]:
+def _make_used_test(torch: Any, transfers: Transfers) -> Callable[[], bool]:
     if transfers.asks_for("torch", ("h2h",)):
         return lambda: True
     devices = _device_tests(torch)

@@ -47,13 +47,13 @@ Stream = Callable[[Any, Any], Any]
 framework's current stream, `Work` for that of another device, or `NOWHERE` if it is unknown before the call."""
 
 
-class _Inside(threading.local):
+class _ThreadState(threading.local):
     """The state of each thread. `busy` is True inside a call that may copy."""
 
     busy = False
 
 
-_INSIDE = _Inside()
+_STATE = _ThreadState()
 
 
 class Transfers:
@@ -78,9 +78,9 @@ class Transfers:
         """
         recorder, inside, now, site_of, timed = (
             self._recorder,
-            _INSIDE,
+            _STATE,
             time.monotonic_ns,
-            self._wanted_site,
+            self._find_site,
             self._start_timer,
         )
 
@@ -132,16 +132,16 @@ class Transfers:
             FAULTS.note("copy probe", fault)
             return None
 
-    def _wanted_site(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
+    def _find_site(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
         """Return the site of a call that has copied, and count it for the first rule that selects it, else None."""
         direction, moved_bytes = transfer.direction, transfer.moved_bytes
         for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):
             if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
                 self.hits[index] += 1
-                return self._site(framework, qualname, transfer)
+                return self._make_site(framework, qualname, transfer)
         return None
 
-    def _site(self, framework: str, qualname: str, transfer: Transfer) -> Site:
+    def _make_site(self, framework: str, qualname: str, transfer: Transfer) -> Site:
         key = (framework, qualname, transfer._replace(moved_bytes=0))
         site = self._sites.get(key)
         if site is None:
@@ -177,19 +177,19 @@ class PatchedFunctions:
         for name in names:
             method = getattr(owner, name, None)
             if method is not None:
-                self.undos.append(replace(owner, name, self._watch(method, f"{owner.__name__}.{name}", facts, stream)))
+                self.undos.append(replace(owner, name, self._wrap(method, f"{owner.__name__}.{name}", facts, stream)))
 
     def wrap_factory(self, owner: Any, name: str, facts: Facts) -> None:
         """Replace a classmethod. The first argument that `facts` gets is the class."""
         raw = vars(owner).get(name)
         if isinstance(raw, classmethod):
-            watched = self._watch(raw.__func__, f"{owner.__name__}.{name}", facts)
+            watched = self._wrap(raw.__func__, f"{owner.__name__}.{name}", facts)
             self.undos.append(replace(owner, name, classmethod(watched)))
 
     def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
         """Replace a property. A read of it copies only if `is_fresh(object)` is true before."""
         read = vars(owner)[name].fget
-        watched = self._watch(read, f"{owner.__name__}.{name}", facts)
+        watched = self._wrap(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self.undos.append(replace(owner, name, replacement))
 
@@ -201,7 +201,7 @@ class PatchedFunctions:
         for name in names:
             function = getattr(module, name, None)
             if callable(function):
-                watched = self._watch(function, name, facts, stream)
+                watched = self._wrap(function, name, facts, stream)
                 self.undos.append(replace(module, name, watched))
                 self._bound.append((function, watched))
 
@@ -215,7 +215,7 @@ class PatchedFunctions:
         rebind((watched, function) for function, watched in self._bound)
         self._bound.clear()
 
-    def _watch(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
+    def _wrap(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
         return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self.stream)
 
 

@@ -32,38 +32,38 @@ _ENCODERS = (
 """The classes of sentence-transformers: subpackage, module in older versions, class and recorded method."""
 
 
-def _session_facts(session: Any) -> Facts:
+def _describe_session(session: Any) -> Facts:
     """Return the file name of a session's model, and the session's providers as an attribute."""
     path = getattr(session, "_model_path", None)
     return PurePath(path).name if path else "(bytes)", (("providers", tuple(session.get_providers())),)
 
 
-def _model_facts(subject: Any) -> Facts:
+def _describe_model(subject: Any) -> Facts:
     """Return the task of a pipeline, or the class name of a model."""
     task = getattr(subject, "task", None)
     return task if isinstance(task, str) and task else type(subject).__name__, ()
 
 
-def _entries(entries: Sequence[Entry], facts_of: Callable[[Any], Facts], by_class: bool) -> Callable[..., Entries]:
+def _make_entries(entries: Sequence[Entry], facts_of: Callable[[Any], Facts], by_class: bool) -> Callable[..., Entries]:
     return lambda rule, recorder: Entries(rule, entries, facts_of, by_class=by_class, recorder=recorder)
 
 
 OBSERVERS: Mapping[str, Callable[[FrameworkRule, Recorder], Observer]] = {
     "jax": jax.Jitted,
-    "onnxruntime": _entries(
+    "onnxruntime": _make_entries(
         [Entry((ONNXRUNTIME,), "Session", method, f"onnxruntime.{method}") for method in ONNXRUNTIME_METHODS],
-        _session_facts,
+        _describe_session,
         by_class=False,
     ),
-    "transformers": _entries(
+    "transformers": _make_entries(
         [
             Entry(("transformers.generation.utils",), "GenerationMixin", "generate", "transformers.generate"),
             Entry(("transformers.pipelines.base",), "Pipeline", "__call__", "transformers.pipeline"),
         ],
-        _model_facts,
+        _describe_model,
         by_class=False,
     ),
-    "sentence_transformers": _entries(
+    "sentence_transformers": _make_entries(
         [
             Entry(
                 (f"sentence_transformers.{package}.model", f"sentence_transformers.{older}"),
@@ -73,7 +73,7 @@ OBSERVERS: Mapping[str, Callable[[FrameworkRule, Recorder], Observer]] = {
             )
             for package, older, owner, method in _ENCODERS
         ],
-        _model_facts,
+        _describe_model,
         by_class=True,
     ),
     "sklearn": sklearn.Estimators,
@@ -98,16 +98,16 @@ class Frameworks:
             else:
                 self.observers.append(OBSERVERS[rule.name](rule, recorder))
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True if a framework has an entry point in a module."""
-        return any(observer.wants(module_name) for observer in self.observers)
+        return any(observer.may_match(module_name) for observer in self.observers)
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Record the entry points of an imported module. Return True if functions were replaced."""
         copied = False
         for observer in self.observers:
-            if observer.wants(module.__name__):
-                copied = observer.imported(module) or copied
+            if observer.may_match(module.__name__):
+                copied = observer.attach_to(module) or copied
         return copied
 
     def probes_by_name(self) -> Mapping[str, Any]:

@@ -71,15 +71,15 @@ class Entries:
         self._shared: dict[tuple[str, Facts], Any] = {}
         self._undos: list[Undo] = []
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True if a module may define an entry point."""
         return module_name in self._modules
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Record the entry points that an imported module defines."""
         for entry in self._entries:
             if module.__name__ in entry.modules:
-                self._verdicts[entry.label] = self._attach(entry, namespace(module).get(entry.owner))
+                self._verdicts[entry.label] = self._attach_entry(entry, namespace(module).get(entry.owner))
         return False
 
     def undo(self) -> None:
@@ -97,7 +97,7 @@ class Entries:
             verdicts.append(Verdict(self.rule.text, "waiting", why=f"{', '.join(names)} not imported"))
         return verdicts
 
-    def _attach(self, entry: Entry, owner: Any) -> Verdict:
+    def _attach_entry(self, entry: Entry, owner: Any) -> Verdict:
         bases = owner.__mro__ if isinstance(owner, type) else ()
         owner = next((base for base in bases if entry.method in vars(base)), None)
         if owner is None:

@@ -52,11 +52,11 @@ class Jitted:
         self._at_work = False
         self._is_clean: Callable[[], bool] = lambda: True
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True for the module `jax`."""
         return module_name == "jax"
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Replace the functions of JAX. Return True if that was done."""
         if self._jax is not None:
             return False
@@ -68,9 +68,9 @@ class Jitted:
             self._verdicts.append(Verdict(self.rule.text, "partly", "jax.jit", why))
         else:
             self._is_clean = clean
-        self._attach("jit", self._wrap_jit)
+        self._attach_function("jit", self._wrap_jit)
         for name in FUNCTIONS:
-            self._attach(name, functools.partial(self._wrap_call, name=f"jax.{name}"))
+            self._attach_function(name, functools.partial(self._wrap_call, name=f"jax.{name}"))
         array = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)  # the class of arrays with values
         bases = array.__mro__ if isinstance(array, type) else ()
         concrete = next((cls for cls in bases if "block_until_ready" in vars(cls)), None)
@@ -97,7 +97,7 @@ class Jitted:
             return [Verdict(self.rule.text, "waiting", why="jax not imported")]
         return list(self._verdicts)
 
-    def _attach(self, name: str, wrap: Callable[[Any], Any]) -> None:
+    def _attach_function(self, name: str, wrap: Callable[[Any], Any]) -> None:
         function = namespace(self._jax).get(name) if self._jax is not None else None
         label = f"jax.{name}"
         if (verdict := recorded_verdict(self.rule, label, function)) is not None:
@@ -125,13 +125,13 @@ class Jitted:
                 return jitted
             if not args and "fun" not in kwargs:  # options alone: `jitted` is a decorator
                 is_function = callable(jitted) and not isinstance(jitted, type)
-                return functools.wraps(jitted)(lambda fun: self._jitted(jitted(fun))) if is_function else jitted
-            return self._jitted(jitted)
+                return functools.wraps(jitted)(lambda fun: self._try_wrap(jitted(fun))) if is_function else jitted
+            return self._try_wrap(jitted)
 
         return wrapper
 
-    def _jitted(self, jitted: Any) -> Any:
-        if _is_own(jitted):
+    def _try_wrap(self, jitted: Any) -> Any:
+        if _is_of_jax(jitted):
             return jitted
         try:
             return self._wrap_jitted(jitted)
@@ -140,12 +140,12 @@ class Jitted:
             return jitted
 
     def _wrap_jitted(self, jitted: Any) -> Any:
-        site = self._site(jitted)
-        wrapped = _JittedFunction(jitted, self._recording(jitted, site), site)
+        site = self._find_site(jitted)
+        wrapped = _JittedFunction(jitted, self._make_recording(jitted, site), site)
         self._made.add(wrapped)
         return wrapped
 
-    def _site(self, jitted: Any) -> Site:
+    def _find_site(self, jitted: Any) -> Site:
         """Return the site of a jitted function. Functions with the same code share a site."""
         inner = getattr(jitted, "__wrapped__", jitted)
         key = (
@@ -154,7 +154,7 @@ class Jitted:
         )
         return self._sites.get(key) or self._sites.setdefault(key, site_of(jitted))
 
-    def _recording(self, function: Any, site: Site) -> Callable[..., Any]:
+    def _make_recording(self, function: Any, site: Site) -> Callable[..., Any]:
         recorder, is_clean = self._recorder, self._is_clean
         recording = wrapping.make_function(recorder, function, site)
         recorder.allow_muting(site, recording)
@@ -168,7 +168,7 @@ class Jitted:
 
     def _wrap_call(self, function: Any, name: str) -> Any:
         """Wrap a function of JAX. Calls of other wrapped functions inside it have no span."""
-        recording = self._recording(function, site_of(function, name=name))
+        recording = self._make_recording(function, site_of(function, name=name))
         inside = self._waiting
         # A method made in C may have no qualified name.
         assigned = [name for name in functools.WRAPPER_ASSIGNMENTS if isinstance(getattr(function, name, None), str)]
@@ -195,10 +195,10 @@ class Jitted:
             if name.partition(".")[0] in OWN:
                 continue
             for value in list(namespace(module).values()):
-                if type(value) is jitted_type and id(value) not in visited and not _is_own(value):
+                if type(value) is jitted_type and id(value) not in visited and not _is_of_jax(value):
                     visited.add(id(value))
                     yield value, self._wrap_jitted(value)
-        missed = [f for f in gc.get_objects() if type(f) is jitted_type and id(f) not in visited and not _is_own(f)]
+        missed = [f for f in gc.get_objects() if type(f) is jitted_type and id(f) not in visited and not _is_of_jax(f)]
         if missed:
             names = sorted({str(getattr(function, "__qualname__", "?")) for function in missed})
             why = f"{len(missed)} were created before, and no module has a name of them: {', '.join(names[:5])}"
@@ -226,5 +226,5 @@ class _JittedFunction(StandIn):
     __doc__ = property(lambda self: self._instrument_source.__doc__)
 
 
-def _is_own(jitted: Any) -> bool:
+def _is_of_jax(jitted: Any) -> bool:
     return str(getattr(jitted, "__module__", "")).partition(".")[0] in OWN

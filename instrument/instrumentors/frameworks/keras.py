@@ -38,7 +38,7 @@ ENTRIES = [
 _NOT_SELECTED = Site("(not selected)")
 
 
-def facts_of(model: Any) -> Facts:
+def describe_model(model: Any) -> Facts:
     """Return the description of a model: its name."""
     return str(model.name), ()
 
@@ -57,11 +57,11 @@ class KerasLayers:
         layers.known["keras"] = None
         layers.left_out = _is_layer
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True for the module with the base class of Keras's layers."""
         return module_name == LAYER
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Record the calls of layers, by the base class of all layers."""
         layer = namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
@@ -71,15 +71,15 @@ class KerasLayers:
         if not isinstance(layer, type) or not isinstance(call, FunctionType):
             self._verdicts.append(missing_verdict(self.rule, "Layer.__call__"))
             return False
-        backend = str(_module_value("keras.src.backend.config", "backend", lambda: "unknown")())
+        backend = str(_value_in("keras.src.backend.config", "backend", lambda: "unknown")())
         if backend not in BACKENDS:
             why = f"with the backend {backend} it is not known what runs and what is only traced"
             self._verdicts.append(Verdict(self.rule.text, "unreachable", "Layer.__call__", why))
             return False
-        self._paths = Paths(layer, _children)
-        self._symbolic_type = _module_value("keras.src.backend.common.keras_tensor", "KerasTensor", ())
+        self._paths = Paths(layer, _list_children)
+        self._symbolic_type = _value_in("keras.src.backend.common.keras_tensor", "KerasTensor", ())
         self._layers.known["keras"] = lambda: subclasses(layer)
-        self._undos.append(replace(layer, "__call__", self._wrap(call)))
+        self._undos.append(replace(layer, "__call__", self._wrap_call(call)))
         return False
 
     def undo(self) -> None:
@@ -94,11 +94,11 @@ class KerasLayers:
         why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
         return [*self._verdicts, Verdict(self.rule.text, "partly", "Layer.__call__", why)]
 
-    def _wrap(self, call: FunctionType) -> Any:
-        recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide, self._symbolic_type
+    def _wrap_call(self, call: FunctionType) -> Any:
+        recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide_site, self._symbolic_type
         span_of = recorder.span_of
-        in_symbolic_scope = _module_value("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
-        is_clean = _module_value("jax._src.core", "trace_state_clean", lambda: True)
+        in_symbolic_scope = _value_in("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
+        is_clean = _value_in("jax._src.core", "trace_state_clean", lambda: True)
         is_compiling = compiling_test(sys.modules.get("torch"))
 
         @functools.wraps(call)
@@ -120,7 +120,7 @@ class KerasLayers:
         wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
-    def _decide(self, layer: Any) -> Site:
+    def _decide_site(self, layer: Any) -> Site:
         """Return the site of a layer, or `_NOT_SELECTED`. The decision is stored once the path is known."""
         try:
             path = self._paths.path_of(layer)
@@ -135,7 +135,7 @@ class KerasLayers:
         return site
 
 
-def _children(layer: Any) -> Iterable[tuple[str, Any]]:
+def _list_children(layer: Any) -> Iterable[tuple[str, Any]]:
     """Return the names and the layers directly inside a layer."""
     return [(child.name, child) for child in vars(layer).get("_layers") or ()]
 
@@ -144,7 +144,7 @@ def _is_layer(cls: type[Any]) -> bool:
     return any(base.__module__ == LAYER for base in cls.__mro__)
 
 
-def _module_value(module_name: str, name: str, default: Any) -> Any:
+def _value_in(module_name: str, name: str, default: Any) -> Any:
     """Return the value of a name in a module, or the default if the module is not imported or lacks the name."""
     module = sys.modules.get(module_name)
     return default if module is None else namespace(module).get(name, default)
@@ -169,6 +169,6 @@ def probes(
     rule: FrameworkRule, layers: Layers | None, recorder: Recorder = RECORDER
 ) -> Iterator[Entries | KerasLayers]:
     """Yield the instrumentors for Keras: of `predict`, and of layers if the profile has layer rules."""
-    yield Entries(rule, ENTRIES, facts_of, recorder=recorder)
+    yield Entries(rule, ENTRIES, describe_model, recorder=recorder)
     if layers is not None:
         yield KerasLayers(rule, layers, recorder)

@@ -45,11 +45,11 @@ class Estimators:
         self._unreachable: dict[str, Verdict] = {}
         self._undos: list[Undo] = []
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True for the module with the base class of all estimators."""
         return module_name == BASE[0]
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Record the methods of all estimator classes, now and when a class is defined later."""
         base = namespace(module).get(BASE[1])
         if not isinstance(base, type):
@@ -103,9 +103,9 @@ class Estimators:
                     self._unreachable[label] = not_a_function(self.rule, label, raw)
                 continue
             if not hasattr(function, "__instrument_framework__"):
-                self._attach(owner, name, raw, self._wrap(name, function))
+                self._attach_method(owner, name, raw, self._wrap_method(name, function))
 
-    def _attach(self, owner: type[Any], name: str, raw: Any, wrapped: Any) -> None:
+    def _attach_method(self, owner: type[Any], name: str, raw: Any, wrapped: Any) -> None:
         new = wrapped
         if not isinstance(raw, FunctionType):
             new = copy.copy(raw)
@@ -114,8 +114,8 @@ class Estimators:
         if verdict.state == "unreachable":
             self._unreachable[verdict.target] = verdict
 
-    def _wrap(self, name: str, method: FunctionType) -> Any:
-        recorder, decide, inside = self._recorder, self._decide, self._inside
+    def _wrap_method(self, name: str, method: FunctionType) -> Any:
+        recorder, decide, inside = self._recorder, self._make_recording, self._inside
         recordings: dict[int, Any] = {}
 
         @functools.wraps(method)
@@ -136,7 +136,7 @@ class Estimators:
         wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
-    def _decide(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
+    def _make_recording(self, name: str, method: FunctionType, cls: type[Any], recordings: dict[int, Any]) -> Any:
         """Make the recording method for a class, at the first call on an object of the class."""
         site = site_of(method, name=f"{cls.__name__}.{name}")
         if id(cls) not in recordings:

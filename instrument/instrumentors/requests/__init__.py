@@ -56,7 +56,7 @@ class Router(NamedTuple):
     method: str
     route: Callable[..., Any]
     after: bool = False
-    note: Callable[[Exchange, Any], None] = Exchange.found
+    note: Callable[[Exchange, Any], None] = Exchange.set_route
     older: bool = False
 
     def attach(self, module: Any) -> Undo:
@@ -103,19 +103,19 @@ def attach_routers(module: Any) -> list[Undo]:
     ]
 
 
-def _path(_: Any, route: Any, *__: Any) -> str:
+def _read_path(_: Any, route: Any, *__: Any) -> str:
     path: str = route.path
     return path
 
 
-def _fastapi(_: Any, route: Any, scope: Any, *__: Any) -> str:
+def _read_fastapi_path(_: Any, route: Any, scope: Any, *__: Any) -> str:
     """Return the path of a FastAPI route, with the prefixes of its routers, which the scope has."""
     included = scope.get("fastapi", {}).get("effective_route_context")
     path: str = (included if included is not None and included.original_route is route else route).path
     return path
 
 
-def _flask(name: str) -> Callable[..., str | None]:
+def _flask_reader(name: str) -> Callable[..., str | None]:
     """Return a function that reads the URL rule of a request of Flask or Quart from its context."""
 
     def route(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
@@ -125,7 +125,7 @@ def _flask(name: str) -> Callable[..., str | None]:
     return route
 
 
-def _django(_: Any, match: Any) -> str:
+def _read_django_route(_: Any, match: Any) -> str:
     route: str = match.route
     return route if route.startswith(("/", "^")) else "/" + route
 
@@ -145,61 +145,61 @@ def _channels(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | N
 
 def _note_channels(exchange: Exchange, route: tuple[str, bool]) -> None:
     pattern, is_prefix = route
-    (exchange.enter if is_prefix else exchange.found)(pattern)
+    (exchange.enter if is_prefix else exchange.set_route)(pattern)
 
 
-def _aiohttp(_: Any, match: Any, *__: Any) -> str | None:
+def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
     resource = match.route.resource
     return None if resource is None else resource.canonical
 
 
-def _fail(exchange: Exchange, error: BaseException) -> None:
+def _end_failed(exchange: Exchange, error: BaseException) -> None:
     """End a websocket with an exception, because its framework only closes it, and the server sees no failure."""
     exchange.finish(error, is_gone=True, in_parts=False)
 
 
-def _blacksheep(_: Any, match: Any) -> str | None:
+def _read_blacksheep_route(_: Any, match: Any) -> str | None:
     """Return the pattern of a BlackSheep route, None for the fallback route."""
     return None if match is None or match.pattern == b"*" else match.pattern.decode()
 
 
 ROUTERS: Mapping[str, tuple[Router, ...]] = {
     "starlette.routing": (
-        Router("Route", "handle", _path),
-        Router("WebSocketRoute", "handle", _path),
-        Router("Mount", "handle", _path, note=Exchange.enter),
+        Router("Route", "handle", _read_path),
+        Router("WebSocketRoute", "handle", _read_path),
+        Router("Mount", "handle", _read_path, note=Exchange.enter),
     ),
     "fastapi.routing": (
-        Router("APIRoute", "handle", _fastapi, older=True),
-        Router("APIWebSocketRoute", "handle", _fastapi, older=True),
+        Router("APIRoute", "handle", _read_fastapi_path, older=True),
+        Router("APIWebSocketRoute", "handle", _read_fastapi_path, older=True),
     ),
-    "litestar.routes.http": (Router("HTTPRoute", "handle", _path),),
-    "litestar.routes.websocket": (Router("WebSocketRoute", "handle", _path),),
+    "litestar.routes.http": (Router("HTTPRoute", "handle", _read_path),),
+    "litestar.routes.websocket": (Router("WebSocketRoute", "handle", _read_path),),
     "litestar.middleware._internal.exceptions.middleware": (
         Router(
             *("ExceptionHandlerMiddleware", "handle_websocket_exception"),
             lambda _, __, error: None if hasattr(error, "code") else error,  # a code is an answer
-            note=_fail,
+            note=_end_failed,
             older=True,
         ),
     ),
-    "flask.app": (Router("Flask", "full_dispatch_request", _flask("request")),),
+    "flask.app": (Router("Flask", "full_dispatch_request", _flask_reader("request")),),
     "quart.app": (
-        Router("Quart", "full_dispatch_request", _flask("request")),
-        Router("Quart", "full_dispatch_websocket", _flask("websocket")),
-        Router("Quart", "handle_websocket_exception", lambda *arguments: arguments[-1], note=_fail, older=True),
+        Router("Quart", "full_dispatch_request", _flask_reader("request")),
+        Router("Quart", "full_dispatch_websocket", _flask_reader("websocket")),
+        Router("Quart", "handle_websocket_exception", lambda *arguments: arguments[-1], note=_end_failed, older=True),
     ),
-    "django.core.handlers.base": (Router("BaseHandler", "resolve_request", _django, after=True),),
+    "django.core.handlers.base": (Router("BaseHandler", "resolve_request", _read_django_route, after=True),),
     "channels.routing": (Router("URLRouter", "__call__", _channels, note=_note_channels),),
     "falcon.app": (Router("App", "_get_responder", lambda _, responder: responder[3] or None, after=True),),
     "bottle": (Router("Router", "match", lambda _, match: match[0].rule, after=True),),
     "blacksheep.server.routing": (
-        Router("Router", "get_match", _blacksheep, after=True),
-        Router("Router", "get_match_by_method_and_path", _blacksheep, after=True),
-        Router("RouterFiltersMixin", "get_match", _blacksheep, after=True, older=True),
+        Router("Router", "get_match", _read_blacksheep_route, after=True),
+        Router("Router", "get_match_by_method_and_path", _read_blacksheep_route, after=True),
+        Router("RouterFiltersMixin", "get_match", _read_blacksheep_route, after=True, older=True),
     ),
     "sanic.router": (Router("Router", "get", lambda _, match: match[0].uri, after=True),),
-    "aiohttp.web_urldispatcher": (Router("UrlMappingMatchInfo", "freeze", _aiohttp),),
+    "aiohttp.web_urldispatcher": (Router("UrlMappingMatchInfo", "freeze", _read_aiohttp_route),),
 }
 """The routers to instrument, by the framework's module."""
 
@@ -258,7 +258,7 @@ def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]
 
 
-def _queue(name: str) -> tuple[str, Callable[[], Mapping[str, servers.Attach]]]:
+def _queue_kind(name: str) -> tuple[str, Callable[[], Mapping[str, servers.Attach]]]:
     return name, lambda: queue_jobs.SEAMS[name]
 
 
@@ -280,7 +280,7 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "litserve": ("litserve", lambda: model_servers.LITSERVE),
     "mosec": ("mosec", lambda: model_servers.MOSEC),
     "bentoml": ("bentoml", lambda: model_servers.BENTOML),
-    **{name: _queue(name) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
+    **{name: _queue_kind(name) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
 """By package or module: the kind of server, and a function that returns the kind's `Attach` functions by module."""
 
@@ -301,9 +301,9 @@ class Requests:
         self._met: dict[str, str] = {}
         self.ports: frozenset[int] = frozenset()
         """The ports of this process on which connections have been seen, by the agent or the session."""
-        self._begin(rules)
+        self._set_rules(rules)
 
-    def _begin(self, rules: Sequence[RequestsRule]) -> None:
+    def _set_rules(self, rules: Sequence[RequestsRule]) -> None:
         self.rules = tuple(rules)
         self._blocked_ns = rules[0].blocked_ns if rules else None
         self._exchanges = [Exchanges(rule, self._recorder) for rule in rules]
@@ -318,11 +318,11 @@ class Requests:
         if self._blocked_ns is not None:
             self._known.update(STALLS)
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True if a server or router of the module can be instrumented under the rule."""
-        return module_name in self._known or self._seam(module_name) is not None
+        return module_name in self._known or self._find_seam(module_name) is not None
 
-    def _seam(self, module_name: str) -> tuple[str, servers.Attach] | None:
+    def _find_seam(self, module_name: str) -> tuple[str, servers.Attach] | None:
         """Return the kind of a module's server, and the function that instruments it. Return None for other modules."""
         if module_name[:1].isdigit() and "triton" in self._kinds and triton.MODULE.fullmatch(module_name):
             return "triton", triton.attach
@@ -330,14 +330,14 @@ class Requests:
         attach = seams().get(module_name) if kind in self._kinds else None
         return (kind, attach) if attach is not None else self._seams.get(module_name)
 
-    def imported(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> bool:
         """Instrument the server or router of an imported module. If its version cannot be, verdicts report it."""
         name = module.__name__
         if name in self._met:
             return False
         try:
             self._met[name] = ""
-            seam = self._seam(name)
+            seam = self._find_seam(name)
             if seam is not None:
                 kind, attach = seam
                 undos = attach(module, self._exchanges[0])
@@ -365,12 +365,12 @@ class Requests:
         self.undo()
         self._met.clear()
         before = self._exchanges
-        self._begin(rules)
+        self._set_rules(rules)
         for exchanges in before:
             exchanges.next = self._exchanges[0] if self._exchanges else None
         for module in modules:
-            if self.wants(module.__name__):
-                self.imported(module)
+            if self.may_match(module.__name__):
+                self.attach_to(module)
 
     def probes_by_name(self) -> Mapping[str, Any]:
         """Return the rule by its text."""
@@ -394,9 +394,9 @@ class Requests:
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on the rule, and verdicts on requests that were not recorded."""
         pairs = zip(self.rules, self._exchanges, strict=True)
-        return [verdict for rule, exchanges in pairs for verdict in self._verdicts(rule, exchanges)]
+        return [verdict for rule, exchanges in pairs for verdict in self._rule_verdicts(rule, exchanges)]
 
-    def _verdicts(self, rule: RequestsRule, exchanges: Exchanges) -> list[Verdict]:
+    def _rule_verdicts(self, rule: RequestsRule, exchanges: Exchanges) -> list[Verdict]:
         """Return the verdict on a rule, and verdicts on requests that it did not record or name."""
         met = {name: kind for name, kind in self._met.items() if kind in SERVERS}
         lacking = [text for text in self._met.values() if " " in text]
@@ -412,9 +412,9 @@ class Requests:
                 why += "; mosec's requests are not seen, but its workers' batches"
             state = "attached" if sites or "mosec" in met.values() else "uncalled"
             verdict = Verdict(rule.text, state, rule.text, why, calls=calls or None)
-        return [verdict, *self._unmet(rule, sites, calls_of), *self._unrouted(rule, sites, calls_of)]
+        return [verdict, *self._check_unmet(rule, sites, calls_of), *self._check_routes(rule, sites, calls_of)]
 
-    def _unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
+    def _check_unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
         """Yield verdicts on connections and queues of this process for which no request was recorded.
 
         If requests came to another port, a port is named only if a server that cannot be instrumented is imported.
@@ -432,7 +432,7 @@ class Requests:
             names = " and ".join(name.partition(".")[0] for name in queues)
             yield Verdict(rule.text, "unmet", "jobs", f"{names} takes jobs from a queue; none was recorded; {REMEDY}")
 
-    def _unrouted(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
+    def _check_routes(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
         """Yield a verdict on missing routes, if no request has one and no known router is imported."""
         strangers = of_role(sys.modules, "unrouted")
         rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]

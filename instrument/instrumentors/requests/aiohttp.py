@@ -14,7 +14,7 @@ from instrument.instrumentors.functions import Undo, replace, replaces
 from instrument.instrumentors.requests.exchange import CLOSE_CODE, SERVER_TIMING, Arrival, Exchange, Exchanges, reads
 
 
-def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_handler(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the requests that the handler of a connection passes to the application."""
     owner, base = module.RequestHandler, module.StreamWriter
     handle, handle_error = owner._handle_request, owner.handle_error
@@ -36,17 +36,17 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
                         headers = headers.copy()  # an application may send them again
                         headers.add(SERVER_TIMING, exchange.timing.text(exchange))
                 except Exception:
-                    exchange.unread()
+                    exchange.count_unread()
             return super().write_headers(status_line, headers, *args)
 
         def write(self, chunk: Any, **kwargs: Any) -> Any:
             if self.exchange is not None:
-                self.exchange.part(chunk)
+                self.exchange.add_part(chunk)
             return super().write(chunk, **kwargs)
 
         def write_eof(self, chunk: Any = b"") -> Any:
             if self.exchange is not None and chunk:
-                self.exchange.part(chunk, is_last=True)
+                self.exchange.add_part(chunk, is_last=True)
             if self.exchange is not None and self.exchange.timing is not None:
                 chunk = bytes(chunk) + self.exchange.timing.comment(self.exchange)
             return super().write_eof(chunk)
@@ -59,12 +59,12 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
         if not isinstance(writer, StreamWriter) or request._message is module.ERROR:
             return await handle(self, request, start_time, request_handler)  # a malformed request
         is_http = request.headers.get("Upgrade", "").lower() != "websocket"
-        exchange = (http if is_http else websocket).begun(request)
+        exchange = (http if is_http else websocket).begin(request)
         if exchange is None:
             return await handle(self, request, start_time, request_handler)
         writer.exchange, writer.method = exchange, request.method
         try:
-            result = await exchange.stepped(handle(self, request, start_time, request_handler))
+            result = await exchange.track_waits(handle(self, request, start_time, request_handler))
         except BaseException as error:
             exchange.finish(getattr(exchange, "failure", None) or error, is_gone=is_closed(self.transport))
             raise
@@ -72,11 +72,11 @@ def _handler(module: Any, exchanges: Exchanges) -> list[Undo]:
             writer.exchange = None
         try:
             answer = result[0]
-            exchange.answer(exchange.status or answer.status)
+            exchange.set_status(exchange.status or answer.status)
             if not is_http and getattr(answer, "close_code", None) is not None:
                 exchange.facts[CLOSE_CODE] = answer.close_code
         except Exception:
-            exchange.unread()
+            exchange.count_unread()
         exchange.finish(is_gone=is_closed(self.transport), in_parts=is_http)
         return result
 
@@ -95,26 +95,26 @@ def is_closed(transport: Any) -> bool:
     return transport is None or bool(transport.is_closing())
 
 
-def _websocket(module: Any, _: Exchanges) -> list[Undo]:
+def _attach_websocket(module: Any, _: Exchanges) -> list[Undo]:
     """Count each message that the service sends over a websocket as an item of the exchange."""
     owner = module.WebSocketResponse
 
-    def counted(name: str) -> Undo:
+    def count_sends(name: str) -> Undo:
         send = getattr(owner, name)
 
         @replaces(owner, name)
         def undo(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
             exchange = getattr(self._payload_writer, "exchange", None)
             if exchange is not None and exchange.is_open:
-                exchange.part(data)
+                exchange.add_part(data)
             return send(self, data, *args, **kwargs)
 
         return undo
 
-    return [counted(name) for name in ("send_str", "send_bytes", "send_frame") if hasattr(owner, name)]
+    return [count_sends(name) for name in ("send_str", "send_bytes", "send_frame") if hasattr(owner, name)]
 
 
-def _arrival(request: Any) -> Arrival:
+def _read_arrival(request: Any) -> Arrival:
     transport = request.transport
     if transport is None:
         return request.method, "http", None, None
@@ -125,7 +125,7 @@ def _arrival(request: Any) -> Arrival:
 
 
 READS = reads(
-    _arrival,
+    _read_arrival,
     lambda request: request.headers,
     lambda request: request.path,
     lambda request: request.query_string,
@@ -133,6 +133,6 @@ READS = reads(
 )
 
 AIOHTTP: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    "aiohttp.web_protocol": _handler,
-    "aiohttp.web_ws": _websocket,
+    "aiohttp.web_protocol": _attach_handler,
+    "aiohttp.web_ws": _attach_websocket,
 }

@@ -58,11 +58,11 @@ class AsgiApp(ServedApp):
         kind = arrivals.get(scope["type"])
         if kind is None or not recorder.on:
             return app(scope, receive, send)  # type: ignore[no-any-return]
-        return _record(app, kind, scope, receive, send)
+        return _serve_recorded(app, kind, scope, receive, send)
 
 
-async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive, send: Send) -> Any:
-    exchange = arrivals.begun(scope)
+async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive: Receive, send: Send) -> Any:
+    exchange = arrivals.begin(scope)
     if exchange is None:
         return await app(scope, receive, send)
     is_http = scope["type"] == "http"
@@ -70,7 +70,7 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
     channel.exchange, channel.server_receive, channel.server_send = exchange, receive, send
     try:
         answer = app(scope, receive if is_http else channel.receive, channel.send)
-        result = await exchange.stepped(answer)
+        result = await exchange.track_waits(answer)
     except BaseException as error:
         if not isinstance(error, Exception) and getattr(channel, "is_complete", False):
             channel.end()
@@ -78,7 +78,7 @@ async def _record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive
         raise
     if exchange.frame is not None:
         is_served = not is_http or hasattr(channel, "is_complete") or hasattr(channel, "is_last_cancelled")
-        channel.end() if is_served else exchange.broken_off()
+        channel.end() if is_served else exchange.break_off()
     return result
 
 
@@ -126,18 +126,18 @@ class Http(AsgiChannel):
                 body = message.get("body", b"")
                 exchange.answer_bytes += len(body)
                 if body and (exchange.stream is not None or not is_last):
-                    exchange.item(self._items_in(body))
+                    exchange.add_items(self._count_items(body))
             elif kind in FILES:
                 is_last = kind == WHOLE_FILE or not message.get("more_body")
-                exchange.answer_bytes += message.get("count") or self._length_of(message)
+                exchange.answer_bytes += message.get("count") or self._file_bytes(message)
             elif kind == "http.response.start":
                 self._headers = message.get("headers", ())
-                exchange.answer(message["status"])
+                exchange.set_status(message["status"])
         except Exception:
-            exchange.unread()
+            exchange.count_unread()
         return self._send_last(message) if is_last else self.server_send(message)
 
-    def _items_in(self, body: bytes) -> int:
+    def _count_items(self, body: bytes) -> int:
         """Count the server-sent events in a part of the answer. A part of another answer is one item."""
         if self.exchange.stream is None:
             self._is_events = self._has_events()
@@ -146,21 +146,21 @@ class Http(AsgiChannel):
     def _has_events(self) -> bool:
         """Return True if the content type of the answer is that of server-sent events."""
         try:
-            kind = self._header(CONTENT_TYPE)
+            kind = self._find_header(CONTENT_TYPE)
             return kind is not None and kind.startswith(b"text/event-stream")
         except Exception:
-            self.exchange.unread()
+            self.exchange.count_unread()
             return False
 
-    def _header(self, names: tuple[bytes]) -> bytes | None:
+    def _find_header(self, names: tuple[bytes]) -> bytes | None:
         """Return a header of the answer, None if it is missing, or if the headers are an iterator."""
         headers = self._headers
         (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
         return value
 
-    def _length_of(self, message: Message) -> int:
+    def _file_bytes(self, message: Message) -> int:
         """Return the bytes of a file that the app sends, from `Content-Length` or else from the file's size."""
-        length = self._header(CONTENT_LENGTH)
+        length = self._find_header(CONTENT_LENGTH)
         if length is not None and length.isdigit():
             return int(length)
         return Path(message["path"]).stat().st_size if "path" in message else os.fstat(message["file"].fileno()).st_size
@@ -195,7 +195,7 @@ class TimedHttp(Http):
     __slots__ = ("_has_own_trailer", "_method", "_takes_trailer", "_timings_at_end")
 
     def __init__(self, scope: Message) -> None:
-        (accepted,) = header_values(_readable_headers(scope["headers"], scope), (b"te",))
+        (accepted,) = header_values(_read_headers(scope["headers"], scope), (b"te",))
         is_known = TRAILERS in (scope.get("extensions") or ())
         self._takes_trailer = is_known and accepted is not None and b"trailers" in accepted.lower()
         self._method = scope.get("method", "")
@@ -203,12 +203,12 @@ class TimedHttp(Http):
 
     def send(self, message: Message) -> Awaitable[None]:
         try:
-            message = self._timed(message)
+            message = self._add_timings(message)
         except Exception as fault:
             FAULTS.note("server timing", fault)
         return super().send(message)
 
-    def _timed(self, message: Message) -> Message:
+    def _add_timings(self, message: Message) -> Message:
         timing, kind = self.exchange.timing, message["type"]
         if timing is None:
             return message
@@ -251,7 +251,7 @@ class Websocket(AsgiChannel):
             if message["type"] == "websocket.disconnect":
                 self.exchange.facts[CLOSE_CODE] = message.get("code", 1005)
         except Exception:
-            self.exchange.unread()
+            self.exchange.count_unread()
         return message
 
     async def send(self, message: Message) -> None:
@@ -260,32 +260,32 @@ class Websocket(AsgiChannel):
             kind = message["type"]
             if kind == "websocket.send":
                 exchange.answer_bytes += len(message.get("bytes") or message.get("text") or b"")
-                exchange.item()
+                exchange.add_items()
             elif kind == "websocket.accept":
-                exchange.answer(101)
+                exchange.set_status(101)
             elif kind == "websocket.close" and not exchange.status:
-                exchange.answer(403)  # servers answer so if the app refuses a websocket (ASGI, websocket spec)
+                exchange.set_status(403)  # servers answer so if the app refuses a websocket (ASGI, websocket spec)
             elif kind == "websocket.http.response.start":
-                exchange.answer(message["status"])
+                exchange.set_status(message["status"])
         except Exception:
-            exchange.unread()
+            exchange.count_unread()
         await self.server_send(message)
 
 
 def arrivals(exchanges: Exchanges) -> Mapping[str, Arrivals]:
     """Return the `Arrivals` of both types of requests, by type."""
-    return {kind: exchanges.arrivals(kind, _path, _plain, _all) for kind in KINDS}
+    return {kind: exchanges.arrivals(kind, _read_path, _read_plain, _read_all) for kind in KINDS}
 
 
-def _path(scope: Message) -> str:
+def _read_path(scope: Message) -> str:
     path: str = scope["path"]
     return path
 
 
-def _plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
+def _read_plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
     headers = scope["headers"]
     if type(headers) is not list:
-        headers = _readable_headers(headers, scope)
+        headers = _read_headers(headers, scope)
     parent, state, length = header_values(headers, PLAIN)
     address, port = scope.get("server") or NOWHERE
     # A websocket begins with a GET. Daphne names no scheme for it.
@@ -294,13 +294,13 @@ def _plain(scope: Message) -> tuple[Arrival, Caller | None, bytes | None]:
     return arrival, parent if state is None else with_state(parent, state), length
 
 
-def _all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
-    headers = dict(_readable_headers(scope["headers"], scope))
-    attributes = {name: value for name in names if (value := _attribute_value(scope, headers, name)) is not None}
-    return _plain(scope)[0], headers, attributes
+def _read_all(scope: Message, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
+    headers = dict(_read_headers(scope["headers"], scope))
+    attributes = {name: value for name in names if (value := _read_attribute(scope, headers, name)) is not None}
+    return _read_plain(scope)[0], headers, attributes
 
 
-def _readable_headers(headers: Any, scope: Message) -> Any:
+def _read_headers(headers: Any, scope: Message) -> Any:
     """Return the headers of a request. If they are an iterator, put a new one into the scope for the app."""
     if iter(headers) is not headers:
         return headers
@@ -309,7 +309,7 @@ def _readable_headers(headers: Any, scope: Message) -> Any:
     return pairs
 
 
-def _attribute_value(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
+def _read_attribute(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
     """Return the value of an attribute of the request by OpenTelemetry's name, None if it has none."""
     if name == "url.path":
         return str(scope["path"])

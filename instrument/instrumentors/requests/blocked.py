@@ -93,33 +93,33 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
 
     places = LoopPlaces(recorder, limit_ns)
 
-    def step(loop: Any, callback: Any, *args: Any) -> None:
+    def run_timed(loop: Any, callback: Any, *args: Any) -> None:
         begun_ns = now()
         if places.is_on:
             places.begin(begun_ns)
         callback(*args)
         if now() - begun_ns > limit_ns:
-            _note_slow_callback(recorder, callback, _run_here, begun_ns, places)
+            _note_slow_callback(recorder, callback, _call_here, begun_ns, places)
         if places.is_on:
             places.end()
 
-    def timing(name: str) -> Undo:
+    def wrap_schedule(name: str) -> Undo:
         original = getattr(owner, name)
 
         @replaces(owner, name)
         def restore(self: Any, callback: Any, *args: Any, context: Any = None) -> Any:
             if type(callback) in _NAMED:
-                return original(self, _Named(step, self, callback), *args, context=context)
-            return original(self, step, self, callback, *args, context=context)
+                return original(self, _NamedCallback(run_timed, self, callback), *args, context=context)
+            return original(self, run_timed, self, callback, *args, context=context)
 
         return restore
 
-    def timing_later() -> Undo:
+    def wrap_call_later() -> Undo:
         original = owner.call_later
 
         @replaces(owner, "call_later")  # `call_at` calls it
         def restore(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
-            return original(self, delay, _Named(step, self, callback), *args, context=context)
+            return original(self, delay, _NamedCallback(run_timed, self, callback), *args, context=context)
 
         return restore
 
@@ -128,10 +128,10 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
         limit_ns = NEVER_NS  # scheduled callbacks still run
         places.stop()
 
-    return [timing("call_soon"), timing("call_soon_threadsafe"), timing_later(), undo]
+    return [wrap_schedule("call_soon"), wrap_schedule("call_soon_threadsafe"), wrap_call_later(), undo]
 
 
-class _Named(functools.partial[None]):
+class _NamedCallback(functools.partial[None]):
     """A timed callback of a loop, which the loop's logs show as the original callback."""
 
     def __getattr__(self, name: str) -> Any:
@@ -145,7 +145,7 @@ _NAMED = frozenset((FunctionType, MethodType, functools.partial))
 """The types of callbacks that get a named wrapper, for the loop's log of exceptions. Steps of tasks need none."""
 
 
-def _run_here(function: Callable[..., Any], *args: Any) -> Any:
+def _call_here(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function in the current context, as `Context.run` does in another one."""
     return function(*args)
 
@@ -162,11 +162,11 @@ def _note_slow_callback(
     try:
         if not recorder.on:
             return
-        rows = _newest_rows(recorder, begun_ns)
+        rows = _read_newest_rows(recorder, begun_ns)
         if not recorder.open_requests(get_native_id()) and not any(map(is_request_root, rows)):
             return
-        function, facts = _function_of(callback)
-        site = _blocking_site(recorder, run_in_context, rows, begun_ns, ended_ns)
+        function, facts = _describe_function(callback)
+        site = _find_blocking_site(recorder, run_in_context, rows, begun_ns, ended_ns)
         facts[BLOCKED_BY] = (function if site is None else site.name)[:VALUE_LIMIT]
         facts |= attributes_of(places.take_places(begun_ns), VALUE_LIMIT)
         if site is not None and (site in BLOCKERS or len(BLOCKERS) < BLOCKERS_KNOWN):
@@ -178,7 +178,7 @@ def _note_slow_callback(
         FAULTS.note("blocked event loop", fault)
 
 
-def _newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
+def _read_newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
     """Return the newest spans of this thread that have ended since `begun_ns`, in the order of their ends."""
     thread_id = get_native_id()
     for ring in recorder.rings():
@@ -188,7 +188,7 @@ def _newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
     return []
 
 
-def _blocking_site(
+def _find_blocking_site(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
     """Return the site of the innermost span that took most of the callback's time, first among ended spans."""
@@ -215,7 +215,7 @@ def _blocking_site(
     return None
 
 
-def _function_of(callback: Any) -> tuple[str, dict[Any, Any]]:
+def _describe_function(callback: Any) -> tuple[str, dict[Any, Any]]:
     """Return the name of a callback's function or of a task's coroutine, and its file and line as attributes."""
     while isinstance(callback, functools.partial):
         callback = callback.func
@@ -358,7 +358,7 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
             break
         places.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    first = next((number for number, (code, _) in enumerate(places) if _is_own(code)), 0)
+    first = next((number for number, (code, _) in enumerate(places) if _is_service_code(code)), 0)
     return tuple(
         f"{PurePath(code.co_filename).name}:{line} {getattr(code, 'co_qualname', code.co_name)}"
         for code, line in places[first:]
@@ -366,13 +366,13 @@ def stack_of(frame: FrameType | None) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _is_own(code: CodeType) -> bool:
+def _is_service_code(code: CodeType) -> bool:
     """Return True for code that is neither installed nor of the standard library."""
-    return not code.co_filename.startswith(("<", *_installed()))
+    return not code.co_filename.startswith(("<", *_list_installed()))
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
+def _list_installed() -> tuple[str, ...]:
     """Return the folders of the standard library and of installed packages."""
     import sysconfig
 

@@ -43,7 +43,7 @@ _attached: list[Arrivals] = []
 """The `Arrivals` of each attached rule. The interceptors of all servers use the last one."""
 
 
-class _Arrived(NamedTuple):
+class _ArrivedCall(NamedTuple):
     """A call that has arrived at a server. `name` is None, or replaces a method that the server does not have."""
 
     details: Any
@@ -58,10 +58,10 @@ class _Service:
         self.grpc = grpc
         self._names = {status.value[0]: status.name for status in grpc.StatusCode}
 
-    def wanted(self, details: Any) -> Arrivals | None:
+    def arrivals_for(self, details: Any) -> Arrivals | None:
         """Return the `Arrivals` for a call, None if it is not to be recorded."""
         arrivals = _attached[-1] if _attached else None
-        return arrivals if arrivals is not None and arrivals.exchanges.wanted(_text(details.method)) else None
+        return arrivals if arrivals is not None and arrivals.exchanges.records(_decode_text(details.method)) else None
 
     def record_handler(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
         """Wrap the handler of a call so that it is recorded. Never raises."""
@@ -69,14 +69,14 @@ class _Service:
             if handler is None:
                 self.record_refusal(details, arrivals, "UNIMPLEMENTED")
                 return None
-            return self._around(handler, details, arrivals, is_async)
+            return self._wrap_handler(handler, details, arrivals, is_async)
         except Exception as fault:
             FAULTS.note("gRPC call", fault)
             return handler
 
     def record_refusal(self, details: Any, arrivals: Arrivals, error: BaseException | str) -> None:
         """Record a call that has no handler. All such calls are one endpoint. Never raises."""
-        exchange = arrivals.begun(_Arrived(details, name=""))
+        exchange = arrivals.begin(_ArrivedCall(details, name=""))
         if exchange is not None:
             exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
@@ -86,7 +86,7 @@ class _Service:
         code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
-    def _around(self, handler: Any, details: Any, arrivals: Arrivals, is_async: bool) -> Any:
+    def _wrap_handler(self, handler: Any, details: Any, arrivals: Arrivals, is_async: bool) -> Any:
         is_streamed = bool(handler.response_streaming)
         kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if is_streamed else 'unary'}"
         behaviour = getattr(handler, kind)
@@ -117,10 +117,10 @@ class _Call:
     def wrap_behaviour(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function of a handler so that it is recorded. A coroutine function remains one."""
         if self._is_async and inspect.isasyncgenfunction(behaviour):
-            return self._around_async_generator(behaviour)
+            return self._wrap_async_generator(behaviour)
         if self._is_async and inspect.iscoroutinefunction(behaviour):
-            return self._around_coroutine(behaviour)
-        return self._around_function(behaviour)
+            return self._wrap_coroutine(behaviour)
+        return self._wrap_function(behaviour)
 
     def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
         """Wrap a deserializer to record also requests that it cannot read, because no handler gets them."""
@@ -133,7 +133,7 @@ class _Call:
             except Exception as error:
                 self._broken = error
                 if not self._is_begun:
-                    self._begin(None)
+                    self._begin_span(None)
                     self.end(None, error)
                 raise
 
@@ -149,22 +149,22 @@ class _Call:
                 data = message if serialize is None else serialize(message)
             except BaseException as error:
                 if exchange is not None and not self._is_streamed:
-                    self._close(exchange, "UNKNOWN" if self._is_async else "INTERNAL", error)
+                    self._close_span(exchange, "UNKNOWN" if self._is_async else "INTERNAL", error)
                 self._broken = error
                 raise
             if exchange is not None:
                 if self._is_streamed:
-                    exchange.item()
+                    exchange.add_items()
                 else:
-                    self._close(exchange, "OK")
+                    self._close_span(exchange, "OK")
             return data
 
         return serialized
 
-    def _begin(self, context: Any) -> Exchange | None:
+    def _begin_span(self, context: Any) -> Exchange | None:
         """Begin the span of the call. Return None if that fails."""
         self._is_begun = True
-        self.exchange = self._arrivals.begun(_Arrived(self._details, context))
+        self.exchange = self._arrivals.begin(_ArrivedCall(self._details, context))
         return self.exchange
 
     def _add_timings(self, context: Any) -> None:
@@ -182,7 +182,7 @@ class _Call:
         """Note that the handler has returned. A unary call ends later, when its answer has been serialized."""
         self._add_timings(context)
         try:
-            is_last = self._is_streamed or type(context) is _Noted or self._service.status_of(context) != "OK"
+            is_last = self._is_streamed or type(context) is _NotedContext or self._service.status_of(context) != "OK"
             is_last = is_last or _is_gone(context)
         except Exception as fault:
             FAULTS.note("end of a gRPC call", fault)
@@ -214,24 +214,24 @@ class _Call:
         except Exception as fault:
             FAULTS.note("status of a gRPC call", fault)
             status = "UNKNOWN"
-        self._close(exchange, status, error)
+        self._close_span(exchange, status, error)
 
-    def _close(self, exchange: Exchange, status: str, error: BaseException | None = None) -> None:
+    def _close_span(self, exchange: Exchange, status: str, error: BaseException | None = None) -> None:
         if not exchange.is_open:
             return
         exchange.facts[RPC_STATUS] = status
         exchange.end(error if error is not None else status if status in SERVER_ERRORS else None)
 
-    def _around_function(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_function(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(behaviour)
-        def served(request: Any, context: Any) -> Any:
+        def serve_recorded(request: Any, context: Any) -> Any:
             if self._is_async:
-                context = _Noted(context)
-            token = CURRENT.set(self._begin(context))
+                context = _NotedContext(context)
+            token = CURRENT.set(self._begin_span(context))
             try:
                 answer = behaviour(request, context)
                 if self._is_streamed:
-                    return _Answers(self, answer, context)
+                    return _AnswerStream(self, answer, context)
             except BaseException as error:
                 self.end(context, error)
                 raise
@@ -240,28 +240,28 @@ class _Call:
             self._note_return(context)
             return answer
 
-        return served
+        return serve_recorded
 
-    def _around_coroutine(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_coroutine(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(behaviour)
-        async def served(request: Any, context: Any) -> Any:
-            exchange = self._begin(context)
+        async def serve_recorded(request: Any, context: Any) -> Any:
+            exchange = self._begin_span(context)
             CURRENT.set(exchange)  # for good: a call has a task of its own
             try:
                 coroutine = behaviour(request, context)
-                answer = await (coroutine if exchange is None else exchange.stepped(coroutine))
+                answer = await (coroutine if exchange is None else exchange.track_waits(coroutine))
             except BaseException as error:
                 self.end(context, error)
                 raise
             self._note_return(context)
             return answer
 
-        return served
+        return serve_recorded
 
-    def _around_async_generator(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_async_generator(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(behaviour)
-        async def served(request: Any, context: Any) -> AsyncIterator[Any]:
-            exchange = self._begin(context)
+        async def serve_recorded(request: Any, context: Any) -> AsyncIterator[Any]:
+            exchange = self._begin_span(context)
             CURRENT.set(exchange)
             answers = behaviour(request, context)
             if exchange is not None:
@@ -276,7 +276,7 @@ class _Call:
                 raise
             self.end(context)
 
-        return served
+        return serve_recorded
 
     def __del__(self) -> None:
         """Count a call whose handler was never called, such as one beyond the limit of concurrent calls."""
@@ -284,7 +284,7 @@ class _Call:
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
 
-class _Answers:
+class _AnswerStream:
     """A proxy of the iterator of a stream's answers. Its end ends the call."""
 
     __slots__ = ("_answers", "_call", "_context")
@@ -294,7 +294,7 @@ class _Answers:
         self._answers: Iterator[Any] | None = answers
         self._context = context
 
-    def __iter__(self) -> _Answers:
+    def __iter__(self) -> _AnswerStream:
         return self
 
     def __next__(self) -> Any:
@@ -317,7 +317,7 @@ class _Answers:
         self._call.end(self._context, GeneratorExit())
 
 
-class _Noted:
+class _NotedContext:
     """A proxy of the context of a plain function on asyncio. It stores the status, which that context hides."""
 
     def __init__(self, context: Any) -> None:
@@ -350,7 +350,7 @@ def _is_abort(error: BaseException) -> bool:
     return type(error).__name__ == "AbortError" or (type(error) is Exception and not error.args)
 
 
-def _text(method: Any) -> str:
+def _decode_text(method: Any) -> str:
     return method.decode("latin-1") if isinstance(method, bytes) else str(method)
 
 
@@ -358,19 +358,19 @@ def address_in(host: Any) -> dict[Any, Any]:
     """Return the attributes of a call's `:authority`, such as `localhost:50051`. Without it they are empty."""
     if not host:
         return {}
-    address, _, port = _text(host).rpartition(":")
+    address, _, port = _decode_text(host).rpartition(":")
     if not address or not port.isdecimal():
-        return {SERVER: _text(host).strip("[]")}
+        return {SERVER: _decode_text(host).strip("[]")}
     return {SERVER: address.strip("[]"), PORT: int(port)}
 
 
-def _read(call: _Arrived, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _read_call(call: _ArrivedCall, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
     details, context, name = call
     event_details = getattr(getattr(context, "_rpc_event", None), "call_details", None)
     headers, facts = headers_in(details.invocation_metadata), address_in(getattr(event_details, "host", None))
     if "user_agent.original" in names and b"user-agent" in headers:
         facts["user_agent.original"] = headers[b"user-agent"].decode("latin-1")
-    method = _text(details.method).removeprefix("/") if name is None else name
+    method = _decode_text(details.method).removeprefix("/") if name is None else name
     return (method, None, None, None), headers, facts
 
 
@@ -385,7 +385,7 @@ def headers_in(metadata: Any) -> dict[bytes, bytes]:
 def _sync_interceptor(grpc: Any, service: _Service) -> Any:
     class Interceptor(grpc.ServerInterceptor):  # type: ignore[misc]
         def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-            arrivals = service.wanted(details)
+            arrivals = service.arrivals_for(details)
             if arrivals is None:
                 return continuation(details)
             try:
@@ -401,7 +401,7 @@ def _sync_interceptor(grpc: Any, service: _Service) -> Any:
 def _async_interceptor(grpc: Any, service: _Service) -> Any:
     class Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-            arrivals = service.wanted(details)
+            arrivals = service.arrivals_for(details)
             if arrivals is None:
                 return await continuation(details)
             try:
@@ -414,7 +414,7 @@ def _async_interceptor(grpc: Any, service: _Service) -> Any:
     return Interceptor()
 
 
-def _attach(
+def _attach_interceptor(
     module: Any, exchanges: Exchanges, class_name: str, interceptor: Callable[[Any, _Service], Any]
 ) -> list[Undo]:
     server, grpc = getattr(module, class_name), module.grpc
@@ -433,12 +433,12 @@ def _attach(
         if arrivals in _attached:
             _attached.remove(arrivals)
 
-    arrivals = exchanges.arrivals("grpc", lambda call: _text(call.details.method), None, _read)
+    arrivals = exchanges.arrivals("grpc", lambda call: _decode_text(call.details.method), None, _read_call)
     _attached.append(arrivals)
     return [forget, restore]
 
 
 GRPC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    "grpc._server": lambda module, exchanges: _attach(module, exchanges, "_Server", _sync_interceptor),
-    "grpc.aio._server": lambda module, exchanges: _attach(module, exchanges, "Server", _async_interceptor),
+    "grpc._server": lambda module, exchanges: _attach_interceptor(module, exchanges, "_Server", _sync_interceptor),
+    "grpc.aio._server": lambda module, exchanges: _attach_interceptor(module, exchanges, "Server", _async_interceptor),
 }

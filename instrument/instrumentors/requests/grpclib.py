@@ -18,31 +18,31 @@ from instrument.recording.spans import OUTCOME
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the calls of all servers of grpclib."""
-    stream, arrivals = module.Stream, exchanges.arrivals("grpc", lambda call: call[0][":path"], None, _read)
+    stream, arrivals = module.Stream, exchanges.arrivals("grpc", lambda call: call[0][":path"], None, _read_call)
     handle, abort = module.request_handler, module._abort
     send, send_trailers, leave = stream.send_message, stream.send_trailing_metadata, stream.__aexit__
 
     @replaces(module, "request_handler")
     async def undo_handle(mapping: Any, h2_stream: Any, headers: Any, *args: Any, **kwargs: Any) -> None:
-        exchange = arrivals.begun((dict(headers), mapping))
+        exchange = arrivals.begin((dict(headers), mapping))
         if exchange is None:
             await handle(mapping, h2_stream, headers, *args, **kwargs)
             return
         error: BaseException | None = None
         try:
-            await exchange.stepped(handle(mapping, h2_stream, headers, *args, **kwargs))
+            await exchange.track_waits(handle(mapping, h2_stream, headers, *args, **kwargs))
         except BaseException as raised:
             error = raised
             raise
         finally:
-            _end(exchange, error or getattr(exchange, "failure", None))
+            _end_call(exchange, error or getattr(exchange, "failure", None))
 
     @replaces(stream, "send_message")
     async def undo_send(self: Any, message: Any) -> None:
         await send(self, message)
         exchange = CURRENT.get()
         if exchange is not None and exchange.is_open and self._cardinality.server_streaming:
-            exchange.item()
+            exchange.add_items()
 
     @replaces(stream, "send_trailing_metadata")
     async def undo_trailers(self: Any, *, status: Any = module.Status.OK, metadata: Any = None, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_handle, undo_send, undo_trailers, undo_leave, undo_abort]
 
 
-def _end(exchange: Exchange, error: BaseException | None) -> None:
+def _end_call(exchange: Exchange, error: BaseException | None) -> None:
     """End a call with the status that its caller got, and with the handler's exception, if any."""
     status, kind = exchange.facts.get(RPC_STATUS), type(error).__name__
     exchange.failure = None
@@ -91,7 +91,7 @@ def _end(exchange: Exchange, error: BaseException | None) -> None:
         exchange.end(error)
 
 
-def _read(
+def _read_call(
     call: tuple[dict[str, str], Any], names: tuple[str, ...]
 ) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
     fields, mapping = call

@@ -33,7 +33,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
             if exchange is not None:
                 getattr(self.wfile, "__dict__", {}).pop("write", None)
                 if isinstance(error, ConnectionError):
-                    exchange.broken_off()
+                    exchange.break_off()
                 elif error is not None:
                     exchange.end(error)
                 exchange.finish()
@@ -42,7 +42,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     def undo_parse(self: Any) -> Any:
         is_whole = parse(self)
         if is_whole and EXCHANGE in vars(self) and not hasattr(self, "run_wsgi"):
-            exchange = vars(self)[EXCHANGE] = arrivals.begun(self)
+            exchange = vars(self)[EXCHANGE] = arrivals.begin(self)
             if exchange is not None:
                 _count_parts(self.wfile, exchange)
         return is_whole
@@ -75,21 +75,21 @@ def _count_parts(file: Any, exchange: Exchange) -> None:
     """Count each part that is written to a handler's file as a part of the answer."""
     write = file.write
 
-    def counted(data: Any) -> Any:
-        exchange.part(data)
+    def write_counted(data: Any) -> Any:
+        exchange.add_part(data)
         return write(data)
 
-    getattr(file, "__dict__", {})["write"] = counted
+    getattr(file, "__dict__", {})["write"] = write_counted
 
 
-def _arrival(handler: Any) -> Arrival:
+def _read_arrival(handler: Any) -> Arrival:
     address = handler.server.server_address
     host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
     return handler.command, "https" if hasattr(handler.connection, "cipher") else "http", host, port
 
 
 READS = reads(
-    _arrival,
+    _read_arrival,
     lambda handler: handler.headers,
     lambda handler: handler.path.partition("?")[0],
     lambda handler: handler.path.partition("?")[2],

@@ -46,7 +46,7 @@ class _Taken(threading.local):
         self.ids: list[str] = []
 
 
-def _litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Add the id that LitServe gives to a request to its span, as the key."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
@@ -64,7 +64,7 @@ def _litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each call of the service by a LitServe worker, as a batch of the worker's open requests."""
     recorder, open_requests = exchanges.recorder, _Taken()
     sites: dict[str, Site] = {}
@@ -99,11 +99,11 @@ def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
             recorder.close(frame, error, True)
             raise
         if name == STREAMED_CALL and isinstance(answer, Iterator):
-            return _to_its_end(answer, frame)
+            return _read_stream(answer, frame)
         recorder.close(frame, None, True)
         return answer
 
-    def _to_its_end(items: Iterator[Any], frame: Any) -> Iterator[Any]:
+    def _read_stream(items: Iterator[Any], frame: Any) -> Iterator[Any]:
         error: BaseException | None = None
         try:
             yield from items
@@ -117,8 +117,8 @@ def _litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 LITSERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    "litserve.server": _litserve_server,
-    "litserve.loops.base": _litserve_worker,
+    "litserve.server": _attach_server,
+    "litserve.loops.base": _attach_worker,
 }
 
 BATCH_SIZE = "requests"
@@ -217,7 +217,7 @@ class _Batches:
                 self._recorder.record(_MOSEC_REQUEST, begin_ns, {KEY: str(number), **facts}, None, False, error)
 
 
-def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
     protocol, event = module.Protocol, module.HTTPStatusCode.STREAM_EVENT
     receive, send = protocol.receive, protocol.send
     of: WeakKeyDictionary[Any, _Batches] = WeakKeyDictionary()
@@ -249,7 +249,7 @@ def _mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_receive, undo_send]
 
 
-def _bentoml(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_bento(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each adaptive batch of BentoML, with a key for each of its requests."""
     dispatcher, recorder = module.CorkDispatcher, exchanges.recorder
     wait, compute = dispatcher.inbound_call, dispatcher.outbound_call
@@ -283,22 +283,22 @@ def _bentoml(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_wait, undo_compute]
 
 
-BENTOML: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"bentoml._internal.marshal.dispatcher": _bentoml}
+BENTOML: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"bentoml._internal.marshal.dispatcher": _attach_bento}
 
-MOSEC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"mosec.protocol": _mosec}
+MOSEC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"mosec.protocol": _attach_mosec}
 
 
-def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     wrapper = module.UserCallableWrapper
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
     arrivals = asgi.arrivals(exchanges)
-    calls = exchanges.arrivals("ray_serve", lambda call: "/" + _method(call), None, _read)
+    calls = exchanges.arrivals("ray_serve", lambda call: "/" + _method_name(call), None, _read_call)
 
     @replaces(wrapper, "call_http_entrypoint")
     async def undo_http(self: Any, metadata: Any, request: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
         batches = http(self, metadata, request, scope, receive)
-        exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begun(scope)
+        exchange = arrivals["websocket" if scope["type"] == "websocket" else "http"].begin(scope)
         if exchange is None:
             async for messages in batches:
                 yield messages
@@ -307,7 +307,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             if self.get_user_method_info(metadata.call_method).is_asgi_app:
                 exchange.enter(scope.get("root_path", ""))  # within it the app's router finds the route
             elif metadata.route:
-                exchange.found(metadata.route)
+                exchange.set_route(metadata.route)
         except Exception as fault:
             FAULTS.note("route of a request of Ray Serve", fault)
         channel = _Answer() if scope["type"] == "http" else asgi.Websocket()
@@ -342,11 +342,11 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         return called(self, metadata, *args, **kwargs)
 
     async def called(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        exchange = calls.begun((self, metadata))
+        exchange = calls.begin((self, metadata))
         if exchange is None:
             return await call(self, metadata, *args, **kwargs)
         try:
-            answer = await exchange.stepped(call(self, metadata, *args, **kwargs))
+            answer = await exchange.track_waits(call(self, metadata, *args, **kwargs))
         except BaseException as error:
             exchange.end(error)
             raise
@@ -356,7 +356,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     @replaces(wrapper, "call_user_generator")
     async def undo_stream(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         answers = stream(self, metadata, *args, **kwargs)
-        exchange = calls.begun((self, metadata))
+        exchange = calls.begin((self, metadata))
         if exchange is None:
             async for answer in answers:
                 yield answer
@@ -364,7 +364,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         answers = SteppedItems(exchange, answers)
         try:
             async for answer in answers:
-                exchange.item()
+                exchange.add_items()
                 yield answer
         except BaseException as error:
             exchange.end(error)
@@ -376,7 +376,7 @@ def _ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_http, undo_call, undo_stream]
 
 
-def _ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Separate the loop of `@serve.batch` from the first request, in whose context it starts."""
     queue = module._BatchQueue
     loop = queue._process_batches
@@ -406,15 +406,15 @@ def _mute_process(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
     return attach
 
 
-def _method(call: tuple[Any, Any]) -> str:
+def _method_name(call: tuple[Any, Any]) -> str:
     wrapper, metadata = call
     return f"{wrapper._deployment_id.name}/{metadata.call_method}"
 
 
-def _read(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _read_call(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
     context = getattr(call[1], "tracing_context", None) or {}  # a handle sends it if Ray's own tracing is on
     headers = {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
-    return (_method(call), None, None, None), headers, {}
+    return (_method_name(call), None, None, None), headers, {}
 
 
 class _Answer(asgi.Http):
@@ -434,8 +434,8 @@ async def _send_nothing(_: Any) -> None:
 
 
 RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    "ray.serve._private.replica": _ray_replica,
-    "ray.serve.batching": _ray_batching,
+    "ray.serve._private.replica": _attach_replica,
+    "ray.serve.batching": _attach_batching,
     "ray.serve._private.proxy": _mute_process("GenericProxy"),  # the actor itself is sent to its process by value
     "ray.dashboard.modules.reporter.reporter_agent": _mute_process("ReporterAgent"),
     "ray.dashboard.http_server_head": _mute_process("HttpServerDashboardHead"),

@@ -119,7 +119,7 @@ def attach(module: ModuleType, has_request: Callable[[], bool], recorder: Record
         if not has_request():
             return span
         own_span = current(recorder)
-        return span if own_span is None else _span_of(*own_span)
+        return span if own_span is None else _make_span(*own_span)
 
     return [
         replace(place, "get_current_span", get_current_span)
@@ -129,7 +129,7 @@ def attach(module: ModuleType, has_request: Callable[[], bool], recorder: Record
 
 
 @functools.cache
-def _kind_of_span() -> Any:
+def _make_span_class() -> Any:
     from opentelemetry.trace import NonRecordingSpan
 
     class CurrentSpan(NonRecordingSpan):
@@ -140,11 +140,11 @@ def _kind_of_span() -> Any:
     return CurrentSpan
 
 
-def _span_of(trace_id: int, span_id: int, flags: int, state: str) -> Any:
+def _make_span(trace_id: int, span_id: int, flags: int, state: str) -> Any:
     from opentelemetry.trace import SpanContext, TraceFlags, TraceState
 
     trace_state = TraceState.from_header([state]) if state else None
-    return _kind_of_span()(SpanContext(trace_id, span_id, False, TraceFlags(flags), trace_state))
+    return _make_span_class()(SpanContext(trace_id, span_id, False, TraceFlags(flags), trace_state))
 
 
 TRACE_ID, SPAN_ID = "trace_id", "span_id"
@@ -159,11 +159,11 @@ class LogRecords(Switch):
     key = "logs"
     module = "logging"
 
-    def wants(self, module_name: str) -> bool:
+    def may_match(self, module_name: str) -> bool:
         """Return True for a module that makes log records."""
         return module_name in _CLASSES
 
-    def imported(self, module: Any) -> bool:
+    def attach_to(self, module: Any) -> bool:
         """Make the imported module add the ids to its log records."""
         class_name, name = _CLASSES[module.__name__]
         owner = getattr(module, class_name, None)
@@ -172,7 +172,7 @@ class LogRecords(Switch):
             self._undos.append((self._tag_records if class_name == "Logger" else self._tag_events)(owner, name))
         return False
 
-    def _ids(self) -> dict[str, str]:
+    def _read_ids(self) -> dict[str, str]:
         try:
             trace = current(self._recorder) if self._recorder.on else None
         except Exception as fault:  # the record is the service's
@@ -186,7 +186,7 @@ class LogRecords(Switch):
         @replaces(owner, name)
         def undo(logger: Any, *args: Any, **kwargs: Any) -> Any:
             record = make_record(logger, *args, **kwargs)
-            record.__dict__ = {TRACE_ID: "", SPAN_ID: "", **self._ids(), **record.__dict__}
+            record.__dict__ = {TRACE_ID: "", SPAN_ID: "", **self._read_ids(), **record.__dict__}
             return record
 
         return undo
@@ -196,7 +196,7 @@ class LogRecords(Switch):
 
         @replaces(owner, name)
         def undo(logger: Any, method: str, event: Any, event_kw: Any) -> Any:
-            return process_event(logger, method, event, {**self._ids(), **event_kw})
+            return process_event(logger, method, event, {**self._read_ids(), **event_kw})
 
         return undo
 

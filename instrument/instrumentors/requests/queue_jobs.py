@@ -46,7 +46,7 @@ class _Jobs:
             attributes: dict[Any, Any] = {"messaging.message.id": str(job_id)[:256]}
             if queued_s:
                 attributes[TIME_IN_QUEUE] = max(time.time() - queued_s, 0.0)
-            caller = exchanges.caller_in(_headers_in(carrier), attributes)
+            caller = exchanges.read_caller(_read_headers(carrier), attributes)
             return exchanges.recorder.open_request(site, attributes, caller, None)
         except Exception as fault:
             FAULTS.note(f"job of {self._system}", fault)
@@ -71,7 +71,7 @@ class _Jobs:
         return result
 
 
-def _celery(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each task of Celery, by the signals that a worker sends before and after it."""
     signals = module.signals
     jobs = _Jobs("celery", exchanges)
@@ -79,21 +79,21 @@ def _celery(module: Any, exchanges: Exchanges) -> list[Undo]:
     errors: dict[int, BaseException] = {}
     # Both are by the task's request: a retry has the same task id, and may begin before the first attempt ends.
 
-    def begun(sender: Any = None, task_id: str = "", task: Any = None, **_: Any) -> None:
+    def begin_task(sender: Any = None, task_id: str = "", task: Any = None, **_: Any) -> None:
         request = task.request
         queue = (request.delivery_info or {}).get("routing_key") or ""
         carrier = request.headers or vars(request)
         open_frames[id(request)] = jobs.begin(task.name, queue, task_id, carrier, None)
 
-    def failed(sender: Any = None, exception: Any = None, **_: Any) -> None:
+    def note_error(sender: Any = None, exception: Any = None, **_: Any) -> None:
         if (key := id(getattr(sender, "request", None))) in open_frames:  # else a task of another process
             errors[key] = exception
 
-    def ended(sender: Any = None, task: Any = None, **_: Any) -> None:
+    def end_task(sender: Any = None, task: Any = None, **_: Any) -> None:
         key = id(task.request)
         jobs.end(open_frames.pop(key, None), errors.pop(key, None))
 
-    handlers = ((signals.task_prerun, begun), (signals.task_failure, failed), (signals.task_postrun, ended))
+    handlers = ((signals.task_prerun, begin_task), (signals.task_failure, note_error), (signals.task_postrun, end_task))
     for signal, handler in handlers:
         signal.connect(handler, weak=False)
 
@@ -104,7 +104,7 @@ def _celery(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _rq(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each job of RQ in the process that runs it."""
     jobs, perform = _Jobs("rq", exchanges), module.Job.perform
 
@@ -117,12 +117,12 @@ def _rq(module: Any, exchanges: Exchanges) -> list[Undo]:
             frame = jobs.begin(self.func_name, self.origin, self.id, self.meta, queued_s)
         except Exception as fault:
             FAULTS.note("job of rq", fault)
-        return _run(jobs, frame, perform, self)
+        return _run_job(jobs, frame, perform, self)
 
     return [undo]
 
 
-def _dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each message of Dramatiq, by the signals that a worker sends to its middleware."""
     jobs, current = _Jobs("dramatiq", exchanges), threading.local()
     before, after = module.Broker.emit_before, module.Broker.emit_after
@@ -146,11 +146,11 @@ def _dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_before, undo_after]
 
 
-def _arq(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each job of arq, by wrapping the coroutine functions of a worker."""
     jobs, init = _Jobs("arq", exchanges), module.Worker.__init__
 
-    def recorded(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
+    def record_function(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         async def run(context: Any, *args: Any, **kwargs: Any) -> Any:
             frame = None
@@ -168,7 +168,7 @@ def _arq(module: Any, exchanges: Exchanges) -> list[Undo]:
         init(self, *args, **kwargs)
         try:
             for name, function in self.functions.items():
-                run = recorded(name, self.queue_name, function.coroutine)
+                run = record_function(name, self.queue_name, function.coroutine)
                 self.functions[name] = replace(function, coroutine=run)
         except Exception as fault:
             FAULTS.note("job of arq", fault)
@@ -176,7 +176,7 @@ def _arq(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each task of TaskIQ. Its exception is in its result."""
     jobs, run_task = _Jobs("taskiq", exchanges), module.Receiver.run_task
 
@@ -193,7 +193,7 @@ def _taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each message that a handler of FastStream processes, from any broker."""
     jobs, call = _Jobs("faststream", exchanges), module.HandlerItem.call
 
@@ -201,7 +201,7 @@ def _faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
     async def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         frame = None
         try:
-            queue, queued_s = _place_and_time(message.raw_message)
+            queue, queued_s = _read_queue_and_time(message.raw_message)
             frame = jobs.begin(self.name, queue, message.message_id, message.headers, queued_s)
         except Exception as fault:
             FAULTS.note("job of faststream", fault)
@@ -210,7 +210,7 @@ def _faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _place_and_time(message: Any) -> tuple[object, float | None]:
+def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
     """Return the queue of a broker's message, and the time at which it was queued (None if unknown).
 
     For a batch they are those of its first message.
@@ -231,7 +231,7 @@ def _place_and_time(message: Any) -> tuple[object, float | None]:
     return place, stamp / 1000 if isinstance(stamp, (int, float)) and stamp > 0 else None
 
 
-def _gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each event that Gradio's queue passes to a function of the app, named by the function's `api_name`.
 
     Each event of a batch is a request, because it has a caller of its own.
@@ -281,7 +281,7 @@ def _gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_call, undo]
 
 
-def _headers_in(carrier: object) -> Mapping[bytes, bytes]:
+def _read_headers(carrier: object) -> Mapping[bytes, bytes]:
     """Return the headers in a message, with lower-case names."""
     if not isinstance(carrier, Mapping):
         return {}
@@ -289,7 +289,7 @@ def _headers_in(carrier: object) -> Mapping[bytes, bytes]:
     return {name: value.encode("latin-1", "replace") if isinstance(value, str) else value for name, value in pairs}
 
 
-def _run(jobs: _Jobs, frame: Any, perform: Callable[..., Any], *args: Any) -> Any:
+def _run_job(jobs: _Jobs, frame: Any, perform: Callable[..., Any], *args: Any) -> Any:
     try:
         result = perform(*args)
     except BaseException as error:
@@ -300,12 +300,12 @@ def _run(jobs: _Jobs, frame: Any, perform: Callable[..., Any], *args: Any) -> An
 
 
 SEAMS: Mapping[str, Mapping[str, Attach]] = {
-    "celery": {"celery.app.trace": _celery},
-    "rq": {"rq.job": _rq},
-    "dramatiq": {"dramatiq.broker": _dramatiq},
-    "arq": {"arq.worker": _arq},
-    "taskiq": {"taskiq.receiver.receiver": _taskiq},
-    "faststream": {"faststream._internal.endpoint.subscriber.call_item": _faststream},
-    "gradio": {"gradio.queueing": _gradio},
+    "celery": {"celery.app.trace": _attach_celery},
+    "rq": {"rq.job": _attach_rq},
+    "dramatiq": {"dramatiq.broker": _attach_dramatiq},
+    "arq": {"arq.worker": _attach_arq},
+    "taskiq": {"taskiq.receiver.receiver": _attach_taskiq},
+    "faststream": {"faststream._internal.endpoint.subscriber.call_item": _attach_faststream},
+    "gradio": {"gradio.queueing": _attach_gradio},
 }
 """By package: the functions that attach to a queue's library, by module."""

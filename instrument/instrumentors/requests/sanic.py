@@ -22,7 +22,7 @@ from instrument.instrumentors.requests.exchange import (
 )
 
 
-def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the requests that a connection passes to the app."""
     mixin = module.HttpProtocolMixin
     setup = mixin._setup
@@ -33,15 +33,15 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
         setup(self)
         handle = self.request_handler
 
-        async def handled(request: Any) -> None:
+        async def handle_recorded(request: Any) -> None:
             is_http = request.headers.get("upgrade", "").lower() != "websocket"
-            exchange = (http if is_http else websocket).begun(request)
+            exchange = (http if is_http else websocket).begin(request)
             if exchange is None:
                 await handle(request)
                 return
             error: BaseException | None = None
             try:
-                await exchange.stepped(handle(request))
+                await exchange.track_waits(handle(request))
             except BaseException as raised:
                 error = raised
                 raise
@@ -52,15 +52,15 @@ def _protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
                 if close_code is not None:
                     exchange.facts[CLOSE_CODE] = close_code.code
                 elif exchange.status == 101 and is_gone and getattr(exchange, "failure", None) is None:
-                    exchange.broken_off()
+                    exchange.break_off()
                 exchange.finish(error, is_gone=is_gone, in_parts=is_http)
 
-        self.request_handler = handled
+        self.request_handler = handle_recorded
 
     return [undo]
 
 
-def _response(module: Any, _: Exchanges) -> list[Undo]:
+def _attach_response(module: Any, _: Exchanges) -> list[Undo]:
     """Note the status of each answer, and count its parts."""
     owner = module.BaseHTTPResponse
     send = owner.send
@@ -84,12 +84,12 @@ def _note_part(exchange: Exchange, response: Any, data: Any) -> None:
             if exchange.timing is not None:
                 response.headers.add(SERVER_TIMING, exchange.timing.text(exchange))
         if part:
-            exchange.part(part.encode() if isinstance(part, str) else part, is_last=begins and not data)
+            exchange.add_part(part.encode() if isinstance(part, str) else part, is_last=begins and not data)
     except Exception:
-        exchange.unread()
+        exchange.count_unread()
 
 
-def _errors(module: Any, _: Exchanges) -> list[Undo]:
+def _attach_errors(module: Any, _: Exchanges) -> list[Undo]:
     """Note each exception for which Sanic looks up an error handler."""
     owner = module.ErrorHandler
     look_up = owner._lookup
@@ -104,7 +104,7 @@ def _errors(module: Any, _: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _websocket(module: Any, _: Exchanges) -> list[Undo]:
+def _attach_websocket(module: Any, _: Exchanges) -> list[Undo]:
     """Note the answer to a websocket's handshake, and store the exchange at the new connection."""
     owner = module.WebSocketProtocol
     shake_hands = owner.websocket_handshake
@@ -121,7 +121,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _messages(module: Any, _: Exchanges) -> list[Undo]:
+def _attach_messages(module: Any, _: Exchanges) -> list[Undo]:
     """Count each message that any task sends over a websocket."""
     owner = module.WebsocketImplProtocol
     send = owner.send
@@ -130,20 +130,20 @@ def _messages(module: Any, _: Exchanges) -> list[Undo]:
     async def undo(self: Any, message: Any) -> None:
         exchange = getattr(self, EXCHANGE, None)
         if exchange is not None and exchange.is_open:
-            exchange.part(message)
+            exchange.add_part(message)
         await send(self, message)
 
     return [undo]
 
 
-def _app(module: Any, _: Exchanges) -> list[Undo]:
+def _attach_app(module: Any, _: Exchanges) -> list[Undo]:
     """Note exceptions of websockets' handlers, because Sanic only logs them."""
     owner = module.Sanic
     run = owner._websocket_handler
 
     @replaces(owner, "_websocket_handler")
     async def undo(self: Any, handler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-        async def handled(*args: Any, **kwargs: Any) -> Any:
+        async def handle_recorded(*args: Any, **kwargs: Any) -> Any:
             try:
                 return await handler(*args, **kwargs)
             except Exception as error:
@@ -152,19 +152,19 @@ def _app(module: Any, _: Exchanges) -> list[Undo]:
                     exchange.failure = error
                 raise
 
-        await run(self, handled, request, *args, **kwargs)
+        await run(self, handle_recorded, request, *args, **kwargs)
 
     return [undo]
 
 
-def _arrival(request: Any) -> Arrival:
+def _read_arrival(request: Any) -> Arrival:
     address = getattr(request.conn_info, "sockname", None)
     host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
     return request.method, request.scheme, host, port
 
 
 READS = reads(
-    _arrival,
+    _read_arrival,
     lambda request: request.headers,
     lambda request: request.path,
     lambda request: request.query_string,
@@ -172,10 +172,10 @@ READS = reads(
 )
 
 SANIC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    "sanic.app": _app,
-    "sanic.handlers.error": _errors,
-    "sanic.response.types": _response,
-    "sanic.server.protocols.http_protocol": _protocol,
-    "sanic.server.protocols.websocket_protocol": _websocket,
-    "sanic.server.websockets.impl": _messages,
+    "sanic.app": _attach_app,
+    "sanic.handlers.error": _attach_errors,
+    "sanic.response.types": _attach_response,
+    "sanic.server.protocols.http_protocol": _attach_protocol,
+    "sanic.server.protocols.websocket_protocol": _attach_websocket,
+    "sanic.server.websockets.impl": _attach_messages,
 }

@@ -56,10 +56,10 @@ class AnswerTimings:
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
                 exchange.facts.update(exchange.stream.facts(recorder.begun_ns(frame)))
-            return ", ".join([*_durations(recorder, frame, self._details_from), *_traceparent(recorder, frame)])
+            return ", ".join([*_time_texts(recorder, frame, self._details_from), *_traceparent_text(recorder, frame)])
         except Exception as fault:
             FAULTS.note("server timing", fault)
-            return _total(recorder, frame)
+            return _total_text(recorder, frame)
 
     def begin_parts(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
         """Note the headers of the answer and the method of the request, to know if a comment may end the body."""
@@ -79,7 +79,7 @@ class AnswerTimings:
         return f": server-timing {self.text(exchange)}\n\n".encode() if is_whole else b""
 
 
-def _traceparent(recorder: Recorder, frame: Any) -> list[str]:
+def _traceparent_text(recorder: Recorder, frame: Any) -> list[str]:
     trace_of, innermost = recorder.trace_of, recorder.current_trace()
     if trace_of is None or innermost is None or innermost[1] != frame.root_id:
         return []
@@ -87,15 +87,15 @@ def _traceparent(recorder: Recorder, frame: Any) -> list[str]:
     return [f'traceparent;desc="00-{trace_id:032x}-{span_id:016x}-{flags & 0xFF:02x}"']
 
 
-def _total(recorder: Recorder, frame: Any) -> str:
-    return f"total;dur={_milliseconds(recorder.now_ns() - recorder.begun_ns(frame))}"
+def _total_text(recorder: Recorder, frame: Any) -> str:
+    return f"total;dur={_milliseconds_text(recorder.now_ns() - recorder.begun_ns(frame))}"
 
 
-def _milliseconds(time_ns: int) -> str:
+def _milliseconds_text(time_ns: int) -> str:
     return f"{time_ns / 1e6:.6f}".rstrip("0").rstrip(".")
 
 
-def _is_too_much(recorder: Recorder, frame: Any, details_from: int) -> bool:
+def _exceeds_limits(recorder: Recorder, frame: Any, details_from: int) -> bool:
     """Return True if more rows or attributes than the limits have been recorded since the begin of a request."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
     heads, firsts = mapped.heads(), mapped.first_after(recorder.begun_ns(frame))
@@ -103,12 +103,12 @@ def _is_too_much(recorder: Recorder, frame: Any, details_from: int) -> bool:
     return sum(heads.values()) - sum(firsts.values()) > MOST_ROWS or detail_bytes > MOST_DETAIL_BYTES
 
 
-def _durations(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
+def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
     """Return the parts, total and stages of an open request, each as a text with its time in ms."""
-    if _is_too_much(recorder, frame, details_from):
+    if _exceeds_limits(recorder, frame, details_from):
         recorder.count(WITHOUT_PARTS)
-        return [_total(recorder, frame)]
-    trace = _trace_so_far(recorder, frame, details_from)
+        return [_total_text(recorder, frame)]
+    trace = _read_trace(recorder, frame, details_from)
     joined = join(trace)
     place = joined.rows.tolist().index(int(np.flatnonzero(trace.span_id == frame.span_id)[0]))
     row = int(joined.rows[place])
@@ -123,10 +123,10 @@ def _durations(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
         times_s = {name: attributes[name] for name in _TIMES & attributes.keys()}
         facts |= {name: round(time_s * 1e9) for name, time_s in times_s.items() if isinstance(time_s, (int, float))}
     tokens = {re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-"): time_ns for name, time_ns in (times | facts).items()}
-    return [f"{token};dur={_milliseconds(time_ns)}" for token, time_ns in tokens.items()]
+    return [f"{token};dur={_milliseconds_text(time_ns)}" for token, time_ns in tokens.items()]
 
 
-def _trace_so_far(recorder: Recorder, frame: Any, details_from: int) -> Columns:
+def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
     """Return the trace of an open request: the spans since its begin in its tree, and in trees with its keys."""
     mapped = recorder.mapped()
     snapshot = RowSnapshot.of(mapped, recorder.begun_ns(frame), details_from=details_from)

@@ -21,7 +21,7 @@ from instrument.runtime.threads import catch_up_with_fork
 Attach = Callable[[Any, Exchanges], list[Undo]]
 
 
-def _recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
+def _make_recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
     """Return a proxy that records an app under a rule, or the app itself if it is that proxy already."""
     inner = app
     while isinstance(inner, ServedApp):
@@ -44,7 +44,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
             nonlocal last
             app_before, served = last
             if app_before is not app or served is None:
-                served = _recording_app(app, kind, exchanges)
+                served = _make_recording_app(app, kind, exchanges)
                 last = app, served
             return run(self, served)
 
@@ -66,7 +66,7 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
         def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 holder = self if holder_of is None else holder_of(self)
-                setattr(holder, name, _recording_app(getattr(holder, name), kind, exchanges))
+                setattr(holder, name, _make_recording_app(getattr(holder, name), kind, exchanges))
             except Exception as fault:  # a version with another attribute
                 FAULTS.note(f"app of {module.__name__}", fault)
             return run(self, *args, **kwargs)
@@ -76,7 +76,7 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
     return attach
 
 
-def _attach_to_module(*ways: Attach) -> Attach:
+def _join_attaches(*ways: Attach) -> Attach:
     """Join several `Attach` functions of a module into one."""
     return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
 
@@ -89,7 +89,7 @@ def _app_argument(name: str, position: int, kind: Any) -> Attach:
 
         @replaces(module, name)
         def undo(*args: Any, **kwargs: Any) -> Any:
-            app = _recording_app(args[position], kind, exchanges)
+            app = _make_recording_app(args[position], kind, exchanges)
             return run(*args[:position], app, *args[position + 1 :], **kwargs)
 
         return [undo]
@@ -120,7 +120,7 @@ def _app_class(class_name: str) -> Attach:
     return attach
 
 
-def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the app of gunicorn's workers that call a WSGI app themselves, unlike uvicorn's workers.
 
     An app of Tornado is left alone, because Tornado's worker tests the app's type.
@@ -133,7 +133,7 @@ def _gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
         load(self)
         is_of_tornado = any(kind.__module__.startswith("tornado.") for kind in type(self.wsgi).__mro__)
         if hasattr(type(self), "handle_request") and not is_of_tornado:
-            self.wsgi = _recording_app(self.wsgi, wsgi.WsgiApp, exchanges)
+            self.wsgi = _make_recording_app(self.wsgi, wsgi.WsgiApp, exchanges)
 
     return [undo]
 
@@ -144,19 +144,19 @@ ASGI: Mapping[str, Attach] = {
     "uvicorn.protocols.websockets.websockets_impl": _kept("WebSocketProtocol", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.websockets_sansio_impl": _kept("WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp),
     "uvicorn.protocols.websockets.wsproto_impl": _kept("WSProtocol", "run_asgi", asgi.AsgiApp),
-    "hypercorn.app_wrappers": _attach_to_module(
+    "hypercorn.app_wrappers": _join_attaches(
         _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
     ),
     "daphne.server": _kept("Server", "create_application", asgi.AsgiApp, "application"),
     "granian.asgi": _app_argument("_callback_wrapper", 0, asgi.AsgiApp),
-    "gunicorn.asgi.protocol": _attach_to_module(
+    "gunicorn.asgi.protocol": _join_attaches(
         _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
         _kept("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
         _kept("ASGIProtocol", "_handle_websocket", asgi.AsgiApp),
     ),
 }
 WSGI: Mapping[str, Attach] = {
-    "gunicorn.workers.base": _gunicorn,
+    "gunicorn.workers.base": _attach_gunicorn,
     "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
     "wsgiref.handlers": _attach_to_method("BaseHandler", "run", wsgi.WsgiApp),
     "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),

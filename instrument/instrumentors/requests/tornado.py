@@ -46,15 +46,15 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
         request = self.request
         is_http = request.headers.get("Upgrade", "").lower() != "websocket"
         is_passed_on = isinstance(self, module.FallbackHandler)  # to a server of its own, such as a container of WSGI
-        exchange = None if is_passed_on else (http if is_http else websocket).begun(request)
+        exchange = None if is_passed_on else (http if is_http else websocket).begin(request)
         if exchange is None:
             return await execute(self, transforms, *args, **kwargs)  # type: ignore[no-any-return]
         if hasattr(request, ROUTE):
-            exchange.found(getattr(request, ROUTE))
+            exchange.set_route(getattr(request, ROUTE))
         setattr(request.connection, EXCHANGE, exchange)
         error = None
         try:
-            await exchange.stepped(execute(self, transforms, *args, **kwargs))
+            await exchange.track_waits(execute(self, transforms, *args, **kwargs))
         except BaseException as raised:
             error = raised
             raise
@@ -64,7 +64,7 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
             if close_code is not None:
                 exchange.facts[CLOSE_CODE] = close_code
             elif is_gone and exchange.status in (0, 101) and error is getattr(exchange, "failure", None):
-                exchange.broken_off()
+                exchange.break_off()
             if error is not None or is_gone or self._finished or self._auto_finish:
                 exchange.finish(error, is_gone=is_gone, in_parts=is_http)
         return None
@@ -83,7 +83,7 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange.begin_answer(start_line.code, headers.get("Content-Type"))
             if chunk:
                 # A handler that has finished writes its whole answer at once.
-                exchange.part(chunk, is_last=headers.get("Content-Length") == str(len(chunk)))
+                exchange.add_part(chunk, is_last=headers.get("Content-Length") == str(len(chunk)))
             if exchange.timing is not None and exchange.status >= 200:
                 headers = headers.copy()
                 headers.add(SERVER_TIMING, exchange.timing.text(exchange))
@@ -93,7 +93,7 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
     def undo_write(self: Any, chunk: Any) -> Any:
         exchange: Exchange | None = getattr(self, EXCHANGE, None)
         if exchange is not None and chunk:
-            exchange.part(chunk)
+            exchange.add_part(chunk)
         return write(self, chunk)
 
     @replaces(connection, "finish")
@@ -116,7 +116,7 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
         future = write_message(self, message, *args, **kwargs)
         exchange = getattr(self.request.connection, EXCHANGE, None)
         if exchange is not None and exchange.is_open:
-            exchange.part(message)
+            exchange.add_part(message)
         return future
 
     @replaces(protocol, "_run_callback")
@@ -124,22 +124,22 @@ def _websocket(module: Any, _: Exchanges) -> list[Undo]:
         request = getattr(self.handler, "request", None)
         exchange: Any = getattr(getattr(request, "connection", None), EXCHANGE, None)
 
-        def called(*args: Any, **kwargs: Any) -> Any:
+        def call_noted(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = callback(*args, **kwargs)
             except Exception as error:
                 exchange.failure = error
                 raise
-            return awaited(result) if isawaitable(result) else result
+            return await_noted(result) if isawaitable(result) else result
 
-        async def awaited(result: Any) -> Any:
+        async def await_noted(result: Any) -> Any:
             try:
                 return await result
             except Exception as error:
                 exchange.failure = error
                 raise
 
-        return run(self, callback if exchange is None else called, *args, **kwargs)
+        return run(self, callback if exchange is None else call_noted, *args, **kwargs)
 
     return [undo_write, undo_run]
 
@@ -149,7 +149,7 @@ def _is_gone(connection: Any) -> bool:
     return stream is None or bool(stream.closed())
 
 
-def _arrival(request: Any) -> Arrival:
+def _read_arrival(request: Any) -> Arrival:
     socket = getattr(request.connection.stream, "socket", None)
     address = None if socket is None else socket.getsockname()
     host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
@@ -157,7 +157,7 @@ def _arrival(request: Any) -> Arrival:
 
 
 READS = reads(
-    _arrival,
+    _read_arrival,
     lambda request: request.headers,
     lambda request: request.path,
     lambda request: request.query,

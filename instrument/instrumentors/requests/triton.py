@@ -51,7 +51,7 @@ class _Answer:
     def __del__(self) -> None:
         """End the request if its sender is deleted without a final response."""
         if self.is_left:
-            self.exchange.broken_off(DROPPED)
+            self.exchange.break_off(DROPPED)
 
 
 class _Batch:
@@ -66,7 +66,7 @@ class _Batch:
             site = requests_of.step(_model_name(requests[0]))
             self._frame = requests_of.recorder.open(site, {"requests": len(requests)})
         for request in requests:
-            context, begin = Context(), requests_of.arrivals.begun
+            context, begin = Context(), requests_of.arrivals.begin
             exchange = begin(request) if self._frame is None else context.run(begin, request)
             if exchange is not None:
                 self._opened[id(request)] = requests_of.executing[id(request)] = exchange, context
@@ -85,7 +85,7 @@ class _Batch:
                     self.leave()
                 continue  # its sender answers it later, from any thread
             response = responses[index] if isinstance(responses, list) and index < len(responses) else None
-            _end(request, exchange, None if is_alone else context, response, error)
+            _end_request(request, exchange, None if is_alone else context, response, error)
         frame, self._frame = self._frame, None
         if frame is not None:
             self._of.recorder.close(frame, error, True)
@@ -115,7 +115,7 @@ class _Requests:
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.recorder = exchanges.recorder
-        self.arrivals = exchanges.arrivals("triton", lambda request: "/" + _model_name(request), None, _read)
+        self.arrivals = exchanges.arrivals("triton", lambda request: "/" + _model_name(request), None, _read_request)
         self.executing: dict[int, tuple[Exchange, Context]] = {}
         self._answers: WeakKeyDictionary[Any, _Answer] = WeakKeyDictionary()
         self._steps: dict[str, Site] = {}
@@ -125,9 +125,9 @@ class _Requests:
     def begin(self, requests: Sequence[Any]) -> _Batch | None:
         """Begin the spans of a call's requests. Return None if they are not recorded. Never raises."""
         try:
-            if not requests or not self.arrivals.exchanges.wanted("/" + _model_name(requests[0])):
+            if not requests or not self.arrivals.exchanges.records("/" + _model_name(requests[0])):
                 return None
-            self._watch(type(requests[0]))
+            self._watch_class(type(requests[0]))
             return _Batch(self, list(requests))  # the model may change its own list
         except Exception as fault:
             FAULTS.note("requests of Triton", fault)
@@ -151,7 +151,7 @@ class _Requests:
             answer.is_left = False
             answer.exchange.end()
 
-    def _watch(self, kind: type) -> None:
+    def _watch_class(self, kind: type) -> None:
         """Watch the response senders that requests of a class return."""
         if kind in self._watched or not hasattr(kind, "get_response_sender"):
             return
@@ -177,21 +177,21 @@ class _Requests:
         self._watched.add(kind)
         send = kind.send
 
-        def sent(sender: Any, response: Any = None, flags: int = 0) -> Any:
+        def send_noted(sender: Any, response: Any = None, flags: int = 0) -> Any:
             answer = self._answers.get(sender)
             if answer is not None and response is not None:
-                answer.exchange.item()
+                answer.exchange.add_items()
             try:
                 return send(sender, response, flags) if response is not None else send(sender, flags=flags)
             finally:
                 if answer is not None and isinstance(flags, int) and flags & FINAL:
                     self._answers.pop(sender, None)
-                    _end(None, answer.exchange, answer.context, response)
+                    _end_request(None, answer.exchange, answer.context, response)
 
-        self._undos.append(replace(kind, "send", sent))
+        self._undos.append(replace(kind, "send", send_noted))
 
 
-def _end(
+def _end_request(
     request: Any, exchange: Exchange, context: Context | None, response: Any, error: BaseException | None = None
 ) -> None:
     """End a request with its last response or with an exception. Never raises."""
@@ -200,7 +200,7 @@ def _end(
         is_cancelled = getattr(request, "is_cancelled", None)
         if is_cancelled is not None and exchange.is_open and is_cancelled():
             exchange.facts[OUTCOME] = CANCELLED
-        failed = failed or _error_of(response)
+        failed = failed or _find_error(response)
     except Exception as fault:
         FAULTS.note("end of a request of Triton", fault)
     exchange.end(failed) if context is None else context.run(exchange.end, failed)
@@ -211,11 +211,11 @@ def _model_name(request: Any) -> str:
     return str(name()) if callable(name) else "model"
 
 
-def _read(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
-    return (_model_name(request), None, None, None), _headers(request), {}
+def _read_request(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    return (_model_name(request), None, None, None), _read_headers(request), {}
 
 
-def _headers(request: Any) -> dict[bytes, bytes]:
+def _read_headers(request: Any) -> dict[bytes, bytes]:
     """Return the trace headers of the caller, which the server passes on if its tracing for OpenTelemetry is on."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
@@ -227,7 +227,7 @@ def _headers(request: Any) -> dict[bytes, bytes]:
     return {name.lower().encode(): text.encode() for name, text in headers if isinstance(text, str)}
 
 
-def _error_of(response: Any) -> str | None:
+def _find_error(response: Any) -> str | None:
     has_error = getattr(response, "has_error", None)
     return "TritonError" if has_error is not None and has_error() else None
 

@@ -68,15 +68,15 @@ def _record_handler(handler: Any, arrivals: Any) -> Any:
 
     @functools.wraps(handler)
     async def recorded(connection: Any, *args: Any) -> Any:
-        exchange = _begin(arrivals, connection)
+        exchange = _begin_request(arrivals, connection)
         if exchange is None:
             return await handler(connection, *args)
         try:
-            result = await exchange.stepped(handler(connection, *args))
+            result = await exchange.track_waits(handler(connection, *args))
         except BaseException as error:
-            _end(exchange, connection, error)
+            _end_request(exchange, connection, error)
             raise
-        _end(exchange, connection)
+        _end_request(exchange, connection)
         return result
 
     setattr(recorded, EXCHANGE, True)
@@ -90,30 +90,30 @@ def _record_thread_handler(handler: Any, arrivals: Any) -> Any:
 
     @functools.wraps(handler)
     def recorded(connection: Any, *args: Any) -> Any:
-        exchange = _begin(arrivals, connection)
+        exchange = _begin_request(arrivals, connection)
         try:
             result = handler(connection, *args)
         except BaseException as error:
-            _end(exchange, connection, error)
+            _end_request(exchange, connection, error)
             raise
-        _end(exchange, connection)
+        _end_request(exchange, connection)
         return result
 
     setattr(recorded, EXCHANGE, True)
     return recorded
 
 
-def _begin(arrivals: Any, connection: Any) -> Exchange | None:
-    exchange: Exchange | None = arrivals.begun(connection)
+def _begin_request(arrivals: Any, connection: Any) -> Exchange | None:
+    exchange: Exchange | None = arrivals.begin(connection)
     if exchange is not None:
         exchange.begin_answer(101, None)
         setattr(connection, EXCHANGE, exchange)
         if (route := getattr(connection, ROUTE, None)) is not None:
-            exchange.found(route)
+            exchange.set_route(route)
     return exchange
 
 
-def _end(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
+def _end_request(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
     """End the request of a connection. Exceptions for its close or loss are no errors."""
     if exchange is None:
         return
@@ -122,7 +122,7 @@ def _end(exchange: Exchange | None, connection: Any, error: BaseException | None
         exchange.facts[CLOSE_CODE] = code
     is_closed = error is not None and "ConnectionClosed" in {kind.__name__ for kind in type(error).__mro__}
     if code == ABNORMAL and (error is None or is_closed):
-        exchange.broken_off(CLIENT_GONE)
+        exchange.break_off(CLIENT_GONE)
     exchange.finish(None if is_closed else error, in_parts=False)
 
 
@@ -134,7 +134,7 @@ def _count_messages(connection: Any) -> Undo:
     def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         exchange = getattr(self, EXCHANGE, None)
         if exchange is not None and exchange.is_open:
-            exchange.part(message if hasattr(message, "__len__") else b"")
+            exchange.add_part(message if hasattr(message, "__len__") else b"")
         return send(self, message, *args, **kwargs)
 
     return undo
@@ -144,11 +144,11 @@ def _record_refusals(connection: Any, arrivals: Any) -> Undo:
     """Record each connection whose handshake the server refuses."""
     shake_hands = connection.handshake
 
-    def note(self: Any) -> None:
+    def note_refusal(self: Any) -> None:
         response = self.response
         if self.request is None or response is None or response.status_code == 101:
             return
-        exchange = arrivals.begun(self)
+        exchange = arrivals.begin(self)
         if exchange is not None:
             exchange.begin_answer(response.status_code, None)
             exchange.answer_bytes = len(response.body or b"")
@@ -161,7 +161,7 @@ def _record_refusals(connection: Any, arrivals: Any) -> Undo:
             try:
                 shake_hands(self, *args, **kwargs)
             finally:  # older versions raise after a refusal
-                note(self)
+                note_refusal(self)
 
         return undo_by_thread
 
@@ -170,24 +170,24 @@ def _record_refusals(connection: Any, arrivals: Any) -> Undo:
         try:
             await shake_hands(self, *args, **kwargs)
         finally:
-            note(self)
+            note_refusal(self)
 
     return undo
 
 
-def _headers(connection: Any) -> dict[str, str]:
+def _read_headers(connection: Any) -> dict[str, str]:
     request = getattr(connection, "request", None)
     headers = connection.request_headers if request is None else request.headers
     return {name.lower(): value for name, value in headers.raw_items()}
 
 
-def _path(connection: Any) -> str:
+def _read_path(connection: Any) -> str:
     request = getattr(connection, "request", None)
     path: str = connection.path if request is None else request.path
     return path
 
 
-def _address(connection: Any, name: str) -> Any:
+def _read_address(connection: Any, name: str) -> Any:
     """Return `local_address` or `remote_address` of a connection, None if it is closed."""
     try:
         return getattr(connection, name)
@@ -195,8 +195,8 @@ def _address(connection: Any, name: str) -> Any:
         return None
 
 
-def _arrival(connection: Any) -> Arrival:
-    address = _address(connection, "local_address")
+def _read_arrival(connection: Any) -> Arrival:
+    address = _read_address(connection, "local_address")
     host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
     transport = getattr(connection, "transport", None)
     socket = getattr(connection, "socket", None)
@@ -204,17 +204,17 @@ def _arrival(connection: Any) -> Arrival:
     return "GET", "ws" if secured is None else "wss", host, port
 
 
-def _client(connection: Any) -> str | None:
-    address = _address(connection, "remote_address")
+def _read_client(connection: Any) -> str | None:
+    address = _read_address(connection, "remote_address")
     return address[0] if isinstance(address, tuple) else None
 
 
 READS = reads(
-    _arrival,
-    _headers,
-    lambda connection: _path(connection).partition("?")[0],
-    lambda connection: _path(connection).partition("?")[2],
-    _client,
+    _read_arrival,
+    _read_headers,
+    lambda connection: _read_path(connection).partition("?")[0],
+    lambda connection: _read_path(connection).partition("?")[2],
+    _read_client,
 )
 
 

@@ -44,21 +44,21 @@ class WsgiApp(ServedApp):
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
-        self._parts = app, exchanges.arrivals("wsgi", _path, _plain, _all)
+        self._parts = app, exchanges.arrivals("wsgi", _read_path, _read_plain, _read_all)
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         app, arrivals = self._parts  # each attribute takes 0.05 us, as the class has a `__getattr__`
-        exchange = arrivals.begun(environ)
+        exchange = arrivals.begin(environ)
         if exchange is None:
             return app(environ, start_response)  # type: ignore[no-any-return]
         if exchange.timing is not None:
-            start_response = _with_timings(exchange.timing, exchange, environ, start_response)
+            start_response = _add_timings(exchange.timing, exchange, environ, start_response)
 
         def start(*arguments: Any, **kwargs: Any) -> Any:
             try:
-                exchange.answer(_lines[arguments[0]])
+                exchange.set_status(_lines[arguments[0]])
             except Exception:
-                exchange.answer(_status_of(arguments))
+                exchange.set_status(_read_status(arguments))
             if kwargs or len(arguments) != 2:
                 return start_response(*arguments, **kwargs)
             status, headers = arguments
@@ -73,7 +73,7 @@ class WsgiApp(ServedApp):
             try:
                 exchange.answer_bytes = len(body[0]) if len(body) == 1 else sum(map(len, body))
             except Exception:
-                exchange.unread()
+                exchange.count_unread()
             exchange.end()
             return body
         if isinstance(wrapper := environ.get("wsgi.file_wrapper"), type) and isinstance(body, wrapper):
@@ -82,7 +82,7 @@ class WsgiApp(ServedApp):
         return _Body(body, exchange)
 
 
-def _with_timings(
+def _add_timings(
     timing: AnswerTimings, exchange: Exchange, environ: dict[str, Any], start_response: StartResponse
 ) -> StartResponse:
     """Wrap `start_response` so that it adds the timings to the headers of the answer."""
@@ -108,7 +108,7 @@ class InterleavedApp(WsgiApp):
         return _BodyInContext(body, context) if type(body) is _Body else body
 
 
-def _status_of(arguments: Sequence[Any]) -> int:
+def _read_status(arguments: Sequence[Any]) -> int:
     """Return the status from the arguments of `start_response`, 0 without a valid status line."""
     line = arguments[0] if arguments else None
     if not isinstance(line, str):
@@ -119,21 +119,21 @@ def _status_of(arguments: Sequence[Any]) -> int:
     return status
 
 
-def _path(environ: dict[str, Any]) -> str:
+def _read_path(environ: dict[str, Any]) -> str:
     path: str = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
     return path
 
 
-def _plain(environ: dict[str, Any]) -> tuple[Arrival, Caller | None, str | None]:
+def _read_plain(environ: dict[str, Any]) -> tuple[Arrival, Caller | None, str | None]:
     caller = environ.get("HTTP_TRACEPARENT")
     if "HTTP_TRACESTATE" in environ:
         caller = with_state(caller, environ["HTTP_TRACESTATE"])
     return ARRIVAL(environ), caller, environ.get("CONTENT_LENGTH")
 
 
-def _all(environ: dict[str, Any], names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
-    values = {name: _path(environ) if name == "url.path" else environ.get(NAMED[name], "") for name in names}
-    return ARRIVAL(environ), _headers(environ), {name: value for name, value in values.items() if value}
+def _read_all(environ: dict[str, Any], names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
+    values = {name: _read_path(environ) if name == "url.path" else environ.get(NAMED[name], "") for name in names}
+    return ARRIVAL(environ), _read_headers(environ), {name: value for name, value in values.items() if value}
 
 
 NAMED = {
@@ -144,7 +144,7 @@ NAMED = {
 """The key in the WSGI environment for each attribute of a request."""
 
 
-def _headers(environ: dict[str, Any]) -> dict[bytes, bytes]:
+def _read_headers(environ: dict[str, Any]) -> dict[bytes, bytes]:
     """Return the headers in a WSGI environment, with lower-case names."""
     texts = {name[5:]: text for name, text in environ.items() if name.startswith("HTTP_")}
     texts |= {"CONTENT_LENGTH": environ.get("CONTENT_LENGTH")}
@@ -186,14 +186,14 @@ class _Body:
                 exchange.timing.sent(part)
             exchange.answer_bytes += len(part)
             if part:
-                exchange.item()
+                exchange.add_items()
         except Exception:
-            exchange.unread()
+            exchange.count_unread()
         return part
 
     def __del__(self) -> None:
         """End the exchange if the server has dropped the body without closing it."""
-        self._exchange.broken_off()
+        self._exchange.break_off()
 
     def close(self) -> None:
         """Close the body, perhaps before its end."""
@@ -209,7 +209,7 @@ class _Body:
         finally:
             CURRENT.reset(token)
             if self._items is not None:
-                exchange.broken_off()
+                exchange.break_off()
             exchange.end()
 
 
