@@ -62,7 +62,7 @@ def serve(route: str, status: int, times: int) -> None:
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         exchange = CURRENT.get()
         assert exchange is not None
-        exchange.found(route)
+        exchange.set_route(route)
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 

@@ -65,7 +65,7 @@ class Served:
         _, route, status = scope["path"].split("/")
         exchange = CURRENT.get()
         assert exchange is not None
-        exchange.found(f"/{route}")
+        exchange.set_route(f"/{route}")
         if status == "boom":
             raise ValueError(route)
         await send({"type": "http.response.start", "status": int(status), "headers": []})
@@ -388,7 +388,7 @@ def test_streams_of_generations_report_the_time_to_the_first_token_and_of_each()
     async def generate(scope: Any, receive: Any, send: Any) -> None:
         exchange = CURRENT.get()
         assert exchange is not None
-        exchange.found(scope["path"])
+        exchange.set_route(scope["path"])
         instrument.annotate_request({"gen_ai.request.model": "tiny", "tenant": "acme"})
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         for number in range(5):
