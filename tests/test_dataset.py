@@ -162,6 +162,9 @@ def test_no_folder_has_a_value_that_engines_take_for_a_number(tmp_path: Path) ->
     folder = written(tmp_path, [hostile()])
     assert [path.name for path in (folder / "spans").iterdir()] == ["service=s-10_1.10__"]
     assert dataset_files.make_folder_path("89e1234", T_NS // HOUR_NS) == "service=s-89e1234/date=d2026-11-30/hour=h00"
+    assert (
+        max(map(len, dataset_files.make_folder_path("long" * 100, 0).split("/"))) < 255
+    )  # or a file system refuses it
     assert rows_of(folder, "spans").column("service_name").to_pylist() == ["10/1.10 \ufffd"] * 3
 
 
@@ -318,17 +321,38 @@ def test_engines_read_the_same_rows_and_the_folders_as_text(tmp_path: Path) -> N
     assert frame.row(0) == expected
 
 
-def test_the_questions_of_the_examples_are_answered(tmp_path: Path) -> None:
-    """By DuckDB. `tests/bench/fleet.py` has all engines answer, and compares each answer with the report."""
-    folder = written(tmp_path, [simulated()])
+def answered(folder: Path) -> list[list[tuple[Any, ...]]]:
+    """Return the answers of DuckDB to the questions of the examples."""
     text = (Path(__file__).parent.parent / "examples" / "fleet" / "duckdb.sql").read_text("utf-8")
     with duckdb.connect() as connection:
         statements = text.replace("'dataset/", f"'{folder}/").strip().removesuffix(";").split(";\n")
-        answers = [connection.execute(statement).fetchall() for statement in statements][2:]
+        return [connection.execute(statement).fetchall() for statement in statements][2:]
+
+
+def test_the_longest_part_of_a_request_may_be_a_phase(tmp_path: Path) -> None:
+    request, phase = Site("GET /x", "request"), Site("tokenize", "phase")
+    spans = [Span(request, 1, 0, 1, 1, 0, 0, 100, 100, 10), Span(phase, 2, 1, 1, 1, 0, 5, 95, 90, 90)]
+    folder = written(tmp_path, [Trace(spans=spans, start_ns=0, end_ns=100, **of_host("a"))])
+    ((_, *answer),) = answered(folder)[3]
+    assert answer == ["GET /x", 100, 90, "tokenize"]
+
+
+def test_the_questions_of_the_examples_are_answered(tmp_path: Path) -> None:
+    """By DuckDB. `tests/bench/fleet.py` has all engines answer, and compares each answer with the report."""
+    folder = written(tmp_path, [simulated()])
+    answers = answered(folder)
     requests = rows_of(folder, "requests").to_pylist()
     assert sum(row[2] for row in answers[0]) == sum(row["is_complete"] for row in requests)
     assert sum(row[2] for row in answers[1]) == sum(row["device_ns"] for row in requests)
     assert answers[3][0][2] == max(row["duration_ns"] for row in requests)
+    parts = ("queue", "share", "waiting", "stall", "transport", "sub_requests", "unknown")
+    longest = {
+        row["trace_id"].hex(): max(
+            [(row[f"{part}_ns"], part) for part in parts] + [(ns, phase) for phase, ns in row["phases_ns"] or ()]
+        )
+        for row in requests
+    }
+    assert {trace: (ns, part) for trace, _, _, ns, part in answers[3]}.items() <= longest.items()
     assert sum(row[1] for row in answers[2]) > 0
     assert len(answers[4]) > 3
     assert fleet.changes([], []).num_rows == 0

@@ -355,6 +355,16 @@ def test_a_process_without_an_agent_writes_its_dataset_itself() -> None:
     assert [row[0] for row in read("requests", "name")] == ["serve", "serve"]
 
 
+@pytest.mark.slow
+def test_a_process_of_a_second_has_its_notes_in_the_dataset() -> None:
+    profile("path: data/")
+    done = run("import instrument\nwith instrument.scope('x'):\n    instrument.annotate(size=b'')\n")
+    assert done.returncode == 0, done.stderr
+    until(lambda: not agents())
+    ((notes,),) = read("processes", "notes")
+    assert any("the attribute size cannot be bytes" in note for note in notes)
+
+
 # Losses
 
 
@@ -443,6 +453,11 @@ def test_check_says_what_a_dataset_lacks(
     profile("path: data/")
     assert main(["check", "profile.yaml"]) == 0
     assert "export.parquet" not in capsys.readouterr().out
+    Path("taken").write_text("a file")
+    profile("path: taken/data")
+    assert main(["check", "profile.yaml"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"export.parquet: cannot write to {Path.cwd()}/taken/data: {Path.cwd()}/taken is no folder" in text
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert main(["check", "profile.yaml"]) == 0
     assert "export.parquet: pyarrow is not installed; install it with: pip install" in capsys.readouterr().out

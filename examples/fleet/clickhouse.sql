@@ -21,10 +21,10 @@ from spans where name = 'loop blocked'
 group by blocked_by order by blocked_ns desc, blocked_by;
 
 -- slowest requests with the longest part of their time
-select lower(hex(trace_id)) as trace, name, duration_ns,
-  greatest(queue_ns, share_ns, waiting_ns, stall_ns, transport_ns, unknown_ns) as part_ns,
-  case part_ns when queue_ns then 'queue' when share_ns then 'share' when waiting_ns then 'waiting'
-    when stall_ns then 'stall' when transport_ns then 'transport' else 'unknown' end as part
+with arrayReverseSort(arrayConcat(arrayZip(mapValues(phases_ns), mapKeys(phases_ns)),
+  [(queue_ns, 'queue'), (share_ns, 'share'), (waiting_ns, 'waiting'), (stall_ns, 'stall'), (transport_ns, 'transport'),
+    (sub_requests_ns, 'sub_requests'), (unknown_ns, 'unknown')]))[1] as longest
+select lower(hex(trace_id)) as trace, name, duration_ns, longest.1 as part_ns, longest.2 as part
 from requests where is_complete
 order by duration_ns desc, trace limit 10;
 

@@ -21,11 +21,13 @@ from spans where name = 'loop blocked'
 group by blocked_by order by blocked_ns desc, blocked_by;
 
 -- slowest requests with the longest part of their time
-select lower(hex(trace_id)) as trace, name, duration_ns,
-  greatest(queue_ns, share_ns, waiting_ns, stall_ns, transport_ns, unknown_ns) as part_ns,
-  case part_ns when queue_ns then 'queue' when share_ns then 'share' when waiting_ns then 'waiting'
-    when stall_ns then 'stall' when transport_ns then 'transport' else 'unknown' end as part
-from requests where is_complete
+with parts as (
+  select *, list_concat(map_entries(coalesce(phases_ns, map {})), map_entries(map {
+    'queue': queue_ns, 'share': share_ns, 'waiting': waiting_ns, 'stall': stall_ns, 'transport': transport_ns,
+    'sub_requests': sub_requests_ns, 'unknown': unknown_ns})) as parts
+  from requests where is_complete)
+select lower(hex(trace_id)) as trace, name, duration_ns, longest.ns as part_ns, longest.part as part
+from (select *, list_max([{'ns': part.value, 'part': part.key} for part in parts]) as longest from parts)
 order by duration_ns desc, trace limit 10;
 
 -- regressions by version: self time of a call, against the version that began before

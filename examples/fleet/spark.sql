@@ -21,11 +21,17 @@ from spans where name = 'loop blocked'
 group by blocked_by order by blocked_ns desc, blocked_by;
 
 -- slowest requests with the longest part of their time
-select lower(hex(trace_id)) as trace, name, duration_ns,
-  greatest(queue_ns, share_ns, waiting_ns, stall_ns, transport_ns, unknown_ns) as part_ns,
-  case part_ns when queue_ns then 'queue' when share_ns then 'share' when waiting_ns then 'waiting'
-    when stall_ns then 'stall' when transport_ns then 'transport' else 'unknown' end as part
-from requests where is_complete
+with parts as (
+  select *, map_entries(phases_ns) as phases, map_entries(map(
+    'queue', queue_ns, 'share', share_ns, 'waiting', waiting_ns, 'stall', stall_ns, 'transport', transport_ns,
+    'sub_requests', sub_requests_ns, 'unknown', unknown_ns)) as others
+  from requests where is_complete),
+longest as (
+  select *, array_max(transform(coalesce(concat(phases, others), others),
+    part -> struct(part.value as ns, part.key as part))) as longest
+  from parts)
+select lower(hex(trace_id)) as trace, name, duration_ns, longest.ns as part_ns, longest.part as part
+from longest
 order by duration_ns desc, trace limit 10;
 
 -- regressions by version: self time of a call, against the version that began before

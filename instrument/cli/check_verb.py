@@ -221,10 +221,9 @@ def _why_no_dataset(profile: Profile) -> str:
     from instrument.trace.dataset_files import Folder
 
     try:
-        Folder(profile.export.parquet.path)
+        return Folder(profile.export.parquet.path).why_not_written()
     except InstrumentError as problem:
         return str(problem)
-    return ""
 
 
 def _service_of(profile: Profile) -> str:

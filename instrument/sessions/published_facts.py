@@ -231,13 +231,13 @@ class PublishedFacts:
         uncalled = own_notes.uncalled if len(own_notes.uncalled) <= MOST_MARKS else ()
         return asdict(replace(own_notes, at_work=own_notes.at_work[:MOST_MARKS], waiting=waiting, uncalled=uncalled))
 
-    def publish_verdicts(self) -> None:
+    def publish_verdicts(self, *, at_once: bool = False) -> None:
         """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
 
-        Takes at most a 20th of the time. The interval grows from short ones after the start to `VERDICTS_EVERY_NS`.
+        Unless `at_once`, takes at most a 20th of the time, at intervals that grow to `VERDICTS_EVERY_NS`.
         """
         began_ns, recorded = time.monotonic_ns(), self._recorded
-        if began_ns < self._verdicts_until_ns:
+        if began_ns < self._verdicts_until_ns and not at_once:
             return
         if folder := os.environ.get(CHECK_FOLDER):
             write_check_report(folder, RECORDER.calls, recorded.profile, recorded.account.verdicts(of_all=False))

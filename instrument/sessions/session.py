@@ -280,6 +280,8 @@ class Session:
             self._undo(before_sending)
             FAULTS.attempt("resource of the service", self._facts.publish_resource)
             FAULTS.attempt("books of the metrics", partial(self._facts.publish_books, at_once=True))
+            if self.profile.export.parquet is not None:  # whose rows of processes have the notes
+                FAULTS.attempt("last notes", partial(self._facts.publish_verdicts, at_once=True))
             FAULTS.attempt("another agent", self.exporting.await_last_agent)
             FAULTS.attempt("last look at the spans", partial(self.exporting.read_recorded, meters=True))
             self.recorded.end_ns = time.monotonic_ns()

@@ -24,6 +24,9 @@ FILE_BYTES = 128 << 20
 
 HOUR_NS = 3600 * 10**9
 
+NAME_LENGTH = 200
+"""The maximum number of characters of a service's name in the name of its folder. File systems refuse more than 255."""
+
 PLAIN = frozenset({
     "span_id", "parent_span_id", "start_unix_ns", "duration_ns", "children_ns", "waiting_ns", "link_span_id", "own_ns",
     "share_ns", "request_span_id", "queue_ns", "stall_ns", "transport_ns", "unknown_ns", "value",
@@ -33,7 +36,7 @@ PLAIN = frozenset({
 
 def make_folder_path(service: str, hour: int) -> str:
     """Return the path of the folder for a service's rows that began in `hour`, counted from 1970."""
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", clean(service)) or "_"
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", clean(service))[:NAME_LENGTH] or "_"
     return time.strftime(f"service=s-{name}/date=d%Y-%m-%d/hour=h%H", time.gmtime(hour * 3600))
 
 
@@ -53,6 +56,14 @@ class Folder:
                 self.files, self.path = fs.FileSystem.from_uri(path)
         except (OSError, ValueError) as problem:
             raise TraceError(f"cannot write to {path}: {problem}") from problem
+
+    def why_not_written(self) -> str:
+        """Return the reason why a local folder cannot be made or written to, "" if it can be or is not local."""
+        path = self.path
+        while self.is_local and not os.path.lexists(path):
+            path = os.path.dirname(path)  # noqa: PTH120
+        is_usable = not self.is_local or (os.path.isdir(path) and os.access(path, os.W_OK | os.X_OK))  # noqa: PTH112
+        return "" if is_usable else f"cannot write to {self.path}: {path} is no folder in which this user may write"
 
     def create(self, name: str) -> Any:
         """Return a new file for writing. Only the owner can read a local file."""
