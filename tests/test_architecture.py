@@ -343,7 +343,7 @@ LINES_AND_FILES = {
     "": (321, 4),
     "agent": (4_609, 15),
     "chrome": (3_177, 9),
-    "cli": (2_993, 16),
+    "cli": (2_992, 16),
     "compat": (1_181, 6),
     "device": (3_710, 11),
     "docs": (0, 0),
@@ -357,8 +357,8 @@ LINES_AND_FILES = {
     "recording": (4_053, 16),
     "report": (14_874, 46),
     "runtime": (2_820, 18),
-    "sessions": (6_769, 23),
-    "trace": (10_780, 35),
+    "sessions": (6_771, 23),
+    "trace": (10_791, 35),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
