@@ -233,6 +233,13 @@ def test_other_files_than_recordings_are_refused(content: bytes, tmp_path: Path)
         file.load(path)
 
 
+def test_an_archive_of_numpy_that_is_no_recording_is_refused_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "weights.npz"
+    np.savez(path, weights=np.zeros(3, dtype=np.int64))
+    with pytest.raises(TraceError, match="weights.npz: it is no recording of `instrument`"):
+        file.load(path)
+
+
 def test_a_small_file_does_not_unpack_to_all_memory(tmp_path: Path) -> None:
     path = tmp_path / "recording.npz"
     np.savez_compressed(path, span_id_steps=np.zeros(1 << 22, dtype=np.uint8))

@@ -195,6 +195,8 @@ def _read_arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
             raise ValueError(f"it unpacks to more than {limit_bytes} bytes")
         for member in archive.infolist():
             arrays[member.filename.removesuffix(".npy")] = _read_array(archive.read(member))
+    if not arrays.keys() >= {"metadata", "span_id_steps"}:
+        raise ValueError("it is no recording of `instrument`; give one, or a Chrome trace")
     if len(arrays["span_id_steps"]) > LIMIT_SPANS:
         raise ValueError(f"it has more than {LIMIT_SPANS} spans; record less into one file")
     return arrays
