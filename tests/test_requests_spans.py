@@ -17,6 +17,7 @@ import pytest
 from readback import spans_in
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 
@@ -235,6 +236,30 @@ def test_an_answer_that_never_ends_was_broken_off() -> None:
     ask(answering(START, part(b"a", True)))
     (span,) = requests()
     assert told(span)["instrument.outcome"] == "client gone"
+
+
+def test_a_client_that_leaves_within_its_upload_is_no_error_of_the_service() -> None:
+    """Starlette answers 500 to nobody, and raises its `ClientDisconnect` again."""
+
+    async def upload(request: Any) -> Any:
+        return JSONResponse(len(await request.body()))
+
+    messages = [{"type": "http.request", "body": b"a", "more_body": True}, {"type": "http.disconnect"}]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message.get("status"))
+
+    app = asgi.AsgiApp(Starlette(routes=[Route("/upload", upload, methods=["POST"])]), Exchanges(RequestsRule()))
+    scope = {"type": "http", "method": "POST", "path": "/upload", "raw_path": b"/upload", "query_string": b""}
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(app({**scope, "root_path": "", "headers": []}, receive, send))  # type: ignore[arg-type]
+    (span,) = requests()
+    assert sent == [500, None]
+    assert (span.error, told(span)["instrument.outcome"], told(span).get(STATUS)) == (None, "client gone", None)
 
 
 def test_a_stream_whose_server_reports_a_disconnect_within_the_last_send_was_served() -> None:

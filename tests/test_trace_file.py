@@ -236,7 +236,7 @@ def test_other_files_than_recordings_are_refused(content: bytes, tmp_path: Path)
 def test_an_archive_of_numpy_that_is_no_recording_is_refused_as_such(tmp_path: Path) -> None:
     path = tmp_path / "weights.npz"
     np.savez(path, weights=np.zeros(3, dtype=np.int64))
-    with pytest.raises(TraceError, match="weights.npz: it is no recording of `instrument`"):
+    with pytest.raises(TraceError, match=r"weights\.npz: it is no recording of `instrument`"):
         file.load(path)
 
 

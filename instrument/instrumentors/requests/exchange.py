@@ -351,9 +351,7 @@ class Exchange:
         self.failure = None  # the exception's traceback refers to the exchange
         is_broken_off = isinstance(failure, OSError) and not isinstance(failure, TimeoutError)
         if is_gone and failure is not None and (is_broken_off or not isinstance(failure, Exception)):
-            if self.status >= FIRST_OF_SERVER:  # the client never got that answer
-                self.status = 0
-                self.facts.pop(STATUS, None)
+            self._forget_failure()
             self.break_off()
         elif failure is not None:
             self.fail(failure)
@@ -370,9 +368,17 @@ class Exchange:
 
     def fail(self, error: BaseException) -> None:
         """End the exchange with an exception of the app. Note status 500, unless the app has answered before."""
-        if outcome_of(error) is None and outcome_by(error) != CLIENT_GONE:
+        if outcome_by(error) == CLIENT_GONE:
+            self._forget_failure()
+        elif outcome_of(error) is None:
             self.set_status(self.status or 500)
         self.end(error)
+
+    def _forget_failure(self) -> None:
+        """Drop the status of an answer that failed because the client left, and that it never got."""
+        if self.frame is not None and self.status >= FIRST_OF_SERVER:
+            self.status = 0
+            self.facts.pop(STATUS, None)
 
     def end(self, error: BaseException | str | None = None) -> None:
         """End the span, with an exception or an error's name if given. Record a later exception separately."""
