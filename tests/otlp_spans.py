@@ -16,7 +16,7 @@ from instrument.otlp.exporter import Exporter
 from instrument.otlp.span_queue import Source
 from instrument.recording.remote_parents import LinkedSpan, link_of
 from instrument.recording.spans import Origin, Site, Span
-from instrument.trace.by_process import outer_spans, rows_by_process
+from instrument.trace.by_process import find_outer_spans, rows_by_process
 from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
@@ -160,7 +160,7 @@ def spans_by_process(
 ) -> Iterator[tuple[Trace, list[Span]]]:
     """The spans of each process of merged files, with what hangs below rows."""
     more = [span for its in (below or {}).values() for span in its]
-    linked, began = linked_requests(trace, joined), outer_spans(trace, joined)
+    linked, began = linked_requests(trace, joined), find_outer_spans(trace, joined)
     remotes = {int(trace.root_id[row]): one for row, one in trace.remote.items()}
     for facts, own, rows, _ in rows_by_process(merged, with_spans(trace, more)):
         found = spans_of(with_spans(trace, more), rows)

@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import pytest
 from test_gauges import FULL, library
 
-from instrument.otlp.exposition import PROCESSES, name_of
+from instrument.otlp.exposition import PROCESSES, make_name
 from instrument.otlp.metrics import MEASURES
 from instrument.recorder.meter import HTTP_DURATION
 from instrument.recording.distributions import COUNTER
@@ -54,9 +54,14 @@ def exported() -> set[str]:
     """The names of the series that a scrape may have."""
     histograms = {HTTP_DURATION[0]: "s", "instrument.call.duration": "s"}
     histograms |= {name: "{request}" if name.endswith(".size") else "s" for name in DESCRIPTIONS}
-    names = {name_of(name, unit) + part for name, unit in histograms.items() for part in HISTOGRAM}
-    names |= {name_of(one.name, one.unit) + ("_total" if one.kind == COUNTER else "") for one in MEASURES}
-    names |= {name_of(PROCESSES, "{process}"), "http_server_active_requests", "instrument_recording_memory_bytes", "up"}
+    names = {make_name(name, unit) + part for name, unit in histograms.items() for part in HISTOGRAM}
+    names |= {make_name(one.name, one.unit) + ("_total" if one.kind == COUNTER else "") for one in MEASURES}
+    names |= {
+        make_name(PROCESSES, "{process}"),
+        "http_server_active_requests",
+        "instrument_recording_memory_bytes",
+        "up",
+    }
     return names | {"instrument_cost_seconds_total", "instrument_losses_total"}
 
 

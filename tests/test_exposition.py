@@ -16,7 +16,7 @@ from readback import spans_in
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
-from instrument.otlp.exposition import BOUNDS_S, Metered, metrics_of_process, name_of, text_of
+from instrument.otlp.exposition import BOUNDS_S, Metered, make_name, metrics_of_process, text_of
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
 from instrument.recorder.meter import Meter
@@ -190,7 +190,7 @@ def test_a_scrape_before_any_loss_has_the_usual_losses_as_0() -> None:
     ],
 )
 def test_names_are_those_that_opentelemetry_gives_in_prometheus(name: str, unit: str, told: str) -> None:
-    assert name_of(name, unit) == told
+    assert make_name(name, unit) == told
 
 
 def test_a_share_is_reported_whichever_of_it_and_its_base_was_read_first() -> None:

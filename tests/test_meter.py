@@ -28,7 +28,7 @@ from test_requests import FLASK, STARLETTE, ask_all, gunicorn, uvicorn
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
-from instrument.otlp.points import exponential
+from instrument.otlp.points import make_exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
 from instrument.recorder import meter
@@ -686,7 +686,7 @@ def test_each_value_is_within_its_exponential_bucket_by_no_more_than_the_tallys_
     for value_ns in [*range(1, 400), *(7**power for power in range(4, 20)), 10**9, 2**40, 2**53]:
         one = Distribution()
         one.add(value_ns)
-        found = exponential(one, has_extremes=True)
+        found = make_exponential(one, has_extremes=True)
         assert (found.count, found.zero_count, found.counts) == (1, 0, (1,))
         base = 2**2**-found.scale
         low, high = base**found.offset, base ** (found.offset + 1)
@@ -698,7 +698,7 @@ def test_times_that_differ_much_share_wider_buckets() -> None:
     values = [3**power for power in range(39)]
     for value_ns in [0, *values]:
         many.add(value_ns)
-    found = exponential(many, has_extremes=True)
+    found = make_exponential(many, has_extremes=True)
     assert len(found.counts) <= 160
     assert (found.zero_count, sum(found.counts), found.sum_s) == (1, 39, sum(values) / 1e9)
     assert (found.least_s, found.most_s) == (0.0, values[-1] / 1e9)

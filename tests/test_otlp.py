@@ -54,7 +54,7 @@ from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes
 from instrument.errors import ExportError
 from instrument.otlp import Delivery, Exporter, Ids, current_parent, packed_spans, senders
 from instrument.otlp.packed_spans import REQUEST_BYTES, REQUEST_SPANS
-from instrument.otlp.packing import Body, own_attributes
+from instrument.otlp.packing import Body, make_own_attributes
 from instrument.otlp.senders import Response
 from instrument.otlp.span_queue import RequestQueue, Source
 from instrument.profile.model import Otlp
@@ -714,10 +714,10 @@ def test_a_span_that_cannot_be_said_fails_alone(monkeypatch: pytest.MonkeyPatch)
     def fail(site: Site, given: Mapping[str, object], *facts: Any) -> dict[str, object]:
         if "what" in given:
             raise ValueError("no words for it")
-        return own_attributes(site, given, *facts)
+        return make_own_attributes(site, given, *facts)
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(packed_spans, "own_attributes", fail)
+    monkeypatch.setattr(packed_spans, "make_own_attributes", fail)
     with collecting(take) as server, exporting(server.settings) as exporter:
         offer(exporter, [*tree(2), span(span_id=50, root_id=50, attributes={"what": 1}), *tree(2, 10)])
         delivery = exporter.flush(60 * SECOND)
@@ -1058,13 +1058,13 @@ def test_spans_that_were_given_up_before_their_answer_came_have_one_fate() -> No
     for spans in (1, 2):
         queue.offer(Body(b"any", spans), source)
     with queue.lock:
-        answered, pending = queue.take(), queue.take()
+        answered, pending = queue.take_next(), queue.take_next()
         assert answered is not None
         assert pending is not None
-        queue.settle(answered, Response(taken=True))
+        queue.settle_request(answered, Response(taken=True))
         queue.is_closed = True
         queue.give_up("stopped")
-        queue.settle(pending, Response(taken=True, rejected=1))
+        queue.settle_request(pending, Response(taken=True, rejected=1))
     counts = queue.counts()
     assert (counts["exported"], counts["failed"], counts["rejected"]) == (1, 2, 0)
     assert (counts["pending"], source.counts["pending"]) == (0, 0)

@@ -88,7 +88,7 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
     samples.sort(key=lambda s: (s.device, s.name))
     with exporting(Otlp(endpoint, protocol, timeout_ns=5 * SECOND, compression=compression)) as exporter:
         offer(exporter, [span()])
-        metrics_of(exporter).offer(samples, [GPU])
+        metrics_of(exporter).offer_samples(samples, [GPU])
         assert exporter.flush(60 * SECOND).complete
         assert metrics_of(exporter).sent == len(samples)
         assert (metrics_of(exporter).losses(), metrics_of(exporter).notes()) == ({}, [])
@@ -159,9 +159,9 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
 
 def test_samples_keep_the_time_at_which_they_were_read_and_sums_that_of_their_first(collector: Receiver) -> None:
     with exporting(Otlp(collector.endpoint)) as exporter:
-        metrics_of(exporter).offer([sample("energy", at * 1.5, at=at) for at in (10, 20)], [GPU])
+        metrics_of(exporter).offer_samples([sample("energy", at * 1.5, at=at) for at in (10, 20)], [GPU])
         exporter.flush(60 * SECOND)
-        metrics_of(exporter).offer([sample("energy", 45.0, at=30)], [GPU])
+        metrics_of(exporter).offer_samples([sample("energy", 45.0, at=30)], [GPU])
         exporter.flush(60 * SECOND)
     points = sorted((p.start_ns, p.at_ns, p.value) for p in collector.points())
     wall = ORIGIN.realtime_of
@@ -188,7 +188,7 @@ def test_totals_keep_their_start_when_the_wall_clock_is_set(
     snapshots, found = Snapshots(), []
     for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
         counted = Metric("count", "s", COUNTER, "", {(): float(at_ns)})
-        for piece in snapshots.pieces(Snapshot(5_000, at_ns, (counted,)), origin, 10):
+        for piece in snapshots.split_snapshot(Snapshot(5_000, at_ns, (counted,)), origin, 10):
             found += piece.series[0].points
             snapshots.note_accepted(piece)
     first, second = found
@@ -200,14 +200,14 @@ def test_totals_keep_their_start_when_the_wall_clock_is_set(
 def test_gauges_that_a_device_does_not_report_are_not_sent(collector: Receiver) -> None:
     with exporting(Otlp(collector.endpoint)) as exporter:
         silent = [sample("utilization", None), sample("process_cpu", 3.0, HOST), sample("odd", 1.0)]
-        metrics_of(exporter).offer([*silent, sample("power", 0.0)], [])
+        metrics_of(exporter).offer_samples([*silent, sample("power", 0.0)], [])
         exporter.flush(60 * SECOND)
     assert [(p.name, p.value, p.attributes["hw.id"]) for p in collector.points()] == [("hw.power", 0.0, "GPU 1")]
 
 
 def test_many_samples_go_in_several_requests_and_all_arrive(collector: Receiver) -> None:
     with exporting(Otlp(collector.endpoint)) as exporter:
-        metrics_of(exporter).offer([sample("power", float(at), at=at) for at in range(2_500)], [GPU])
+        metrics_of(exporter).offer_samples([sample("power", float(at), at=at) for at in range(2_500)], [GPU])
         exporter.flush(60 * SECOND)
         assert metrics_of(exporter).sent == 2_500
     assert sorted(p.value for p in collector.points()) == [float(at) for at in range(2_500)]
@@ -216,8 +216,8 @@ def test_many_samples_go_in_several_requests_and_all_arrive(collector: Receiver)
 def test_samples_are_gathered_and_sent_in_time_without_any_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "DELAY_NS", 10**8)
     with collecting(take) as server, exporting(server.settings) as exporter:
-        metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
-        metrics_of(exporter).offer([sample("power", 2.0)], [GPU])
+        metrics_of(exporter).offer_samples([sample("power", 1.0)], [GPU])
+        metrics_of(exporter).offer_samples([sample("power", 2.0)], [GPU])
         until(lambda: server.taken)
         assert server.taken == ["hw.power", "hw.power"]
         assert server.tries == 1
@@ -227,7 +227,7 @@ def test_samples_are_gathered_and_sent_in_time_without_any_span(monkeypatch: pyt
 def test_a_collector_without_a_place_for_metrics_says_so_once_and_spans_go_on(status: int) -> None:
     with collecting(take, metrics=refuse_with(status)) as server, exporting(server.settings) as exporter:
         for number in range(3):
-            metrics_of(exporter).offer([sample("power", 1.0), sample("energy", 1.0)], [GPU])
+            metrics_of(exporter).offer_samples([sample("power", 1.0), sample("energy", 1.0)], [GPU])
             offer(exporter, [span(span_id=number + 1, root_id=number + 1)])
             assert exporter.flush(60 * SECOND).complete
         assert server.taken == ["op"] * 3
@@ -256,7 +256,7 @@ def test_a_collector_that_serves_spans_alone_by_grpc_gets_no_more_metrics() -> N
     try:
         with exporting(Otlp(f"http://127.0.0.1:{port}", "grpc", timeout_ns=5 * SECOND)) as exporter:
             for number in range(2):
-                metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
+                metrics_of(exporter).offer_samples([sample("power", 1.0)], [GPU])
                 offer(exporter, [span(span_id=number + 1, root_id=number + 1)])
                 assert exporter.flush(60 * SECOND).complete
             (note,) = metrics_of(exporter).notes()
@@ -285,7 +285,7 @@ def test_metrics_that_do_not_get_through_are_counted_and_do_not_hold_up_spans_fo
 
     monkeypatch.setattr(room, "PATIENCE_NS", 3 * 10**8)
     with collecting(take, metrics=behave) as server, exporting(server.settings) as exporter:
-        metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
+        metrics_of(exporter).offer_samples([sample("power", 1.0)], [GPU])
         exporter.flush(60 * SECOND)
         assert metrics_of(exporter).losses() == {f"samples of gauges {fate} by the OTLP export": 1}
         assert metrics_of(exporter).notes()[0].startswith("export.otlp: metrics did not get through: ")
@@ -302,7 +302,7 @@ def test_spans_rejected_in_a_successful_answer_are_counted() -> None:
         handler.answer(200, messages.ExportMetricsServiceResponse(partial_success=partial).SerializeToString())
 
     with collecting(take, metrics=reject_one) as server, exporting(server.settings) as exporter:
-        metrics_of(exporter).offer([sample("power", 1.0), sample("energy", 1.0)], [GPU])
+        metrics_of(exporter).offer_samples([sample("power", 1.0), sample("energy", 1.0)], [GPU])
         exporter.flush(60 * SECOND)
         assert metrics_of(exporter).losses() == {"samples of gauges rejected by the OTLP export": 1}
         assert metrics_of(exporter).sent == 1
@@ -315,7 +315,7 @@ def test_a_collector_that_finds_a_request_too_large_gets_smaller_ones() -> None:
 
     with collecting(take, metrics=at_most(600)) as server, exporting(server.settings) as exporter:
         for _ in range(2):
-            metrics_of(exporter).offer([sample("power", 1.0)] * 1_000, [GPU])
+            metrics_of(exporter).offer_samples([sample("power", 1.0)] * 1_000, [GPU])
             exporter.flush(60 * SECOND)
         assert metrics_of(exporter).losses() == {"samples of gauges failed by the OTLP export": 1_000}
         assert server.taken == ["hw.power"] * 1_000
@@ -326,15 +326,15 @@ def test_samples_that_nobody_fetches_stay_bounded_and_the_newest_remain(monkeypa
     with collecting(take) as server:
         exporter = Exporter(server.settings, ORIGIN, dict)
         for at in range(25):
-            metrics_of(exporter).offer([sample("power", float(at), at=at)], [GPU])
+            metrics_of(exporter).offer_samples([sample("power", float(at), at=at)], [GPU])
         assert metrics_of(exporter).losses() == {"samples of gauges dropped by the OTLP export": 15}
-        series, taken = metrics_of(exporter).take(ORIGIN)
+        series, taken = metrics_of(exporter).take_samples(ORIGIN)
         assert (taken, [point.value for point in series[0].points]) == (10, [float(at) for at in range(15, 25)])
 
 
 def test_spans_that_wait_when_the_exporter_stops_are_counted() -> None:
     exporter = Exporter(Otlp(f"http://127.0.0.1:{free_port()}/v1/traces", timeout_ns=SECOND), ORIGIN, dict)
-    metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
+    metrics_of(exporter).offer_samples([sample("power", 1.0)], [GPU])
     exporter.stop(0)
     assert metrics_of(exporter).losses() == {"samples of gauges dropped by the OTLP export": 1}
 
@@ -358,7 +358,7 @@ def test_a_note_names_metrics_without_a_destination() -> None:
         settings = Otlp(server.settings.endpoint.replace("/v1/traces", "/spans"))
         with exporting(settings) as exporter:
             assert metrics_of(exporter).notes() == []
-            metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
+            metrics_of(exporter).offer_samples([sample("power", 1.0)], [GPU])
             (note,) = metrics_of(exporter).notes()
             assert "does not end in /v1/traces" in note
             assert exporter.flush(SECOND).settled
@@ -368,7 +368,7 @@ def test_a_note_names_metrics_without_a_destination() -> None:
 def test_the_variable_that_switches_metrics_off_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
     with collecting(take) as server, exporting(server.settings) as exporter:
-        metrics_of(exporter).offer([sample("power", 1.0)], [GPU])
+        metrics_of(exporter).offer_samples([sample("power", 1.0)], [GPU])
         assert exporter.flush(SECOND).settled
         assert metrics_of(exporter).notes() == ["export.otlp: metrics are not sent: OTEL_METRICS_EXPORTER is none"]
         assert server.tries == 0
@@ -427,7 +427,7 @@ def test_metrics_of_a_process_that_a_collector_does_not_take_do_not_stop_those_o
         for source in (refused, sound):
             assert source.metrics is not None
             name = source.resource()["service.name"]
-            source.metrics.put(Snapshot(5_000, 7_000, (Metric(str(name), "s", COUNTER, "", {(): 1.0}),)))
+            source.metrics.put_snapshot(Snapshot(5_000, 7_000, (Metric(str(name), "s", COUNTER, "", {(): 1.0}),)))
 
     monkeypatch.setattr(exporter_module, "DELAY_NS", 10**7)
     with collecting(take_but_refused) as server, exporting(server.settings) as exporter:
@@ -452,7 +452,7 @@ def test_metrics_of_a_process_that_cannot_be_said_do_not_stop_those_of_another_o
     def of_process(name: str, value: Any) -> Source:
         found = Source(Ids(), ORIGIN, dict, lambda: {"service.name": name}, metrics=exporter.new_metrics({}))
         assert found.metrics is not None
-        found.metrics.put(Snapshot(5_000, 7_000, (Metric(name, "s", COUNTER, "", {(): value}),)))
+        found.metrics.put_snapshot(Snapshot(5_000, 7_000, (Metric(name, "s", COUNTER, "", {(): value}),)))
         return found
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")

@@ -436,11 +436,11 @@ def test_two_processes_share_no_ids() -> None:
 def test_a_partial_success_is_read_as_the_official_message_wrote_it(rejected: int, message: str) -> None:
     partial = ExportTracePartialSuccess(rejected_spans=rejected, error_message=message)
     answer = ExportTraceServiceResponse(partial_success=partial).SerializeToString()
-    assert senders.partial_success(answer) == (max(0, rejected), message)
+    assert senders.parse_partial_success(answer) == (max(0, rejected), message)
 
 
 @given(st.binary(max_size=40))
 def test_an_answer_that_is_no_message_breaks_nothing(answer: bytes) -> None:
-    rejected, message = senders.partial_success(answer)
+    rejected, message = senders.parse_partial_success(answer)
     assert rejected >= 0
     assert isinstance(message, str)

@@ -339,6 +339,6 @@ def test_fates_of_spans_are_written_while_metrics_wait(service: Service, monkeyp
             service.look()
             service.exporter.send_soon()
             until(lambda count=count: service.progress().fates["exported"] > count, service.progress)  # type: ignore[misc]
-        assert metrics.waits()
+        assert metrics.has_waiting()
         assert len(written) <= before + 1
         found.close()

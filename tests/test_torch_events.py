@@ -23,7 +23,7 @@ from readback import intervals_in
 
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
-from instrument.device.torch_events import TorchDriver, error_of
+from instrument.device.torch_events import TorchDriver, find_error
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import Site, Span
@@ -200,13 +200,13 @@ def test_events_that_are_given_back_are_destroyed(service: Service, torch: Any, 
     ],
 )
 def test_exceptions_of_torch_become_errors_of_the_driver(error: Exception, code: int) -> None:
-    assert error_of(error) == code
+    assert find_error(error) == code
 
 
 def test_an_error_that_reports_its_code_needs_no_text() -> None:
     error = AcceleratorError("CUDA error: something new")
     error.error_code = 719
-    assert error_of(error) == 719
+    assert find_error(error) == 719
 
 
 def test_a_torch_that_is_too_old_is_named(torch: Any) -> None:

@@ -20,7 +20,7 @@ from instrument.report.operator_rows import PlaceCalls, build_call_tree, iterate
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
-from instrument.trace.forest import NONE, levels, nearest, rows_of, topmost_rows
+from instrument.trace.forest import NONE, count_ancestors, nearest, rows_of, topmost_rows
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.self_times import self_times_of, turns
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
@@ -178,7 +178,7 @@ def test_levels_tops_and_the_nearest_are_those_of_a_walk_up(data: st.DataObject)
         way = [row]
         while parents[way[-1]] != NONE:
             way.append(int(parents[way[-1]]))
-        assert levels(parents)[row] == len(way) - 1
+        assert count_ancestors(parents)[row] == len(way) - 1
         assert topmost_rows(parents)[row] == way[-1]
         assert nearest(parents, wanted)[row] == next((one for one in way if wanted[one]), NONE)
 
@@ -188,7 +188,7 @@ def test_levels_tops_and_the_nearest_are_those_of_a_walk_up(data: st.DataObject)
 def test_a_circle_is_found_whatever_its_length_and_what_hangs_below_it(length: int, more: int) -> None:
     circle = [(place + 1) % length for place in range(length)]
     parents = np.array([*circle, *range(length - 1, length - 1 + more), NONE], dtype=np.int32)
-    for find in (levels, topmost_rows):
+    for find in (count_ancestors, topmost_rows):
         with pytest.raises(ValueError, match="its own ancestor"):
             find(parents)
 

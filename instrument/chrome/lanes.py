@@ -290,7 +290,7 @@ class OrderedIntervals:
         return streams, *assign_lanes(streams, nothing, self.start_ns, self.end_ns, nothing != NONE)
 
 
-def batches(count: int) -> Iterator[tuple[int, int]]:
+def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
     """Yield the begins and ends of chunks of `BATCH` items."""
     for first in range(0, count, BATCH):
         yield first, min(first + BATCH, count)

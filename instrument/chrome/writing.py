@@ -25,7 +25,7 @@ from instrument.chrome.lanes import (
     OrderedIntervals,
     ShownProcesses,
     Spans,
-    batches,
+    split_into_batches,
 )
 from instrument.errors import TraceError
 from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Site
@@ -35,7 +35,7 @@ from instrument.trace.columns import Bools, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import by_first_sight, ranked
 from instrument.trace.layout import encode_rows
-from instrument.trace.metadata import Sites, metadata
+from instrument.trace.metadata import Sites, encode_metadata
 from instrument.trace.text import clean, is_number, safe
 from instrument.trace.trace import Trace
 
@@ -74,7 +74,7 @@ def choose_shown_name(site: Site) -> str:
     return clean(site.instance if site.kind == "layer" and site.instance else site.name)
 
 
-def microseconds(times_ns: Int64s) -> list[Any]:
+def convert_to_us(times_ns: Int64s) -> list[Any]:
     """Convert nanoseconds to microseconds, exactly, with three decimals."""
     if not len(times_ns) or int(times_ns.max()) < EXACT_US * 1000:
         return (times_ns / 1000).tolist()  # type: ignore[no-any-return]
@@ -140,9 +140,9 @@ class Drawing:
 
     def events(self) -> Iterator[list[DrawnEvent]]:
         """Yield the events in the order of the file."""
-        for first, end in batches(len(self._spans.row)):
+        for first, end in split_into_batches(len(self._spans.row)):
             yield self._make_span_events(first, end)
-        for first, end in batches(len(self._intervals.row)):
+        for first, end in split_into_batches(len(self._intervals.row)):
             yield self._make_interval_events(slice(first, end))
         spans, intervals, arrows = self._spans, self._intervals, self._arrows
         kinds, streams = self._shared[:2], self._on_stream[:2]
@@ -237,8 +237,8 @@ class Drawing:
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
         binds = self._arrows.binds
         bound = [binds.get(place) for place in range(first, end)] if binds else []
-        lengths_us = np.array(microseconds(spans.end_ns[some] - spans.start_ns[some]), dtype=object)
-        ids, at_us = _select_values(is_async, self._ids[self._lane[some]]), microseconds(spans.start_ns[some])
+        lengths_us = np.array(convert_to_us(spans.end_ns[some] - spans.start_ns[some]), dtype=object)
+        ids, at_us = _select_values(is_async, self._ids[self._lane[some]]), convert_to_us(spans.start_ns[some])
         times = at_us, _select_values(~is_async, lengths_us)
         fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._make_arguments(some, shared)
         events = list(
@@ -250,7 +250,7 @@ class Drawing:
             return events
         ended = self._ended[ends]
         pid, tid, category = (column[self._kind[ended]].tolist() for column in self._shared[:3])
-        ids, at_us = self._ids[self._lane[ended]].tolist(), microseconds(spans.end_ns[ended])
+        ids, at_us = self._ids[self._lane[ended]].tolist(), convert_to_us(spans.end_ns[ended])
         events += map(DrawnEvent, repeat("e"), pid, tid, category, NOT, NOT, NOT, NOT, ids, at_us)
         order = np.argsort(np.concatenate([2 * np.arange(first, end) + 1, 2 * self._ended_before[ends]]), kind="stable")
         return [events[at] for at in order.tolist()]
@@ -310,7 +310,7 @@ class Drawing:
         ]  # fmt: skip
         begins, lengths = intervals.start_ns[some], intervals.end_ns[some] - intervals.start_ns[some]
         tied = [ties.get(at) for at in range(some.start, some.stop)] if ties else []
-        times = microseconds(begins), microseconds(lengths)
+        times = convert_to_us(begins), convert_to_us(lengths)
         places = repeat(NONE, len(tied))
         fields = repeat("X"), pid, tid, repeat("device"), name, args
         return list(map(DrawnEvent, *fields, NOT, NOT, NOT, *times, *self._make_arrow_columns(tied, places)))
@@ -322,14 +322,14 @@ class Drawing:
         spans = self._spans
         begins = np.zeros(len(sources), dtype=np.bool_)
         begins[by_first_sight(sources)[1]] = True
-        for first, end in batches(len(sources)):
+        for first, end in split_into_batches(len(sources)):
             source, targets = sources[first:end], to[first:end]
             events: list[DrawnEvent] = []
             columns = (
                 begins[first:end], *(column[self._kind[source]] for column in self._shared[:2]), spans.span_id[source],
                 *(column[targets] for column in lanes),
             )  # fmt: skip
-            times = microseconds(spans.start_ns[source]), microseconds(to_ns[first:end])
+            times = convert_to_us(spans.start_ns[source]), convert_to_us(to_ns[first:end])
             for is_first, pid, tid, span_id, to_pid, to_tid, from_us, to_us in zip(
                 *(column.tolist() for column in columns), *times, strict=True
             ):
@@ -340,12 +340,12 @@ class Drawing:
 
     def _make_mark_events(self) -> Iterator[list[DrawnEvent]]:
         spans, marks = self._spans, self._marks
-        for first, end in batches(len(marks.batch)):
+        for first, end in split_into_batches(len(marks.batch)):
             batch, request = marks.batch[first:end], marks.request[first:end]
             lanes = [column[self._kind[request]].tolist() for column in self._shared[:3]]
             names, ids = self._names[spans.site[batch]].tolist(), self._ids[self._lane[request]].tolist()
             args = [{"batch": span_id} for span_id in spans.span_id[batch].tolist()]
-            at_us, binds = microseconds(spans.start_ns[batch]), map(self._make_bind_id, batch.tolist())
+            at_us, binds = convert_to_us(spans.start_ns[batch]), map(self._make_bind_id, batch.tolist())
             bound = binds, NOT, repeat(True)
             yield list(map(DrawnEvent, repeat("n"), *lanes, names, args, NOT, NOT, ids, at_us, NOT, *bound))
 
@@ -399,7 +399,7 @@ def _write_document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     sites = Sites(spans.sites)
     drawing = Drawing(spans, OrderedIntervals(spans, base_ns), board, sites.place)
     yield b'{"displayTimeUnit":"ms","instrument":'
-    for text in metadata(trace, base_ns, sites, tally, drawing.left_out):
+    for text in encode_metadata(trace, base_ns, sites, tally, drawing.left_out):
         yield text.encode(errors="replace")
     yield b',"traceEvents":[\n'
     process_names = (_make_process_names(process.pid, process.name, 0, process.label) for process in processes.all)

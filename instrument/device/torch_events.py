@@ -113,7 +113,7 @@ class TorchDriver:
                 return -cuda.CAPTURING
             torch_event.record(target)
         except (RuntimeError, ValueError) as error:
-            return -error_of(error)
+            return -find_error(error)
         return 0 if stream == cuda.LEGACY else stream  # torch does not give the numbers that vendors' tools use
 
     def _find_stream(self, device: int, stream: int) -> Any:
@@ -148,7 +148,7 @@ class TorchDriver:
         try:
             return cuda.CAPTURING if self._is_captured(device, self._find_stream(device, stream), stream) else 0
         except RuntimeError as error:
-            return error_of(error)
+            return find_error(error)
 
     def device_of(self, stream: int) -> int:
         """Return the index of a stream's device, or the current device for a stream unknown to torch."""
@@ -183,7 +183,7 @@ class TorchDriver:
         try:
             before = self._exchange(context - 1)
         except RuntimeError as error:
-            return error_of(error)
+            return find_error(error)
         vars(self._thread).setdefault("before", []).append(before)
         return 0
 
@@ -200,7 +200,7 @@ class TorchDriver:
         try:
             self._exchange(context - 1)
         except RuntimeError as error:
-            return error_of(error)
+            return find_error(error)
         return self._exchange_mode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
     def new_event(self) -> tuple[int, Any]:
@@ -208,7 +208,7 @@ class TorchDriver:
         try:
             event = self._torch.cuda.Event(enable_timing=True)
         except RuntimeError as error:
-            return error_of(error), None
+            return find_error(error), None
         _kept[id(event)] = event
         return 0, event
 
@@ -226,7 +226,7 @@ class TorchDriver:
             stream = self._torch.cuda.Stream(priority=-1)
             self._streams[stream.device_index, stream.cuda_stream] = stream
         except RuntimeError as error:
-            return error_of(error), 0
+            return find_error(error), 0
         return 0, stream.cuda_stream
 
     def destroy_stream(self, stream: int) -> None:
@@ -237,7 +237,7 @@ class TorchDriver:
         try:
             return 0 if event.query() else cuda.NOT_READY
         except RuntimeError as error:
-            return error_of(error)
+            return find_error(error)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
         """Measure pairs as `CudaDriver.measure` does, event by event."""
@@ -261,10 +261,10 @@ class TorchDriver:
         try:
             return 0, round(first.elapsed_time(second) * 1e6)
         except (RuntimeError, ValueError) as error:
-            return error_of(error), 0
+            return find_error(error), 0
 
 
-def error_of(error: Exception) -> int:
+def find_error(error: Exception) -> int:
     """Return the driver's number of an error that torch has raised."""
     number = getattr(error, "error_code", None)
     if isinstance(number, int) and number:

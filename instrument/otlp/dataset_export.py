@@ -32,7 +32,7 @@ from instrument.runtime.faults import logger
 from instrument.trace.dataset import DatasetProcess, ProcessWindow, make_window_tables, pyarrow
 from instrument.trace.dataset_files import DatasetWriter, Folder
 from instrument.trace.decisions import RememberedTraces
-from instrument.trace.of_recording import origin_of
+from instrument.trace.of_recording import read_origin
 from instrument.trace.settled_dataset import SettledRows
 from instrument.trace.trace import Trace
 
@@ -270,7 +270,7 @@ class DatasetExport:
 def _describe_process(member: ReadRecording) -> DatasetProcess:
     """Return the process of a recording, with the ids that its spans have at a collector."""
     header, source = member.mapped.header, member.source
-    origin = origin_of(header)
+    origin = read_origin(header)
     offset_ns = origin.realtime_of(0)
     moved_ns = 0 if source is None else source.origin.realtime_of(0) - offset_ns
     if abs(moved_ns) > CLOCK_DRIFT_NS:

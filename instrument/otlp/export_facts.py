@@ -171,7 +171,7 @@ def facts_as_json(
         "seeds": list(ids.seeds),
         "instance": ids.instance,
         "run": ids.run,
-        "resource": {str(name): packing.plain(value) for name, value in resource.items()},
+        "resource": {str(name): packing.make_plain(value) for name, value in resource.items()},
         "capture": asdict(capture),
         "spans_per_request": spans_per_request,
         "metered": asdict(metered),

@@ -240,7 +240,7 @@ class Exporter:
                 self.submit_rows(source, trace, rows[half:], **facts)
                 return
             spans = len(rows) + sum(row in rows for row in trace.device.row.tolist())
-            self._queue.fail(spans, source, f"{type(fault).__name__}: {fault}")
+            self._queue.count_failed(spans, source, f"{type(fault).__name__}: {fault}")
             FAULTS.note("packing of spans", fault)
         self.submit(bodies, source)
 
@@ -290,7 +290,7 @@ class Exporter:
         return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
     def _have_waiting_metrics(self) -> bool:
-        return any(metered.waits() for metered in self._list_metrics())
+        return any(metered.has_waiting() for metered in self._list_metrics())
 
     def _is_deferred_beyond(self, time_ns: int) -> bool:
         """Return True if the collector has asked for a pause that ends after `time_ns`."""
@@ -315,7 +315,7 @@ class Exporter:
             if has_lock:
                 self._queue.lock.release()
         for metrics in self._list_metrics():
-            metrics.drop()
+            metrics.drop_waiting()
         self._wake.put(None)
         if thread is not None:
             sender.abort()
@@ -370,7 +370,7 @@ class Exporter:
     def _send_queue(self, sender: Sender) -> None:
         while True:
             with self._queue.lock:
-                request = self._queue.take() if self._is_current(sender) else None
+                request = self._queue.take_next() if self._is_current(sender) else None
             if request is None:
                 return
             self._deliver(sender, request)
@@ -387,7 +387,7 @@ class Exporter:
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
             deferred_ns = max(self._deferred_until_ns, self._metrics_deferred_until_ns)
-            if metrics is None or not (metrics.due(now_ns) or (at_once and metrics.waits())):
+            if metrics is None or not (metrics.is_due(now_ns) or (at_once and metrics.has_waiting())):
                 continue
             if now_ns < deferred_ns:
                 return
@@ -407,7 +407,7 @@ class Exporter:
         try:
             return source in self._metered and self._send_metrics_of(sender, source, metrics)
         except Exception as fault:
-            metrics.drop()
+            metrics.drop_waiting()
             FAULTS.note("OTLP export of metrics", fault)
             return True
 
@@ -422,20 +422,20 @@ class Exporter:
         suppress_instrumentation()
         is_taken = self._send_snapshot(sender, source, metrics)
         while is_taken and metrics.has_samples() and self._is_current(sender):
-            series, samples = metrics.take(source.origin)
+            series, samples = metrics.take_samples(source.origin)
             if not series:
                 continue
             verdict = self._deliver_metrics(sender, source, series)
             is_taken = verdict.taken
-            metrics.settle(samples, verdict.rejected if is_taken else samples, verdict)
+            metrics.settle_samples(samples, verdict.rejected if is_taken else samples, verdict)
         return is_taken or bool(metrics.off)
 
     def _send_snapshot(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
         """Send the newest snapshot, unless it was sent. Return False if the collector did not accept it."""
-        snapshot = metrics.snapshots.take()
+        snapshot = metrics.snapshots.take_newest()
         if snapshot is None:
             return True
-        for piece in metrics.pieces(snapshot, source.origin):
+        for piece in metrics.split_snapshot(snapshot, source.origin):
             verdict = self._deliver_metrics(sender, source, piece.series)
             if not self._is_current(sender):
                 return False
@@ -483,14 +483,14 @@ class Exporter:
             self._halvings += 1
             self.request_bytes = max(LEAST_REQUEST_BYTES, len(request.data) // 2)
             with self._queue.lock:
-                halves = self._queue.split(request, split_request(request.data))
+                halves = self._queue.replace_request(request, split_request(request.data))
             for half in halves:
                 self._deliver(sender, half)
             return
         with self._queue.lock:
             if not self._is_current(sender):
                 return
-            self._queue.settle(request, verdict)
+            self._queue.settle_request(request, verdict)
         self.settled(request.source)
         self._log_outcome(verdict)
 

@@ -2,7 +2,7 @@
 
 Dots become underscores, the unit is a suffix, and counters end in `_total`. The formats have no exponential histograms,
 so the bounds of buckets are fixed, by OpenTelemetry's advice if it gives any. A call is counted at the middle of its
-bucket in the tally. So a call within 0.78 % of a bound may be counted in the next bucket.
+bucket in the tally, so a call within 0.78 % of a bound may be counted in the next bucket.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def registry_of(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegis
 
     class Collected:
         def collect(self) -> Iterable[Family]:
-            return (_family(metric, origin) for metric, origin in make())
+            return (_make_family(metric, origin) for metric, origin in make())
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collected())
@@ -118,8 +118,8 @@ def text_of(metrics: Iterable[MetricAndOrigin], *, openmetrics: bool = False) ->
 
 def metrics_of_process(metered: Metered, why_alone: str) -> Iterator[MetricAndOrigin]:
     """Yield the metrics of one process."""
-    yield from _totals([((), metered)])
-    yield from _gauges([((), metered)])
+    yield from _make_totals([((), metered)])
+    yield from _make_gauges([((), metered)])
     description = f"Processes that these metrics are of: this one alone, {why_alone}."
     yield Metric(PROCESSES, "{process}", GAUGE, description, {(): 1}), metered.origin
 
@@ -133,10 +133,10 @@ def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metri
         (labels[name], Metered(Origin(0, name, 0, 0), Snapshot(0, 0, tuple(metrics))))
         for name, metrics in ended.items()
     ]
-    yield from _totals([*before, *((labels[process.origin.service], process) for process in living)])
+    yield from _make_totals([*before, *((labels[process.origin.service], process) for process in living)])
     pids = [((*labels[process.origin.service], (PROCESS_PID, str(process.origin.pid))), process) for process in living]
-    yield from _gauges(pids, of_processes=True)
-    yield from _gauges([((), _merge_samples(living))] if living else [], of_processes=False)
+    yield from _make_gauges(pids, of_processes=True)
+    yield from _make_gauges([((), _merge_samples(living))] if living else [], of_processes=False)
     description = "Living processes that these metrics are of. Totals include the processes that have ended."
     counts = Counter(process.origin.service for process in living)
     series: dict[Labels, float] = {key: counts[name] for name, key in labels.items()}
@@ -150,7 +150,7 @@ def _merge_samples(living: Sequence[Metered]) -> Metered:
     return replace(living[0], samples=samples, gpus=list(gpus.values()))
 
 
-def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndOrigin]:
+def _make_totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndOrigin]:
     metrics = [
         replace(
             metric,
@@ -164,7 +164,9 @@ def _totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndOrigin
         yield metric, parts[-1][1].origin
 
 
-def _gauges(parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None) -> Iterator[MetricAndOrigin]:
+def _make_gauges(
+    parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None
+) -> Iterator[MetricAndOrigin]:
     """Yield the newest sample of each gauge. `of_processes` selects gauges of processes, or of machines (False)."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
@@ -184,26 +186,26 @@ def _gauges(parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | Non
 
 def texts_by_name(labels: Labels) -> dict[str, str]:
     """Return the labels of a series in Prometheus's format."""
-    return {_label(key): str(value).lower() if isinstance(value, bool) else str(value) for key, value in labels}
+    return {_make_label(key): str(value).lower() if isinstance(value, bool) else str(value) for key, value in labels}
 
 
-def _label(name: str) -> str:
+def _make_label(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9]+", "_", name)
 
 
-def name_of(name: str, unit: str) -> str:
+def make_name(name: str, unit: str) -> str:
     """Return the name of a metric in Prometheus's format, without the suffix of a counter."""
     unit_name = UNITS.get(unit) or _UNITS_OF_RATES.get(unit, "")
-    plain = _label(name)
+    plain = _make_label(name)
     return plain if not unit_name or plain.endswith(f"_{unit_name}") else f"{plain}_{unit_name}"
 
 
-def _family(metric: Metric, origin: Origin) -> Family:
+def _make_family(metric: Metric, origin: Origin) -> Family:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.samples import Exemplar as BucketExemplar
 
-    names = sorted({_label(key) for labels in metric.series for key, _ in labels})
-    name = name_of(metric.name, metric.unit)
+    names = sorted({_make_label(key) for labels in metric.series for key, _ in labels})
+    name = make_name(metric.name, metric.unit)
     family: HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily
     if metric.kind == HISTOGRAM:
         family = HistogramMetricFamily(name, metric.description, labels=names)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.otlp.packed_spans import Part, RareMembers, SpanPacker
-from instrument.otlp.packing import SCHEMA_URL, SCOPE, plain, version
+from instrument.otlp.packing import SCHEMA_URL, SCOPE, find_version, make_plain
 from instrument.trace.columns import Int64s
 from instrument.trace.groups import firsts_of
 from instrument.trace.text import INT64
@@ -29,7 +29,7 @@ SPANS_IN_A_LINE = 1_000
 def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s, roots: Int64s) -> Iterator[bytes]:
     """Yield the lines for the spans of one process in pieces, with a packer of `JSON`. `rows` are in order of their
     trees, and `roots` has the root of each. Each line has complete trees."""
-    scope = {"scope": {"name": SCOPE, "version": version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
+    scope = {"scope": {"name": SCOPE, "version": find_version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
     line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
     head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')
     head, tail = head + b'"spans":[', b"]" + tail + b"\n"
@@ -62,18 +62,18 @@ def _encode_attribute(key: str, value: object) -> msgspec.Raw:
         return _encode_text(key, value)
     if type(value) is int and -INT64 <= value < INT64:
         return msgspec.Raw(b'%b{"intValue":"%d"}}' % (_encode_key(key), value))
-    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode(_encode_value(plain(value)))))
+    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode(_encode_value(make_plain(value)))))
 
 
 @lru_cache(maxsize=4096)
 def _encode_text(key: str, value: str) -> msgspec.Raw:
     """Return an attribute with a text value, cached because spans of a site share it."""
-    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode({"stringValue": plain(value)})))
+    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode({"stringValue": make_plain(value)})))
 
 
 @lru_cache(maxsize=1024)
 def _encode_key(key: str) -> bytes:
-    return b'{"key":%b,"value":' % msgspec.json.encode(plain(key))
+    return b'{"key":%b,"value":' % msgspec.json.encode(make_plain(key))
 
 
 def _encode_value(value: object) -> dict[str, Any]:
@@ -95,7 +95,7 @@ _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 _IDS = frozenset(("high", "low", "own", "parent"))
 
 
-def hexadecimal(ids: NDArray[Any]) -> NDArray[Any]:
+def encode_hexadecimal(ids: NDArray[Any]) -> NDArray[Any]:
     """Return 64-bit ids as 16 hexadecimal digits each."""
     return _HEX[ids.astype(">u8").view(np.uint8)].view("V16")
 
@@ -105,7 +105,7 @@ def count_digits(numbers: NDArray[Any]) -> Int64s:
     return np.asarray(np.searchsorted(_POWERS, np.abs(numbers), side="right") + 1 + (numbers < 0))
 
 
-def decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
+def encode_decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
     """Return numbers as decimal texts of `width` characters."""
     remainder, parts = np.abs(numbers.astype(np.int64)), -(-width // 4)
     digits = np.empty((len(remainder), parts), dtype=np.uint32)
@@ -146,11 +146,11 @@ class JsonForm:
         return f"V{width}"
 
     def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        return hexadecimal(values) if name in _IDS else decimals(values, width)
+        return encode_hexadecimal(values) if name in _IDS else encode_decimals(values, width)
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
         kind = SERVER if is_server else INTERNAL
-        return b'%b],"name":%b,"kind":%d' % (self.attributes(attributes), msgspec.json.encode(plain(name)), kind)
+        return b'%b],"name":%b,"kind":%d' % (self.attributes(attributes), msgspec.json.encode(make_plain(name)), kind)
 
     def attributes(self, attributes: Mapping[str, object]) -> bytes:
         return b"".join([b",%b" % attribute for attribute in _encode_attributes(attributes)])
@@ -179,7 +179,7 @@ class JsonForm:
         return _encode_members(facts) + b"}"
 
     def state(self, state: str) -> bytes:
-        return _encode_members({"traceState": plain(state)})
+        return _encode_members({"traceState": make_plain(state)})
 
 
 def _encode_members(facts: Mapping[str, Any]) -> bytes:

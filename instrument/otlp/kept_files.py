@@ -46,7 +46,7 @@ class KeptFiles:
         """The number of removed files that each file reports."""
         self._problem = ""
 
-    def put(self, spans: Sequence[Span], source: Source) -> None:
+    def add_spans(self, spans: Sequence[Span], source: Source) -> None:
         """Add spans of a kept tree to the next file."""
         if not self._spans:
             self._due_at = time.monotonic() + WRITE_S

@@ -32,7 +32,7 @@ from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
-from instrument.trace.of_recording import origin_of
+from instrument.trace.of_recording import read_origin
 from instrument.trace.sent_rows import ServedRequest
 
 NEVER_NS = 1 << 63
@@ -80,13 +80,13 @@ class Metering:
     _reader: RecordingReader
     _source: Source
     _fates: Mapping[str, int]
-    """The counts of the recording's spans by fate, as its export writes them."""
+    """The number of the recording's spans by what became of them, as the export writes it into the recording."""
     _sends: bool
 
     def __post_init__(self) -> None:
         facts, exporter = self._facts, self._exporter
         self._generation = self._mapped.generation
-        self._service = origin_of(self._mapped.header).service
+        self._service = read_origin(self._mapped.header).service
         self._lock = Lock()
         self._meter = Meter(self._reader, facts.metered.start_ns)
         self.metrics = self._source.metrics = exporter.new_metrics(facts.metered.environ)
@@ -197,9 +197,9 @@ class Metering:
         with self._lock:
             self._taken_ns = max(self._taken_ns, until_ns)
             if samples:
-                metrics.offer(samples, gpus)
+                metrics.offer_samples(samples, gpus)
             if snapshot is not None:
-                metrics.put(snapshot)
+                metrics.put_snapshot(snapshot)
         metrics.hurry()
         self._write_state()
 
@@ -251,7 +251,7 @@ class Metering:
             return None  # what is there by now is another session's
         snapshot, header = self._make_snapshot(), self._mapped.header
         samples = [] if self._meter.has_ended else self._mapped.samples(time.monotonic_ns() - GAUGES_FOR_NS)
-        return Metered(origin_of(header), snapshot, samples, header.gpus)
+        return Metered(read_origin(header), snapshot, samples, header.gpus)
 
     def _has_recorded(self) -> bool:
         """Return True if the process has recorded a span. Many processes only start others."""
@@ -273,12 +273,12 @@ class Metering:
     @property
     def is_settled(self) -> bool:
         """Return True if the last metrics were sent, or were tried and dropped."""
-        if not self.metrics.waits():
+        if not self.metrics.has_waiting():
             return True
         self._exporter.send_soon()
         # In this order: who sends them says so before it takes them.
-        if not (self.metrics.due(time.monotonic_ns()) or self._exporter.is_sending_metrics(self._source)):
-            self.metrics.drop()
+        if not (self.metrics.is_due(time.monotonic_ns()) or self._exporter.is_sending_metrics(self._source)):
+            self.metrics.drop_waiting()
             self._write_state()
             return True
         return False
@@ -286,7 +286,7 @@ class Metering:
     def lost_at_end(self) -> int:
         """Drop waiting metrics. Return the count of all lost points and samples, 0 if the collector takes no
         metrics."""
-        self.metrics.drop()
+        self.metrics.drop_waiting()
         return 0 if self.metrics.off else sum(self.metrics.losses().values())
 
     def note_sent(self) -> None:
@@ -303,7 +303,7 @@ class Metering:
         with self._lock:
             if self._state is None:
                 return
-            if not self.metrics.waits():
+            if not self.metrics.has_waiting():
                 self._settled_ns = max(self._settled_ns, self._taken_ns)
             state = replace(self._state, settled_ns=self._settled_ns, delivered=self.metrics.state())
             is_written = self._place.write_meter(state)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from instrument.otlp.points import Exponential, Point, Series, exponential
+from instrument.otlp.points import Exponential, Point, Series, make_exponential
 from instrument.otlp.senders import Response
 from instrument.recording.distributions import (
     COUNTER,
@@ -97,24 +97,24 @@ class Snapshots:
         self.delivered_ns = int(state["delivered_ns"])
         self._start_ns, self._start_realtime_ns, self._delivered_values = start_ns, start_realtime_ns, values
 
-    def put(self, snapshot: Snapshot) -> None:
+    def put_newest(self, snapshot: Snapshot) -> None:
         """Replace the newest snapshot."""
         self._newest = snapshot
 
-    def waits(self) -> bool:
+    def has_waiting(self) -> bool:
         """Return True if the newest snapshot has not been delivered."""
         return self._newest is not self._delivered
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Return True if no attempt was made yet to send the newest snapshot."""
         return self._newest is not self._tried
 
-    def take(self) -> Snapshot | None:
+    def take_newest(self) -> Snapshot | None:
         """Return the snapshot to send now, or None."""
         self._tried = self._newest
-        return self._tried if self.waits() else None
+        return self._tried if self.has_waiting() else None
 
-    def pieces(self, snapshot: Snapshot, origin: Origin, most_points: int) -> Iterator[Piece]:
+    def split_snapshot(self, snapshot: Snapshot, origin: Origin, most_points: int) -> Iterator[Piece]:
         """Yield a snapshot in pieces of at most `most_points` points, one per request."""
         if self._start_ns != snapshot.start_ns or not self._start_realtime_ns:
             self._start_ns, self._start_realtime_ns = snapshot.start_ns, origin.realtime_of(snapshot.start_ns)
@@ -151,13 +151,13 @@ class Snapshots:
                 since = value.since(before) if isinstance(before, Distribution) else value
                 if not since.count:
                     return None
-                sent_value = exponential(since, has_extremes=before is None)
+                sent_value = make_exponential(since, has_extremes=before is None)
             else:
                 sent_value = value - before if isinstance(before, int | float) else value
                 if not sent_value:
                     return None
         else:
-            sent_value = exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
+            sent_value = make_exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
         since_ns = self.delivered_ns
         exemplars = tuple(
             replace(exemplar, at_ns=origin.realtime_of(exemplar.at_ns))
@@ -176,7 +176,7 @@ class Snapshots:
         """Note that the collector has accepted all pieces of a snapshot."""
         self._delivered, self.delivered_ns = snapshot, snapshot.at_ns
 
-    def drop(self) -> int:
+    def drop_newest(self) -> int:
         """Drop the newest snapshot. Return the number of its series."""
         newest, self._delivered = self._newest, self._newest
         self._tried = newest
@@ -200,10 +200,7 @@ PATIENCE_NS = 2 * 10**9
 @dataclass(frozen=True, slots=True)
 class Measure:
     """The metric that a collector gets of a gauge: the value times `scale`, divided by the newest value of the gauge
-    `per`.
-
-    `kind` is `gauge`, `updown` (a sum that goes both ways) or `counter`.
-    """
+    `per`. `kind` is `gauge`, `updown` (a sum that goes both ways) or `counter`."""
 
     gauge: str
     name: str
@@ -318,7 +315,7 @@ class Metrics:
         """Return the time in ns of the newest sample that was offered to this exporter or the previous one."""
         return self._taken_ns
 
-    def offer(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
+    def offer_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
         """Queue samples for delivery, in some microseconds. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = self._has_metrics or bool(samples)
@@ -333,20 +330,20 @@ class Metrics:
                 self._waiting.popleft()
                 self._lost["dropped"] += 1
 
-    def put(self, snapshot: Snapshot) -> None:
+    def put_snapshot(self, snapshot: Snapshot) -> None:
         """Replace the newest snapshot. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = True
         else:
-            self.snapshots.put(snapshot)
+            self.snapshots.put_newest(snapshot)
 
-    def waits(self) -> bool:
+    def has_waiting(self) -> bool:
         """Return True if samples or a snapshot wait to be sent."""
-        return bool(self._waiting) or self.snapshots.waits()
+        return bool(self._waiting) or self.snapshots.has_waiting()
 
-    def due(self, now_ns: int) -> bool:
+    def is_due(self, now_ns: int) -> bool:
         """Return True if it is time to send samples or a snapshot."""
-        return self.snapshots.due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
+        return self.snapshots.is_due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
     def hurry(self) -> None:
         """Make the waiting samples due at once."""
@@ -356,11 +353,11 @@ class Metrics:
         """Return True if samples wait to be sent."""
         return bool(self._waiting)
 
-    def pieces(self, snapshot: Snapshot, origin: Origin) -> Iterator[Piece]:
+    def split_snapshot(self, snapshot: Snapshot, origin: Origin) -> Iterator[Piece]:
         """Yield the pieces of a snapshot to send, one per request."""
-        return self.snapshots.pieces(snapshot, origin, self._request_samples)
+        return self.snapshots.split_snapshot(snapshot, origin, self._request_samples)
 
-    def take(self, origin: Origin) -> tuple[list[Series], int]:
+    def take_samples(self, origin: Origin) -> tuple[list[Series], int]:
         """Remove the samples of the next request. Return them as series, and their number."""
         with self._lock:
             samples = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._request_samples))]
@@ -369,7 +366,7 @@ class Metrics:
         series = convert_samples(samples, gpus, origin, self._newest, self._begun_ns)
         return series, len(samples)
 
-    def settle(self, samples: int, lost: int, verdict: Response) -> None:
+    def settle_samples(self, samples: int, lost: int, verdict: Response) -> None:
         """Count the outcome of a request of samples. If the collector refuses all metrics, send no more."""
         with self._lock:
             fate = "rejected" if verdict.taken else "failed"
@@ -394,15 +391,15 @@ class Metrics:
             if verdict.refused:
                 self.off, self._has_metrics = f"the collector takes none ({self._reason})", True
         if verdict.refused:
-            self.drop()
+            self.drop_waiting()
 
-    def drop(self) -> None:
+    def drop_waiting(self) -> None:
         """Drop the waiting samples and snapshot, and count them."""
         with self._lock:
             self._lost["dropped"] += len(self._waiting)
             self._waiting.clear()
-            if self.snapshots.waits():
-                self._lost_series["dropped"] += self.snapshots.drop()
+            if self.snapshots.has_waiting():
+                self._lost_series["dropped"] += self.snapshots.drop_newest()
 
     def losses(self) -> dict[str, int]:
         """Return the counts of samples and series that did not reach the collector, by reason."""

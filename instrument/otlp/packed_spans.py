@@ -24,22 +24,22 @@ from instrument.otlp.packing import (
     LINK_NAMES,
     SERVER_KIND,
     Body,
-    device_attributes,
-    device_name,
+    encode_varint,
     find_cause,
-    own_attributes,
+    find_status,
+    make_device_attributes,
+    make_device_name,
+    make_own_attributes,
+    make_site_attributes,
+    make_thread_attributes,
     pack_attributes,
     pack_event,
     pack_int_head,
     pack_link,
+    pack_request,
     pack_status,
     pack_text,
-    request_of,
     select_events,
-    site_attributes,
-    status_of,
-    thread_attributes,
-    varint,
 )
 from instrument.otlp.span_ids import RowIds, SpanIds
 from instrument.recording.remote_parents import LinkedSpan
@@ -105,10 +105,8 @@ class Form(Protocol):
 
 
 class PackedRows(NamedTuple):
-    """Entries in the order of their rows, each followed by its device intervals.
-
-    `pieces` has four columns, `sizes` the bytes of each entry, `ends` the number of entries up to the end of each row.
-    """
+    """Entries in the order of their rows, each followed by its device intervals. `pieces` has four columns, `sizes` the
+    bytes of each entry, `ends` the number of entries up to the end of each row."""
 
     pieces: Objects
     sizes: Int64s
@@ -223,8 +221,8 @@ class SpanPacker:
         if packed is None:
             place = self._trace.sites[site]
             native_id = thread if self._part is None else self._part.threads.get(thread, thread)
-            attributes = {name: value for name, value in site_attributes(place).items() if name not in hidden}
-            attributes |= thread_attributes(native_id, self._threads.get(native_id))
+            attributes = {name: value for name, value in make_site_attributes(place).items() if name not in hidden}
+            attributes |= make_thread_attributes(native_id, self._threads.get(native_id))
             packed = self._form.facts(place.name, bool(is_server), attributes)
             if not hidden:
                 self._facts[key] = packed
@@ -237,7 +235,7 @@ class SpanPacker:
         trace = self._trace
         site, error = trace.sites[int(trace.site[row])], int(trace.error[row])
         failed = None if error == NONE else trace.errors[error]
-        attributes = own_attributes(site, values, failed, bool(trace.clipped[row]))
+        attributes = make_own_attributes(site, values, failed, bool(trace.clipped[row]))
         links = list(self._links.get(row, ())) if has_more else []
         cause = find_cause(values, lambda *ids: self._ids.links([ids], row)[0]) if LINK_NAMES & values.keys() else None
         if cause is not None:
@@ -245,8 +243,8 @@ class SpanPacker:
         interruptions = self._interruptions.get(row, ()) if has_more else ()
         events, dropped = select_events(interruptions)
         placed = [(at_ns + self._offset_ns, name, facts) for at_ns, name, facts in events]
-        members = RareMembers(status_of(failed, values), links, placed, dropped)
-        hidden = frozenset(attributes) & site_attributes(site).keys() if values else frozenset()
+        members = RareMembers(find_status(failed, values), links, placed, dropped)
+        hidden = frozenset(attributes) & make_site_attributes(site).keys() if values else frozenset()
         return self._form.attributes(attributes), self._form.members(members), frozenset(hidden)
 
     def _pack_intervals(
@@ -265,8 +263,10 @@ class SpanPacker:
             if self._part is not None:
                 device, stream = self._part.devices.get(device, device), self._part.streams.get(stream, stream)
             place = trace.sites[site]
-            facts = device_attributes(place, sets[of_set - 1] if of_set else {}, device, stream, work.labels[label])
-            return form.facts(device_name(place), False, facts)
+            facts = make_device_attributes(
+                place, sets[of_set - 1] if of_set else {}, device, stream, work.labels[label]
+            )
+            return form.facts(make_device_name(place), False, facts)
 
         pieces = np.empty((len(of), 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end
@@ -367,7 +367,7 @@ Number = tuple[Int64s, Bools | None]
 """A measured number: its values by row, and the rows that have it, None for all."""
 
 
-def varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
+def encode_varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
     """Return numbers as varints of `width` bytes."""
     number = numbers.astype(np.uint64)
     digits = np.empty((len(number), width), dtype=np.uint8)
@@ -417,7 +417,7 @@ class ProtobufForm:
         return _TYPES.get(name) or f"V{width}"
 
     def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        return values if name in _TYPES else varints(values, width)
+        return values if name in _TYPES else encode_varints(values, width)
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
         return pack_text(b"\x2a", name) + (SERVER_KIND if is_server else INTERNAL_KIND) + pack_attributes(attributes)
@@ -427,7 +427,7 @@ class ProtobufForm:
     def members(self, members: RareMembers) -> bytes:
         packed = [pack_status(members.status)]
         packed += [pack_event(*event) for event in members.events]
-        packed += [b"\x60" + varint(members.dropped)] if members.dropped else []
+        packed += [b"\x60" + encode_varint(members.dropped)] if members.dropped else []
         return b"".join([*packed, *map(pack_link, members.links)])
 
     def state(self, state: str) -> bytes:
@@ -444,10 +444,8 @@ REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
 def request_bodies(
     packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
 ) -> Iterator[Body]:
-    """Yield requests of packed entries under a packed resource, of at most `most_bytes` and `most_spans` each.
-
-    A larger entry is a request of its own.
-    """
+    """Yield requests of packed entries under a packed resource, of at most `most_bytes` and `most_spans` each. A larger
+    entry is a request of its own."""
     for pieces, sizes, _ in packed:
         sums = np.cumsum(sizes)
         at = 0
@@ -455,5 +453,5 @@ def request_bodies(
             before = int(sums[at - 1]) if at else 0
             end = int(np.searchsorted(sums, before + most_bytes, side="right"))
             end = max(min(end, at + most_spans), at + 1)
-            yield Body(request_of(resource, pieces[at:end].ravel().tolist()), end - at)
+            yield Body(pack_request(resource, pieces[at:end].ravel().tolist()), end - at)
             at = end

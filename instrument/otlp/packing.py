@@ -83,7 +83,7 @@ def select_events(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, M
     return events, len(interruptions) - len(longest)
 
 
-def device_attributes(
+def make_device_attributes(
     site: Site, attributes: Mapping[str, object], device: int, stream: int, label: str
 ) -> dict[str, object]:
     """Return the attributes of a device interval of a span, except its uncertainty."""
@@ -92,12 +92,12 @@ def device_attributes(
     return facts | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
 
 
-def device_name(site: Site) -> str:
+def make_device_name(site: Site) -> str:
     """Return the name of the device intervals of a site's spans."""
     return f"{site.name} (device)"
 
 
-def site_attributes(site: Site) -> dict[str, object]:
+def make_site_attributes(site: Site) -> dict[str, object]:
     """Return the attributes that all spans of a site share."""
     facts = _rename_attributes(site.kind, site.attributes)
     facts["instrument.kind"] = site.kind
@@ -112,12 +112,12 @@ def site_attributes(site: Site) -> dict[str, object]:
     return facts
 
 
-def thread_attributes(thread_id: int, name: str | None) -> dict[str, object]:
+def make_thread_attributes(thread_id: int, name: str | None) -> dict[str, object]:
     """Return the attributes that all spans of a thread share."""
     return {"thread.id": thread_id} if name is None else {"thread.id": thread_id, "thread.name": name}
 
 
-def own_attributes(
+def make_own_attributes(
     site: Site, attributes: Mapping[str, object], error: str | None, is_clipped: bool
 ) -> dict[str, object]:
     """Return the attributes of one span, except its measured numbers."""
@@ -130,10 +130,10 @@ def own_attributes(
     return facts
 
 
-def status_of(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
+def find_status(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
     """Return (True, reason) for a failed span, (False, "") for a successful one, None if unknown."""
     if error is not None:
-        return True, str(plain(attributes.get(STATUS_DESCRIPTION) or error))
+        return True, str(make_plain(attributes.get(STATUS_DESCRIPTION) or error))
     return (False, "") if attributes.get(STATUS_CODE) == "OK" else None
 
 
@@ -151,7 +151,7 @@ def _rename_attributes(kind: str, attributes: Iterable[tuple[str, object]]) -> d
     return facts
 
 
-def plain(value: object) -> object:
+def make_plain(value: object) -> object:
     """Return a value that OTLP can represent. Any other value, such as a tensor, is never read: its type's name
     replaces it."""
     if isinstance(value, str):
@@ -166,7 +166,7 @@ def plain(value: object) -> object:
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [plain(item) for item in value]
+        return [make_plain(item) for item in value]
     return f"<{type(value).__name__}>"
 
 
@@ -175,10 +175,10 @@ def pack_resource(attributes: Mapping[str, object]) -> bytes:
     return pack_field(b"\x0a", pack_attributes(attributes, b"\x0a"))
 
 
-def request_of(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
+def pack_request(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
     """Return an ExportTraceServiceRequest of packed spans under a packed resource. Metrics are packed in the same
     form."""
-    scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", version()))
+    scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", find_version()))
     of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
     without_schema = pack_field(b"\x12", b"".join((scope, *foreign))) if foreign else b""
     return pack_field(b"\x0a", resource + of_schema + without_schema)
@@ -192,14 +192,14 @@ class Body(NamedTuple):
 
 
 def split_request(request: bytes) -> Sequence[Body]:
-    """Split a request that `request_of` made into two."""
+    """Split a request that `pack_request` made into two."""
     (of_resource,) = _split_fields(request, 0, len(request))
     resource, of_scope = _split_fields(request, *of_resource[1:])
     _, *pieces, _ = _split_fields(request, *of_scope[1:])
     packed = [request[first:end] for first, _, end in pieces]
     middle = len(packed) // 2
     packed_resource = request[resource[0] : resource[2]]
-    return [Body(request_of(packed_resource, half), len(half)) for half in (packed[:middle], packed[middle:])]
+    return [Body(pack_request(packed_resource, half), len(half)) for half in (packed[:middle], packed[middle:])]
 
 
 def _split_fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -216,7 +216,7 @@ def _split_fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int,
         at += 1 + size
 
 
-def version() -> str:
+def find_version() -> str:
     """Return the version of this package."""
     return str(sys.modules["instrument"].__version__)
 
@@ -251,7 +251,7 @@ def pack_attributes(attributes: Mapping[str, object], tag: bytes = b"\x4a") -> b
 def _pack_attribute(key: str, value: object, tag: bytes = b"\x4a") -> bytes:
     """Return an attribute as a KeyValue of a repeated field, by default `Span.attributes`."""
     if type(value) is int and 0 <= value < 1 << 63:
-        number = varint(value)
+        number = encode_varint(value)
         return pack_int_head(tag, key, len(number)) + number
     return pack_field(tag, _pack_key(key) + pack_field(b"\x12", _pack_value(value)))
 
@@ -264,8 +264,8 @@ def _pack_key(key: str) -> bytes:
 @lru_cache(maxsize=1024)
 def pack_int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
     """Return the bytes of a KeyValue before an integer whose varint takes `varint_bytes`."""
-    head = _pack_key(key) + b"\x12" + varint(varint_bytes + 1) + b"\x18"
-    return tag + varint(len(head) + varint_bytes) + head
+    head = _pack_key(key) + b"\x12" + encode_varint(varint_bytes + 1) + b"\x18"
+    return tag + encode_varint(len(head) + varint_bytes) + head
 
 
 def _pack_value(value: object) -> bytes:
@@ -274,12 +274,12 @@ def _pack_value(value: object) -> bytes:
     if type(value) is bool:
         return b"\x10\x01" if value else b"\x10\x00"
     if type(value) is int and -1 << 63 <= value < 1 << 63:
-        return b"\x18" + varint(value & _MASK)
+        return b"\x18" + encode_varint(value & _MASK)
     if type(value) is float:
         return _pack_double(b"\x21", value)
     if type(value) is list:
         return pack_field(b"\x2a", b"".join([pack_field(b"\x0a", _pack_value(item)) for item in value]))
-    return _pack_value(plain(value))
+    return _pack_value(make_plain(value))
 
 
 def pack_text(tag: bytes, text: str) -> bytes:
@@ -289,13 +289,13 @@ def pack_text(tag: bytes, text: str) -> bytes:
 
 def pack_field(tag: bytes, content: bytes) -> bytes:
     """Return a field with bytes, or with a message."""
-    return tag + varint(len(content)) + content
+    return tag + encode_varint(len(content)) + content
 
 
-def varint(number: int) -> bytes:
+def encode_varint(number: int) -> bytes:
     """Encode a non-negative integer of any size as a varint."""
     if number < 0x80:
         return bytes((number,))
     if number < 0x4000:
         return bytes((number & 0x7F | 0x80, number >> 7))
-    return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80)) + varint(number >> 14)
+    return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80)) + encode_varint(number >> 14)

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 from functools import lru_cache
 
-from instrument.otlp.packing import pack_attributes, pack_field, pack_text, varint
+from instrument.otlp.packing import encode_varint, pack_attributes, pack_field, pack_text
 from instrument.recording.distributions import Distribution, Exemplar, bucket_middle
 from instrument.runtime.cheap_start import dataclass, field
 
@@ -37,7 +37,7 @@ class Exponential:
     most_s: float | None = None
 
 
-def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
+def make_exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
     """Return a distribution as an exponential histogram."""
     count_by_place: dict[int, int] = {}
     zero_count = 0
@@ -68,16 +68,14 @@ def exponential(of: Distribution, *, has_extremes: bool) -> Exponential:
 
 @lru_cache(maxsize=4096)
 def _find_finest_bucket(index: int) -> int:
-    """Return the bucket at the finest scale that contains the middle of a bucket of the tally, both in s."""
+    """Return the bucket of the finest scale into which the middle of a tally's bucket falls."""
     return math.ceil(math.log2(bucket_middle(index) / 1e9) * (1 << FINEST_SCALE)) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """One value of a metric. `start_ns` is the wall time from which a sum or a histogram counts, 0 for a gauge.
-
-    `exemplars` of a histogram have times of the wall clock.
-    """
+    `exemplars` of a histogram have times of the wall clock."""
 
     attributes: Mapping[str, str | int]
     start_ns: int
@@ -144,14 +142,14 @@ def _pack_exemplar(exemplar: Exemplar) -> bytes:
 
 def pack_exponential(of: Exponential) -> bytes:
     """Return the fields of a data point with an exponential histogram."""
-    counts = b"".join(map(varint, of.counts))
+    counts = b"".join(map(encode_varint, of.counts))
     return b"".join(
         (
             _pack_time(0x21, of.count),
             _pack_double(0x29, of.sum_s),
-            b"\x30" + varint(encode_zigzag(of.scale)),
+            b"\x30" + encode_varint(encode_zigzag(of.scale)),
             _pack_time(0x39, of.zero_count),
-            pack_field(b"\x42", b"\x08" + varint(encode_zigzag(of.offset)) + pack_field(b"\x12", counts)),
+            pack_field(b"\x42", b"\x08" + encode_varint(encode_zigzag(of.offset)) + pack_field(b"\x12", counts)),
             b"" if of.least_s is None else _pack_double(0x61, of.least_s),
             b"" if of.most_s is None else _pack_double(0x69, of.most_s),
         )

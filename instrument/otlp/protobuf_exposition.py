@@ -1,7 +1,8 @@
-"""Metrics in Prometheus's protobuf format, which is the one that has native histograms.
+"""Writes metrics in Prometheus's protobuf format, the only one with native histograms.
 
-A Prometheus that takes native histograms asks for it. A native histogram is the exponential histogram of OTLP. Each has
-the fixed buckets of the text formats, too: Prometheus keeps them with `always_scrape_classic_histograms`.
+A Prometheus that stores native histograms requests this format. A native histogram is the exponential histogram of
+OTLP. Each also has the fixed buckets of the text formats, which Prometheus stores with
+`always_scrape_classic_histograms`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import struct
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from instrument.otlp.exposition import MetricAndOrigin, buckets_of, ids_of, name_of, texts_by_name
-from instrument.otlp.packing import pack_field, pack_text, varint
-from instrument.otlp.points import Exponential, encode_zigzag, exponential
+from instrument.otlp.exposition import MetricAndOrigin, buckets_of, ids_of, make_name, texts_by_name
+from instrument.otlp.packing import encode_varint, pack_field, pack_text
+from instrument.otlp.points import Exponential, encode_zigzag, make_exponential
 from instrument.recording.distributions import COUNTER, HISTOGRAM, Distribution, Labels, Metric
 from instrument.recording.spans import Origin
 
@@ -20,7 +21,7 @@ MEDIA_TYPE, MESSAGE = "application/vnd.google.protobuf", "io.prometheus.client.M
 CONTENT_TYPE = f"{MEDIA_TYPE}; proto={MESSAGE}; encoding=delimited"
 
 ZERO_THRESHOLD = 2.0**-128
-"""The upper bound of the bucket of zeros, in s: the default of Prometheus's libraries. If it were 0, Prometheus would
+"""The upper bound in seconds of the bucket of zeros, the default of Prometheus's libraries. With 0, Prometheus would
 take an empty histogram for one without native buckets."""
 
 _pack_double = struct.Struct("<Bd").pack
@@ -45,12 +46,12 @@ def is_preferred(accept: str) -> bool:
 # 2}; Bucket {cumulative_count 1, upper_bound 2, exemplar 3}; Exemplar {label 1, value 2, timestamp 3}; Timestamp
 # {seconds 1, nanos 2}.
 def pack_families(metrics: Iterable[MetricAndOrigin]) -> bytes:
-    """Return metrics in this format."""
+    """Return metrics as delimited protobuf messages."""
     return b"".join(pack_field(b"", _pack_family(metric, origin)) for metric, origin in metrics)
 
 
 def _pack_family(metric: Metric, origin: Origin) -> bytes:
-    name = name_of(metric.name, metric.unit) + ("_total" if metric.kind == COUNTER else "")
+    name = make_name(metric.name, metric.unit) + ("_total" if metric.kind == COUNTER else "")
     kind = {COUNTER: b"\x18\x00", HISTOGRAM: b"\x18\x04"}.get(metric.kind, b"\x18\x01")
     points = []
     for labels, value in metric.series.items():
@@ -70,19 +71,19 @@ def _pack_labels(texts: Mapping[str, str]) -> bytes:
 def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Origin) -> bytes:
     buckets, count = [], 0
     for bound, count, exemplar in buckets_of(metric, labels, of):
-        packed = b"\x08" + varint(count) + _pack_double(0x11, bound)
+        packed = b"\x08" + encode_varint(count) + _pack_double(0x11, bound)
         if exemplar is not None:
             seconds, nanos = divmod(max(origin.realtime_of(exemplar.at_ns), 0), 10**9)
             value = _pack_double(0x11, exemplar.value_ns / 1e9)
-            time = pack_field(b"\x1a", b"\x08" + varint(seconds) + b"\x10" + varint(nanos))
+            time = pack_field(b"\x1a", b"\x08" + encode_varint(seconds) + b"\x10" + encode_varint(nanos))
             packed += pack_field(b"\x1a", _pack_labels(ids_of(exemplar)) + value + time)
         buckets.append(pack_field(b"\x1a", packed))
-    total = b"\x08" + varint(count) + _pack_double(0x11, of.sum_ns / 1e9)
-    return total + b"".join(buckets) + _pack_native(exponential(of, has_extremes=False))
+    total = b"\x08" + encode_varint(count) + _pack_double(0x11, of.sum_ns / 1e9)
+    return total + b"".join(buckets) + _pack_native(make_exponential(of, has_extremes=False))
 
 
 def _pack_native(of: Exponential) -> bytes:
-    """Return the native buckets. The number of a bucket is that of its upper bound, in OTLP that of its lower bound."""
+    """Return the native buckets. A bucket is numbered by its upper bound here, and by its lower bound in OTLP."""
     spans: list[list[int]] = []
     deltas, end, before = b"", 0, 0
     for number, count in enumerate(of.counts, of.offset + 1):
@@ -91,10 +92,16 @@ def _pack_native(of: Exponential) -> bytes:
                 spans[-1][1] += 1
             else:
                 spans.append([number - end, 1])
-            deltas += varint(encode_zigzag(count - before))
+            deltas += encode_varint(encode_zigzag(count - before))
             end, before = number + 1, count
     head = (
-        b"\x28" + varint(encode_zigzag(of.scale)) + _pack_double(0x31, ZERO_THRESHOLD) + b"\x38" + varint(of.zero_count)
+        b"\x28"
+        + encode_varint(encode_zigzag(of.scale))
+        + _pack_double(0x31, ZERO_THRESHOLD)
+        + b"\x38"
+        + encode_varint(of.zero_count)
     )
-    packed = (b"\x08" + varint(encode_zigzag(offset)) + b"\x10" + varint(length) for offset, length in spans)
+    packed = (
+        b"\x08" + encode_varint(encode_zigzag(offset)) + b"\x10" + encode_varint(length) for offset, length in spans
+    )
     return head + b"".join(pack_field(b"\x62", span) for span in packed) + pack_field(b"\x6a", deltas)

@@ -42,7 +42,7 @@ from instrument.recording.spans import Origin, Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.by_process import Interruptions
 from instrument.trace.columns import DeviceIntervals, Int64s
-from instrument.trace.of_recording import origin_of, saved_of
+from instrument.trace.of_recording import read_origin, saved_of
 from instrument.trace.sent_rows import Settled, Settling
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
@@ -210,7 +210,7 @@ class RecordingExport:
         if trace is not None and self._sends:
             self._exporter.submit_rows(reading.source, trace, rows, links=settled.links, interruptions=hits)
         if trace is not None and self.files is not None:
-            self.files.put(spans_of(trace, rows), reading.source)
+            self.files.add_spans(spans_of(trace, rows), reading.source)
         elif self.dataset is not None and not self._sends:
             self.dataset.unwritten[self] += len(rows) + intervals
         if settled.derived and self._sends:
@@ -358,7 +358,7 @@ class RecordingExport:
         rows = reading.reader.rows
         sample = rows.sampler.capture.sample
         unsent_spans = [span for span in spans if not _is_sent(span, rows, sample)]
-        rows.leave_out({span.root_id for span in unsent_spans if span.root_id & REQUEST_BIT})
+        rows.drop_requests({span.root_id for span in unsent_spans if span.root_id & REQUEST_BIT})
         return unsent_spans
 
     def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
@@ -387,7 +387,7 @@ class RecordingExport:
     @property
     def key(self) -> str:
         """The key of the recording, unique in its run."""
-        return f"{origin_of(self._mapped.header).pid}-{self._generation}"
+        return f"{read_origin(self._mapped.header).pid}-{self._generation}"
 
     def before_scrape(self) -> None:
         """Note the requests that have ended, before the recording is read for a scrape."""
@@ -454,17 +454,15 @@ def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
         return (
             is_sampled(rows.ids.trace_id(span.root_id), sample)
             or span.span_id in rows.sent_apart
-            or rows.has(span.span_id)
+            or rows.has_row(span.span_id)
         )
     decided = rows.decided.get(span.root_id)
     return span.root_id in rows.sampler.wanted if decided is None else decided.is_kept
 
 
 class ExportedRun:
-    """Reads and settles the recordings of one exporter together: a run's in the agent, or a process's own.
-
-    `members` has the recordings by number. One thread uses an instance.
-    """
+    """Reads and settles the recordings of one exporter together: a run's in the agent, or a process's own. `members`
+    has the recordings by number. One thread uses an instance."""
 
     def __init__(self, members: dict[int, RecordingExport]) -> None:
         self._settling = Settling()
@@ -576,4 +574,4 @@ class _Reading:
 def _read_origin_now(header: Header) -> Origin:
     """Return the origin of a recording's process, with both of the machine's clocks read anew."""
     monotonic_ns, realtime_ns = clock.pair()
-    return replace(origin_of(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)
+    return replace(read_origin(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)

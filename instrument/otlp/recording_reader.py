@@ -19,7 +19,7 @@ from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacke
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Columns, DeviceIntervals, Int64s, device_intervals
-from instrument.trace.of_recording import find_first_request, origin_of
+from instrument.trace.of_recording import find_first_request, read_origin
 from instrument.trace.unsettled import Details, TailSampler, UnsettledRows
 
 ROWS_AT_ONCE = 10_000
@@ -53,7 +53,7 @@ class RecordingReader:
         """The number of rows read since the last round of settling."""
         sampler = TailSampler(facts.capture, lambda: self.totals(merged=True))
         self.rows = UnsettledRows(facts.ids, self._site_of_node, sampler, facts.spans_per_request)
-        self.rows.caller = origin_of(mapped.header).remote
+        self.rows.caller = read_origin(mapped.header).remote
         if self.rows.caller is not None:
             self.rows.served_from_ns = find_first_request(mapped)
         self._details_at = 0
@@ -152,7 +152,7 @@ class RecordingReader:
             old = [
                 ring._replace(rows=ring.rows[: max(self.places.get(ring.ring, 0) - ring.first, 0)]) for ring in rings
             ]
-            self.rows.adopt(old, opened, details, undecided, settled_ns)
+            self.rows.adopt_rows(old, opened, details, undecided, settled_ns)
 
     def _read_pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
         """Yield all rows in the rings from `places` on, `ROWS_AT_ONCE` at a time."""

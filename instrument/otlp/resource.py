@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from instrument.otlp.packing import version
+from instrument.otlp.packing import find_version
 from instrument.recording.spans import Origin
 from instrument.runtime.environment import environment_attributes
 from instrument.runtime.faults import FAULTS
@@ -45,7 +45,7 @@ def resource_of(origin: Origin, instance: str) -> dict[str, object]:
         "service.name": origin.service or _UNNAMED,
         "service.instance.id": instance,
         "telemetry.distro.name": "instrument",
-        "telemetry.distro.version": version(),
+        "telemetry.distro.version": find_version(),
         "process.pid": origin.pid,
     }
     if origin.host:

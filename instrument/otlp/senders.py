@@ -98,7 +98,7 @@ class Sender(ABC):
         """Send one request of metrics, as `send` does for spans. Rejected points are counted."""
         packed = [(metric.name.startswith(NAMESPACE), pack_metric(metric)) for metric in series]
         pieces, foreign = ([metric for of_gen_ai, metric in packed if of_gen_ai == flag] for flag in (False, True))
-        body = packing.request_of(packing.pack_resource(resource), pieces, foreign)
+        body = packing.pack_request(packing.pack_resource(resource), pieces, foreign)
         return self._send(self._places[1], body, sum(len(metric.points) for metric in series), left_s, pause)
 
     def _send(
@@ -259,12 +259,12 @@ def make_metrics_url(traces_url: str) -> str | None:
 
 def _make_user_agent() -> str:
     """Return our User-Agent."""
-    return f"instrument-sdk/{packing.version()}"
+    return f"instrument-sdk/{packing.find_version()}"
 
 
 def _judge_response(response: HTTPResponse, content: bytes, spans: int) -> Response:
     if 200 <= response.status < 300:
-        rejected, message = partial_success(content)
+        rejected, message = parse_partial_success(content)
         return Response(True, rejected=min(rejected, spans), reason=message)
     reason = f"HTTP {response.status} {response.reason[:100]}"
     location = response.getheader("Location")
@@ -274,7 +274,7 @@ def _judge_response(response: HTTPResponse, content: bytes, spans: int) -> Respo
     return Response(False, too_large=response.status == 413, refused=refused, reason=reason)
 
 
-def partial_success(answer: bytes) -> tuple[int, str]:
+def parse_partial_success(answer: bytes) -> tuple[int, str]:
     """Return the number of rejected spans in a successful answer, and the reason; 0 if malformed."""
     match = _PARTIAL_SUCCESS.match(answer)
     if match is None:
@@ -363,7 +363,7 @@ class GrpcSender(Sender):
             raise _UnavailableError(reason, asked_s or 0.0) from fault
         except (OSError, ValueError) as fault:  # no time is left, or `abort` has closed the channel
             raise _UnavailableError(f"{type(fault).__name__}: {fault}") from fault
-        rejected, message = partial_success(answer)
+        rejected, message = parse_partial_success(answer)
         return Response(True, rejected=min(rejected, count), reason=message)
 
     def _open_channel(self, grpc: Any) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from instrument.otlp.export_facts import Ids, mix_span_ids
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE
 from instrument.recording.remote_parents import OF_OURS, LinkedSpan, RemoteParent
-from instrument.trace.by_process import outer_spans
+from instrument.trace.by_process import find_outer_spans
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.joined import Joined
@@ -98,7 +98,7 @@ class SpanIds:
     def links_of(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
         """Return links by row: from a batch to the requests that it serves, from a nested request to the outer span."""
         trace, served = self._trace, joined.served
-        pairs = {row: [began] for row, began in outer_spans(trace, joined).items()}
+        pairs = {row: [began] for row, began in find_outer_spans(trace, joined).items()}
         known_requests = np.flatnonzero(served.request != NONE)
         rows = joined.rows[served.request[known_requests]]
         request_pairs = zip(trace.span_id[rows].tolist(), trace.root_id[rows].tolist(), strict=True)

@@ -167,7 +167,7 @@ class RequestQueue:
             if has_lock:
                 self.lock.release()
 
-    def take(self) -> QueuedRequest | None:
+    def take_next(self) -> QueuedRequest | None:
         """Remove and return the next request, which becomes the current one. The caller has the lock."""
         self._queue_offered()
         if not self._queue:
@@ -176,7 +176,7 @@ class RequestQueue:
         self._in_flight.append(request)
         return request
 
-    def split(self, request: QueuedRequest, halves: Sequence[Body]) -> list[QueuedRequest]:
+    def replace_request(self, request: QueuedRequest, halves: Sequence[Body]) -> list[QueuedRequest]:
         """Replace the current request by two. The caller has the lock."""
         parts = [QueuedRequest(*half, request.source, request.number) for half in halves]
         if request in self._in_flight:
@@ -189,7 +189,7 @@ class RequestQueue:
         with self.lock:
             request.source.counts[_SENDING] = request.spans
 
-    def settle(self, request: QueuedRequest, verdict: Response) -> None:
+    def settle_request(self, request: QueuedRequest, verdict: Response) -> None:
         """Count a request's spans by fate. The caller has the lock."""
         request.source.counts[_SENDING] = 0
         if request in self._in_flight:  # a stop that could not wait for the lock may have given it up already
@@ -199,7 +199,7 @@ class RequestQueue:
             self._count_fate(request.source, "exported" if verdict.taken else "failed", request.spans - rejected)
         self._counts["requests"] += 1
 
-    def fail(self, spans: int, source: Source, reason: str) -> None:
+    def count_failed(self, spans: int, source: Source, reason: str) -> None:
         """Count spans that cannot be packed as failed."""
         with self.lock:
             self._count_pending(spans, source)

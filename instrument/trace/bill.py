@@ -27,7 +27,7 @@ from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
 from instrument.trace.intervals import Unions, union_by_group
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, divide_own_and_waiting, portion
+from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, compute_portion, divide_own_and_waiting
 from instrument.trace.self_times import turns
 
 BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
@@ -174,8 +174,8 @@ class Account:
         for number, weights in self._sum_weights():
             of_blocked = self.lanes.is_blocked & (owner <= number) & blocked
             weights_up_to = of_blocked.astype(np.int64) if blocked else np.append(weights, 0)[self._of_piece]
-            before = np.concatenate([[0], np.cumsum(portion(lengths, weights_up_to, sums))])
-            amounts = portion(head, weights_up_to[firsts], sums[firsts]) + portion(
+            before = np.concatenate([[0], np.cumsum(compute_portion(lengths, weights_up_to, sums))])
+            amounts = compute_portion(head, weights_up_to[firsts], sums[firsts]) + compute_portion(
                 tail, weights_up_to[last], sums[last]
             )
             upto[:, number] = groups.sums(amounts + before[between] - before[firsts + 1])
@@ -191,7 +191,7 @@ class Account:
         upto = np.zeros((self._count, self._count + 1), dtype=np.int64)
         for number, weights in self._sum_weights():
             weights_up_to = weights[batch] - weight * (own_group <= number)
-            upto[:, number] = groups.sums(portion(waited_ns, weights_up_to, np.maximum(other_weights, 1)))
+            upto[:, number] = groups.sums(compute_portion(waited_ns, weights_up_to, np.maximum(other_weights, 1)))
         upto[:, self._count] = groups.sums(waited_ns)  # nobody, where a request had the batch for itself
         return np.diff(upto, axis=1, prepend=0)
 

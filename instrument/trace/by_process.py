@@ -72,7 +72,7 @@ def _sort_by_tree(trace: Columns) -> Int64s:
     return np.lexsort((trace.span_id, -ends, starts, trace.root_id))
 
 
-def outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
+def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
     """Return, for each row of a nested request with a key, the ids of the span around it and of that span's root. A
     request that already has a link is left out."""
     origins: dict[int, tuple[int, int]] = {}

@@ -23,7 +23,7 @@ from instrument.recording.distributions import LAST_BUCKET, bucket_start
 from instrument.recording.spans import OUTCOME, Interval, Site
 from instrument.recording.tally import LARGEST, LARGEST_COPY_BYTES, TOTALS, Records, Tally, buckets_of
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
-from instrument.trace.forest import NONE, are_at_or_above, by_level, least_below, levels, nearest
+from instrument.trace.forest import NONE, are_at_or_above, by_level, count_ancestors, least_below, nearest
 from instrument.trace.groups import Groups, numbered, places_of
 from instrument.trace.intervals import clipped, overlap, union_by_group
 from instrument.trace.layout import in_order
@@ -94,7 +94,7 @@ def call_tree(
     level = trace.level
     if among is not None:
         counted, is_included = counted & among, is_included & among
-        level = levels(np.where(np.append(is_included, False)[trace.parent], trace.parent, np.int32(NONE)))
+        level = count_ancestors(np.where(np.append(is_included, False)[trace.parent], trace.parent, np.int32(NONE)))
     on_line = trace.on_line_of_parent & is_included[trace.parent]
     node_of, parent, some_row = _number_nodes(trace, level, is_included, on_line)
     count = len(parent)
@@ -218,7 +218,7 @@ def lengths_below(
     # A call that joins nothing has the length of the nearest call below it that joins intervals.
     lengths_ns = np.zeros(len(calls), dtype=np.int64)
     above = np.where(up == NONE, NONE, nearest(up, joins)[up]).astype(np.int32)
-    level = levels(above)
+    level = count_ancestors(above)
     joining = np.flatnonzero(joins)
     order = joining[np.argsort(-level[joining], kind="stable")]
     by_depth = np.argsort(-level[owner], kind="stable")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from instrument.recording.remote_parents import LINK, RemoteParent
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
-from instrument.trace.forest import NONE, levels, rows_of
+from instrument.trace.forest import NONE, count_ancestors, rows_of
 from instrument.trace.groups import places_of
 from instrument.trace.intervals import Union, clipped, lengths_by_group, overlap, union
 
@@ -238,7 +238,7 @@ class Columns:
         parent = rows_of(self.span_id, self.parent_id)
         parent[self.parent_id == 0] = NONE
         object.__setattr__(self, "parent", parent)
-        object.__setattr__(self, "level", levels(parent))
+        object.__setattr__(self, "level", count_ancestors(parent))
 
     def __len__(self) -> int:
         return len(self.span_id)

@@ -85,12 +85,12 @@ def arrow_type(kind: str) -> Any:
 # Columns of values
 
 
-def nullable(values: Any, is_null: Any) -> Any:
+def make_nullable(values: Any, is_null: Any) -> Any:
     """Return numbers as an Arrow array, NULL where `is_null` is True."""
     return pyarrow().array(values, mask=np.asarray(is_null, dtype=np.bool_))
 
 
-def texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
+def make_texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
     """Return an Arrow array of the name with each number as index, NULL for `NONE`."""
     arrow = pyarrow()
     indices = arrow.array(numbers.astype(np.int64), mask=numbers == NONE)
@@ -107,7 +107,7 @@ def ids_of(*halves: UInt64s) -> Any:
     return arrow.FixedSizeBinaryArray.from_buffers(arrow.binary(8 * len(halves)), len(parts), buffers)
 
 
-def maps(items: Sequence[Mapping[str, Any] | None], kind: Any) -> Any:
+def make_maps(items: Sequence[Mapping[str, Any] | None], kind: Any) -> Any:
     """Return mappings as an Arrow array, sorted by name. An empty mapping is NULL."""
     return pyarrow().array([sorted(item.items()) if item else None for item in items], kind)
 
@@ -116,7 +116,7 @@ ATTRIBUTES = ("attributes_text", "attributes_int", "attributes_real", "attribute
 """The columns of attributes, by the type of the value."""
 
 
-def attributes_of(trace: Columns, rows: Int64s) -> Values:
+def make_attribute_columns(trace: Columns, rows: Int64s) -> Values:
     """Return the attributes of rows and of their sites, as a column for each type of value."""
     numbers, sets = trace.attributes.distinct(rows)
     pairs, places = np.unique(np.stack([trace.site[rows], numbers]), axis=1, return_inverse=True)
@@ -131,7 +131,7 @@ def attributes_of(trace: Columns, rows: Int64s) -> Values:
         for name, values in by_type.items():
             typed[name].append(values)
     types = schema("spans")
-    return {name: maps(values, types.field(name).type).take(places.reshape(-1)) for name, values in typed.items()}
+    return {name: make_maps(values, types.field(name).type).take(places.reshape(-1)) for name, values in typed.items()}
 
 
 def _is_int64(value: object) -> bool:
@@ -196,7 +196,7 @@ class DatasetProcess(NamedTuple):
 
 
 def process_name(origin: Origin) -> str:
-    """Return the name of a process, which no other process of any host or run has: boot or host, pid, and start."""
+    """Return a name of boot or host, pid and start, which no other process of any host or run has."""
     return clean(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
 
 
@@ -230,14 +230,14 @@ def make_span_columns(trace: Columns, rows: Int64s, keys: SpanKeys, base_ns: Int
         "duration_ns": trace.total_ns[rows],
         "children_ns": trace.total_ns[rows] - trace.self_ns[rows],
         "waiting_ns": trace.total_ns[rows] - trace.active_ns[rows],
-        "name": texts(site, [place.name for place in sites]),
-        "kind": texts(site, [place.kind for place in sites]),
-        "code": texts(site, [f"{place.module}:{place.qualname}" if place.qualname else None for place in sites]),
-        "site": texts(site, [text for place in sites for text in Sites([place]).entries]),
+        "name": make_texts(site, [place.name for place in sites]),
+        "kind": make_texts(site, [place.kind for place in sites]),
+        "code": make_texts(site, [f"{place.module}:{place.qualname}" if place.qualname else None for place in sites]),
+        "site": make_texts(site, [text for place in sites for text in Sites([place]).entries]),
         "task_id": trace.task_id[rows],
-        "error": texts(error, trace.errors),
+        "error": make_texts(error, trace.errors),
         "clipped": trace.clipped[rows],
-        **attributes_of(trace, rows),
+        **make_attribute_columns(trace, rows),
     }
 
 
@@ -271,16 +271,16 @@ def make_request_columns(
     types = schema("requests")
     return {
         **columns,
-        "name": texts(trace.site[rows], [site.name for site in trace.sites]),
+        "name": make_texts(trace.site[rows], [site.name for site in trace.sites]),
         "key": arrow.array([clean(keys[at][0]) if at in keys else None for at in places.tolist()], arrow.string()),
         "start_unix_ns": trace.start_ns[rows] + base_ns,
         "duration_ns": trace.total_ns[rows],
-        "error": texts(trace.error[rows], trace.errors),
-        "phases_ns": maps([phases.get(place) for place in places.tolist()], types.field("phases_ns").type),
+        "error": make_texts(trace.error[rows], trace.errors),
+        "phases_ns": make_maps([phases.get(place) for place in places.tolist()], types.field("phases_ns").type),
         "device_ns": (device.own_ns + device.shared_ns)[places],
         "prefill_ns": arrow.array([prefill for prefill, _ in of_places], arrow.int64()),
         "decode_ns": arrow.array([decode for _, decode in of_places], arrow.int64()),
-        **attributes_of(trace, rows),
+        **make_attribute_columns(trace, rows),
     }  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def make_member_columns(
         change = np.flatnonzero(np.diff(served.batch, prepend=NONE))
         firsts = change[np.searchsorted(change, pairs, side="right") - 1] if len(change) else pairs
     return {
-        "name": texts(trace.site[rows], [site.name for site in trace.sites]),
+        "name": make_texts(trace.site[rows], [site.name for site in trace.sites]),
         "start_unix_ns": trace.start_ns[rows] + base_ns,
         "position": pairs - firsts,
         "key": arrow.array([clean(served.key[pair]) for pair in pairs.tolist()], arrow.string()),
@@ -315,7 +315,7 @@ def make_batch_columns(
     """Return the columns of the batches in some rows, except their ids."""
     groups, count = Groups(joined.served.batch, len(trace)), len(trace)
     return {
-        "name": texts(trace.site[rows], [site.name for site in trace.sites]),
+        "name": make_texts(trace.site[rows], [site.name for site in trace.sites]),
         "start_unix_ns": trace.start_ns[rows] + base_ns,
         "duration_ns": trace.total_ns[rows],
         "own_ns": groups.sums(parts.given_ns)[rows].astype(np.int64),
@@ -332,7 +332,7 @@ def make_interval_columns(trace: Columns, places: Int64s, base_ns: Int64s) -> Va
         "start_unix_ns": device.start_ns[places] + base_ns,
         "duration_ns": device.total_ns[places],
         "stream": device.stream[places],
-        "label": texts(device.label[places], device.labels),
+        "label": make_texts(device.label[places], device.labels),
         "uncertainty_ns": device.uncertainty_ns[places],
     }
 
@@ -444,7 +444,7 @@ class DatasetRows(TraceRows):
             newest = max((part.saved.trace for part in parts), key=attrgetter("end_ns"))
             numbers = facts.processes[number] if facts.processes else None
             members.append(DatasetProcess(newest, base_ns + parts[0].moved_ns, numbers))
-        keys = keys_of(trace, process, members) if ids is None else _keep_ids(trace, process, ids)
+        keys = make_keys(trace, process, members) if ids is None else _keep_ids(trace, process, ids)
         super().__init__(trace, joined, process, members, keys, np.full(len(members), base_ns, dtype=np.int64))
 
     def tables(self) -> Iterator[tuple[str, Any]]:
@@ -474,7 +474,7 @@ class DatasetRows(TraceRows):
                       for thread, number in member.numbers.threads.items()}  # fmt: skip
         threads = [numbers_of.get(thread, (thread, self._facts.threads.get(thread))) for thread in distinct.tolist()]
         numbers = np.array([number for number, _ in threads], dtype=np.int64)
-        return {"thread_id": numbers[places], "thread": texts(places, [name or None for _, name in threads])}
+        return {"thread_id": numbers[places], "thread": make_texts(places, [name or None for _, name in threads])}
 
     def _devices(self, devices: Int64s, process: Int64s) -> tuple[Int64s, Any]:
         uuid_of = {gpu.device: gpu.uuid for gpu in self._facts.gpus}
@@ -575,7 +575,7 @@ class ConsecutiveIds:
         return ids
 
 
-def keys_of(
+def make_keys(
     trace: Columns,
     process: Int64s,
     members: Sequence[DatasetProcess],

@@ -14,7 +14,7 @@ from instrument.recording.spans import AttributeValue, Gpu, Origin, Sample
 from instrument.trace.columns import AttributesOfRows, Columns, DeviceIntervals, Int64s
 from instrument.trace.dataset import ATTRIBUTES, SpanKeys, UInt64s, pyarrow, schema
 from instrument.trace.file import Saved
-from instrument.trace.forest import NONE, levels, rows_of, topmost_rows
+from instrument.trace.forest import NONE, count_ancestors, rows_of, topmost_rows
 from instrument.trace.layout import convert_lists
 from instrument.trace.metadata import read_site
 from instrument.trace.trace import SpanViews, Trace
@@ -138,7 +138,7 @@ def _sort_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, 
         return np.where(ids.span[rows] == span, rows, NONE)
 
     parent, root = row_of(ids.parent), row_of(ids.root)
-    level = levels(parent.astype(np.int32))
+    level = count_ancestors(parent.astype(np.int32))
     starts, ends = _read_ints(spans, "start_unix_ns"), _read_ints(spans, "duration_ns")
     order = np.lexsort((level, -ends, starts))
     number = np.empty(count + 1, dtype=np.int64)

@@ -30,7 +30,7 @@ from instrument.recording.tally import Tally
 from instrument.runtime import atomic, compression
 from instrument.trace.call_tree import tally_of
 from instrument.trace.layout import Column, pack_columns, unpack_columns
-from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, metadata
+from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, encode_metadata
 from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, checked, encode, safe
 from instrument.trace.trace import SpanViews, Trace
 from instrument.trace.watched import pack_allocations, pack_kernels, unpack_allocations, unpack_kernels
@@ -120,7 +120,7 @@ def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
     kernels, names = pack_kernels(facts.kernels, base_ns)
     arrays |= kernels | pack_allocations(facts.allocations, base_ns)
     more["kernel_names"] = names
-    facts_json = "".join(metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
+    facts_json = "".join(encode_metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
     text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{facts_json}}}'
     arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
     write_archive(file, ((f"{name}.npy", _encode_member(column)) for name, column in arrays.items()))

@@ -40,7 +40,7 @@ def rows_of(ids: NDArray[np.int64], wanted_ids: NDArray[np.int64]) -> NDArray[np
     return np.asarray(rows)
 
 
-def levels(parents: NDArray[np.int32]) -> NDArray[np.int32]:
+def count_ancestors(parents: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the number of ancestors of each row, in log2(depth) rounds. Raises `ValueError` for cyclic parents."""
     depth = (parents != NONE).astype(np.int32)
     open_rows = np.flatnonzero(depth)

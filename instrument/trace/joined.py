@@ -432,7 +432,7 @@ def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
 # their request there.
 
 LOOK_BACK = 64
-"""The most spans with a key, the newest ones, in which the hand-off span of a request is searched."""
+"""The number of newest spans with a request's key among which the hand-off span is searched."""
 
 
 def graft(saved: Saved) -> Saved:

@@ -87,7 +87,7 @@ class Ledger:
         return {self.names[part]: time_ns for part, time_ns in rows}
 
 
-def shares(served: Served, amounts: Int64s) -> Int64s:
+def divide_shares(served: Served, amounts: Int64s) -> Int64s:
     """Return the share that each request has of the amount of its batch, per pair of a batch and a request. `amounts`
     has the amount of each row of the trace."""
     lengths = amounts[served.batch]
@@ -98,10 +98,10 @@ def shares(served: Served, amounts: Int64s) -> Int64s:
     sums = np.add.reduceat(served.weight, firsts)[number]
     until = np.cumsum(served.weight)
     until -= (until - served.weight)[firsts][number]
-    return portion(lengths, until, sums) - portion(lengths, until - served.weight, sums)
+    return compute_portion(lengths, until, sums) - compute_portion(lengths, until - served.weight, sums)
 
 
-def portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
+def compute_portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
     """Return `amounts * weights // sums`. It is exact even if products exceed 64 bits. Sums must be positive."""
     if int(amounts.max(initial=0)) * int(sums.max(initial=0)) < 1 << 62:
         return np.asarray(amounts * weights // sums)
@@ -247,7 +247,7 @@ def ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Le
     all_turns = turns_of(trace, joined) if all_turns is None else all_turns
     rows = distinct(joined.served.batch)
     spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
-    given_ns = shares(
+    given_ns = divide_shares(
         joined.served, measure_own_lengths(trace, joined.served, spans, rows, np.zeros(len(rows), dtype=np.int64))
     )
     numbers = {name: number for number, name in enumerate(all_turns.names)}
@@ -572,7 +572,7 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     batch_ns = Groups(owners[of_batches.groups], len(trace)).sums(of_batches.ends - of_batches.starts).astype(np.int64)
     of_requests, requests, _ = _unite_device_intervals(trace, timed[request != NONE], request[request != NONE])
     own_ns = Groups(requests[of_requests.groups], len(joined.rows)).sums(of_requests.ends - of_requests.starts)
-    given_ns = shares(served, measure_own_lengths(trace, served, of_batches, owners, devices))
+    given_ns = divide_shares(served, measure_own_lengths(trace, served, of_batches, owners, devices))
     return DeviceLedger(
         own_ns.astype(np.int64), Groups(served.request, len(joined.rows)).sums(given_ns), batch_ns, given_ns
     )  # fmt: skip

@@ -96,7 +96,9 @@ class Sites:
         return self.entries.setdefault(encode(_facts(site)), len(self.entries))
 
 
-def metadata(trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int) -> Iterator[str]:
+def encode_metadata(
+    trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int
+) -> Iterator[str]:
     """Yield the JSON value of the key in pieces. Its times count from `base_ns`."""
     counted = "null" if tally is None else _pack_tally(tally, base_ns, sites)
     read = {sample.name for sample in trace.samples}

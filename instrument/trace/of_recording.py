@@ -45,7 +45,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
     dead process. Raises `TraceError` for a damaged recording.
     """
     header = mapped.header
-    snapshot = RowSnapshot.of(mapped, since_ns, remote=origin_of(header).remote)
+    snapshot = RowSnapshot.of(mapped, since_ns, remote=read_origin(header).remote)
     intervals, samples = mapped.intervals(), mapped.samples(since_ns)
     if end_ns is None:
         newest = [int(ring.rows["end_ns"].max()) for ring in snapshot.rings if len(ring.rows)]
@@ -57,7 +57,7 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
         columns, lacking = snapshot.columns(end_ns, lambda span_id: device_intervals(intervals, span_id), marks=True)
         losses = {**mapped.losses(), **({NO_DETAIL: lacking} if lacking else {})}
         facts = Trace(
-            origin=origin_of(header),
+            origin=read_origin(header),
             start_ns=max(begin_ns, since_ns),
             end_ns=max(begin_ns, since_ns, end_ns),
             spans=[],
@@ -92,7 +92,7 @@ def find_first_request(mapped: Mapped) -> int:
     return min(begins, default=NEVER_NS)
 
 
-def origin_of(header: Header) -> Origin:
+def read_origin(header: Header) -> Origin:
     """Return the description of the process from the fields of its recording's header."""
     values: dict[str, Any] = {}
     for item in fields(Origin):
@@ -144,9 +144,7 @@ class RowSnapshot:
         remote: RemoteParent | None = None,
     ) -> RowSnapshot:
         """Copy the open spans, and the rows that ended after a time. Rows of the threads in `leave_out` are left out.
-
-        Only details from the offset `details_from` on are copied.
-        """
+        Only details from the offset `details_from` on are copied."""
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
         rings = mapped.rows(mapped.first_after(since_ns)) if since_ns else mapped.rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]

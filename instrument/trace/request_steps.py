@@ -22,9 +22,7 @@ from instrument.trace.joined import THOUSANDTHS
 
 class PartSeries(NamedTuple):
     """The series of batches: those of one request, name and thread are a run of indices in `order`, ordered by time.
-
-    Series are ordered by request, then by name. `spent_ns` is the total time of a series' batches.
-    """
+    Series are ordered by request, then by name. `spent_ns` is the total time of a series' batches."""
 
     order: Int64s
     first: Int64s
@@ -55,11 +53,8 @@ class NamedParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The batches of requests, ordered by request and time. `first` is the first batch of each request.
-
-    `name` is an index into `names`. `weight` is the request's weight in the batch, equal for all if the batch has no
-    weights.
-    """
+    """The batches of requests, ordered by request and time. `first` is the first batch of each request. `name` is an
+    index into `names`. `weight` is the request's weight in the batch, equal for all if the batch has no weights."""
 
     names: Sequence[str]
     first: Int64s
@@ -182,10 +177,8 @@ CLEARLY = 2
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of each request, ordered by time. `first` is the first step of each request.
-
-    `lead` is the index of the batch that represents the step. A step ends with its last batch.
-    """
+    """The steps of each request, ordered by time. `first` is the first step of each request. `lead` is the index of the
+    batch that represents the step. A step ends with its last batch."""
 
     request: Int64s
     first: Int64s
@@ -241,10 +234,8 @@ def _make_runs(firsts: Int64s, counts: Int64s) -> Int64s:
 
 
 def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the batch that represents each step, by request and kind of step, and the number of steps of each.
-
-    Threads that run equally many batches of a name at once are workers of the same steps. Others take turns.
-    """
+    """Return the batch that represents each step, by request and kind of step, and the number of steps of each. Threads
+    that run equally many batches of a name at once are workers of the same steps. Others take turns."""
     series = parts.series
     of_chosen = np.full(len(parts.named.first), -1, dtype=np.int64)
     of_chosen[chosen] = np.arange(len(chosen))
@@ -295,7 +286,7 @@ def _merge_series(parts: Parts, series_places: Sequence[int]) -> list[int]:
     return merged
 
 
-def prefills(
+def count_prefills(
     parts: Parts, steps: Steps, streamed_ns: Callable[[Int64s], Int64s], least: Mapping[str, int] = MappingProxyType({})
 ) -> Int64s:
     """Return, for each request, the number of steps that make its first token.
@@ -358,7 +349,7 @@ def _count_prefills(weights: Sequence[int]) -> int:
     return max(count, 1)
 
 
-def usual_ns(parts: Parts, steps: Steps) -> Int64s:
+def measure_usual(parts: Parts, steps: Steps) -> Int64s:
     """Return the median length of each request's steps."""
     lengths = (parts.end_ns - parts.start_ns)[steps.lead]
     order = np.lexsort((lengths, steps.request))

@@ -87,7 +87,7 @@ def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[
     if not len(filled):
         return filled, filled, filled
     edges, place_of = _find_edges(groups[filled], starts[filled], ends[filled])
-    ranked = highest(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
+    ranked = find_highest(place_of[: len(filled)], place_of[len(filled) :], ranks[filled], len(edges))
     covered = np.flatnonzero(ranked != NONE)  # no interval covers the step to the next group
     with_rank = np.empty(int(ranks.max()) + 1, dtype=np.int64)
     with_rank[ranks[filled]] = filled
@@ -108,7 +108,7 @@ def _find_edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, I
     return times[is_new], place_of
 
 
-def highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
+def find_highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
     """Return the highest rank among the intervals that cover each index, `NONE` without any.
 
     An interval is the union of two blocks of a power of two indices, which may overlap. Ranks pass from each block to
@@ -192,7 +192,7 @@ def innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: In
     opened = _find_opened(trace, is_wanted, clock, moments)
     if not len(opened.row):
         return np.full(len(query_moments), NONE, dtype=np.int64)
-    last = highest(opened.first, opened.end, np.arange(len(opened.row)), len(moments))
+    last = find_highest(opened.first, opened.end, np.arange(len(opened.row)), len(moments))
     rows = np.where(last == NONE, NONE, opened.row[last])
     rows[_find_several(trace, opened, last)] = SEVERAL
     return np.asarray(rows[np.searchsorted(moments, query_moments)])

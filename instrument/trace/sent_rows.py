@@ -392,7 +392,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
         member.state[place[recent[rows]]] = PASSED
         is_kept = np.ones(len(member.rows), np.bool_)
         is_kept[place[(is_context & ~stays) | expired[rows]]] = False
-        member.keep(is_kept)
+        member.keep_rows(is_kept)
 
 
 def _may_be_needed(decisions: Decisions, units: set[int]) -> Bools:

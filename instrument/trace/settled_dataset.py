@@ -14,7 +14,7 @@ import numpy as np
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import KEY
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s
-from instrument.trace.dataset import DatasetProcess, TraceRows, Values, keys_of, pyarrow, texts
+from instrument.trace.dataset import DatasetProcess, TraceRows, Values, make_keys, make_texts, pyarrow
 from instrument.trace.decisions import OPEN, Decisions, RememberedTraces
 from instrument.trace.forest import NONE
 from instrument.trace.groups import numbered
@@ -56,7 +56,7 @@ class SettledRows(TraceRows):
             member._replace(numbers=MergedProcess(member.facts, (), {}, absent=absent.get(number, {})))
             for number, member in enumerate(members)
         ]
-        keys = keys_of(trace, process, members, _find_absent_callers(decisions))
+        keys = make_keys(trace, process, members, _find_absent_callers(decisions))
         base_ns = np.array([member.offset_ns for member in members], dtype=np.int64)
         super().__init__(trace, decisions.joined, process, members, keys, base_ns)
 
@@ -97,7 +97,7 @@ class SettledRows(TraceRows):
             self.members[process].facts.threads.get(thread) or None
             for process, thread in zip(self.process[rows][firsts].tolist(), threads[firsts].tolist(), strict=True)
         ]
-        return {"thread_id": threads, "thread": texts(places, names)}
+        return {"thread_id": threads, "thread": make_texts(places, names)}
 
     def _devices(self, devices: Int64s, process: Int64s) -> tuple[Int64s, Any]:
         uuids = [{gpu.device: gpu.uuid for gpu in member.facts.gpus} for member in self.members]

@@ -29,7 +29,15 @@ from instrument.trace.groups import firsts_of, numbered
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, Intervals, find_served_intervals
-from instrument.trace.request_steps import Parts, StepKinds, Steps, find_end_of_firsts, find_steps, prefills, usual_ns
+from instrument.trace.request_steps import (
+    Parts,
+    StepKinds,
+    Steps,
+    count_prefills,
+    find_end_of_firsts,
+    find_steps,
+    measure_usual,
+)
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
@@ -131,14 +139,14 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     kinds.weigh(names, of_names[trace.site[joined.served.batch[is_said]]], joined.served.weight[is_said])
     steps = find_steps(parts, kinds.kinds())
     sent_ns = _find_first_parts(trace, joined.rows[place])
-    counts = prefills(parts, steps, sent_ns.__getitem__, kinds.least)
+    counts = count_prefills(parts, steps, sent_ns.__getitem__, kinds.least)
     is_generation = np.isin(place, list(generating)) | ((sent_ns < FARTHEST) & _have_loops(parts, steps))
     is_whole = ~trace.clipped[joined.rows[place]]
     columns = (
         place, parts.start_ns[first], find_end_of_firsts(steps, counts), np.maximum.reduceat(parts.end_ns, first),
         steps.count, counts, is_generation, is_whole,
     )  # fmt: skip
-    stalls = _find_stalls(between, place, usual_ns(parts, steps))
+    stalls = _find_stalls(between, place, measure_usual(parts, steps))
     result = given_up
     for request, start_ns, until_ns, last_ns, count, of_prefill, generates, is_complete in zip(
         *(column.tolist() for column in columns), strict=True

@@ -36,7 +36,7 @@ USUAL_FOR_NS = 10**9
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
 
 
-def are_sampled(trace_lows: NDArray[np.uint64], sample: float) -> NDArray[np.bool_]:
+def are_in_sample(trace_lows: NDArray[np.uint64], sample: float) -> NDArray[np.bool_]:
     """Return the result of `is_sampled` for each trace, given by the lower half of its id."""
     random = trace_lows & np.uint64((1 << RANDOM_BITS) - 1)
     return np.asarray(random >= np.uint64(threshold_of(sample)))
@@ -311,16 +311,16 @@ class UnsettledRows:
         self.adopted_until_ns = 0
         """The time up to which the earlier reader had settled requests."""
         self.caller: RemoteParent | None = None
-        """The span above the trees that began before the process served, None for none."""
+        """The remote parent of trees that began before the process served requests, or None."""
         self.served_from_ns = 1 << 62
-        """The time in ns at which the process began to serve: its first request or span with a key. Only known if there
-        is a caller."""
+        """The time in ns of the first request or the first span with a key, from which on the process serves. It is
+        needed only with a `caller`."""
         self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Details whose rows are not read yet."""
         self._early_bytes = 0
         self._sizes: OrderedDict[int, int] = OrderedDict()
 
-    def leave_out(self, root_ids: set[int]) -> None:
+    def drop_requests(self, root_ids: set[int]) -> None:
         """Drop the waiting rows of some requests, given by their roots, because others send them."""
         self.unpack()
         theirs = np.isin(self.rows["root_id"], np.fromiter(root_ids, np.uint64, len(root_ids)))
@@ -328,7 +328,7 @@ class UnsettledRows:
         self.passed += int(np.count_nonzero(theirs & (self.state != PASSED)))
         self.state[theirs] = SETTLED
 
-    def has(self, span_id: int) -> bool:
+    def has_row(self, span_id: int) -> bool:
         """Return True if the row of a span is waiting."""
         self.unpack()
         return bool(((self.rows["span_id"] == span_id) & (self.state == WAITING)).any())
@@ -394,7 +394,7 @@ class UnsettledRows:
         For trees that began before the process served, the caller's sampling counts.
         """
         capture, caller = self.sampler.capture, self.caller
-        are_of_share = are_sampled(self.ids.trace_lows(root_ids), capture.sample)
+        are_of_share = are_in_sample(self.ids.trace_lows(root_ids), capture.sample)
         if caller is not None:
             is_kept = is_sampled(caller.trace_id, capture.sample) or (caller.flags & 1 and not capture.is_off)
             are_of_share[start_ns < self.served_from_ns] = is_kept
@@ -437,7 +437,7 @@ class UnsettledRows:
         self._packed = packed[end:]
         return min([horizon_ns, *(piece.first_ns - 1 for piece in self._packed[:1])])
 
-    def adopt(
+    def adopt_rows(
         self,
         rings: Sequence[RingRows],
         opened: Mapping[int, OpenSpan],
@@ -549,11 +549,11 @@ class UnsettledRows:
             remaining = np.flatnonzero(~drop)
             drop[remaining[np.argsort(self.rows["end_ns"][remaining], kind="stable")[:excess]]] = True
         self.counts[TOO_LONG] += int(np.count_nonzero(drop & (self.state != SETTLED)))
-        self.keep(~drop)
+        self.keep_rows(~drop)
 
     # ---------------------------------------------------------------- settling
 
-    def keep(self, is_kept: NDArray[np.bool_]) -> None:
+    def keep_rows(self, is_kept: NDArray[np.bool_]) -> None:
         """Drop all rows for which `is_kept` is False."""
         is_dropped = ~is_kept
         if not is_dropped.any():
