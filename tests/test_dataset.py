@@ -243,6 +243,20 @@ def test_spans_read_back_make_the_same_tables_and_reports(tmp_path: Path) -> Non
     assert fleet.joined("requests", read["spans"].slice(0, 0)).num_rows == 0
 
 
+def test_a_wall_clock_that_was_set_moves_no_span_that_is_read_back(tmp_path: Path) -> None:
+    folder = written(tmp_path, [simulated()])
+    intervals, requests = rows_of(folder, "intervals"), rows_of(folder, "requests").to_pylist()
+    spans = rows_of(folder, "spans").to_pylist()
+    middle = sorted(row["start_unix_ns"] for row in spans)[len(spans) // 2]
+    for row in spans:
+        set_ns = HOUR_NS if row["start_unix_ns"] < middle else 0  # by a time server, an hour back
+        row["start_unix_ns"], row["clock_offset_ns"] = row["start_unix_ns"] + set_ns, row["clock_offset_ns"] + set_ns
+    again = fleet.requests(pyarrow.Table.from_pylist(spans, schema("spans")), intervals).to_pylist()
+    parts = [{name: row[name] for name in row if "unix" not in name and "clock" not in name} for row in again]
+    expected = [{name: row[name] for name in row if "unix" not in name and "clock" not in name} for row in requests]
+    assert sorted(parts, key=repr) == sorted(expected, key=repr)
+
+
 @pytest.mark.slow
 def test_changes_between_two_versions_are_those_of_the_comparison(tmp_path: Path) -> None:
     sides = []

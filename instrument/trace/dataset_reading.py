@@ -79,14 +79,22 @@ def _read_ints(table: Any, name: str) -> Int64s:
     return np.asarray(table.column(name).fill_null(0).to_numpy(), dtype=np.int64)
 
 
+def _set_offset(table: Any, offset_ns: int) -> Any:
+    """Return rows of a process with one offset between its clocks, because the wall clock may have been set."""
+    starts = _read_ints(table, "start_unix_ns") - _read_ints(table, "clock_offset_ns") + offset_ns
+    return table.set_column(table.schema.get_field_index("start_unix_ns"), "start_unix_ns", pyarrow().array(starts))
+
+
 def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) -> ReadProcess:
+    offset_ns = int(_read_ints(spans, "clock_offset_ns")[_read_ints(spans, "start_unix_ns").argmax()])
+    spans = _set_offset(spans, offset_ns)
+    tables = {name: _set_offset(table, offset_ns) for name, table in tables.items() if table is not None}
     trace_id, span, above, root = (
         _read_ids(spans.column(name)) for name in ("trace_id", "span_id", "parent_span_id", "root_span_id")
     )
     ids = SpanKeys(trace_id[:, 0], trace_id[:, 1], span[:, 0], above[:, 0], root[:, 0])
     order, columns = _sort_rows(spans, ids, everywhere)
     spans, ids = spans.take(order), SpanKeys(*(column[order] for column in ids))
-    (offset_ns,) = set(spans.column("clock_offset_ns").to_pylist()[-1:])
     starts = _read_ints(spans, "start_unix_ns") - offset_ns
     durations = _read_ints(spans, "duration_ns")
     sites, site = _number_values(spans.column("site"))
@@ -227,7 +235,7 @@ def _read_facts(row: Mapping[str, Any], trace: Columns, offset_ns: int, tables: 
             key=attrgetter("at_ns", "device", "name"),
         ),
         gpus=[Gpu(device, uuid=uuid) for device, uuid in sorted(uuids)],
-        held_from_ns=max([(window["held_from_unix_ns"] or offset_ns) - offset_ns for window in windows] or [0]),
+        held_from_ns=max([(window["held_from_unix_ns"] or 0) - window["clock_offset_ns"] for window in windows] + [0]),
         died=newest.get("died") or "",
         apart_ns=max([window["apart_ns"] or 0 for window in windows] or [0]),
     )  # fmt: skip
