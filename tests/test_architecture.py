@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (14_874, 46),
     "runtime": (2_820, 18),
     "sessions": (6_771, 23),
-    "trace": (10_792, 35),
+    "trace": (10_800, 35),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
