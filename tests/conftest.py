@@ -218,7 +218,7 @@ def make_recorder() -> Iterator[Any]:
     def make(ring_bytes: int = 1 << 22) -> Any:
         own = Recorder(ring_bytes)
         own.begin(ring_bytes, {})  # as a session does: into memory that others can read
-        undos.append(contexts.watch(own))
+        undos.append(contexts.watch_contexts(own))
         own.on = True
         return own
 

@@ -16,7 +16,7 @@ from driver import FakeDriver
 from fake_torch_cuda import fake_torch
 
 import instrument
-from instrument.instrumentors.work import KEPT, SELDOM, CallWork, ModuleWork, near_tensors
+from instrument.instrumentors.work import KEPT, SELDOM, CallWork, ModuleWork, search_near
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.rows import STREAM
@@ -155,8 +155,8 @@ def test_a_model_that_comes_later_is_found_and_looked_for_ever_more_seldom(
     timed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = []
-    found = instrument.instrumentors.work.models_in
-    monkeypatch.setattr("instrument.instrumentors.work.models_in", lambda *args: looks.append(args) or found(*args))
+    found = instrument.instrumentors.work.find_models
+    monkeypatch.setattr("instrument.instrumentors.work.find_models", lambda *args: looks.append(args) or found(*args))
     work, service = CallWork.of(timed, Service.answer), Service(model=None)
     for _ in range(100 * SELDOM):
         assert devices(work, service) == ()
@@ -212,7 +212,7 @@ def test_a_layer_without_parameters_works_where_its_neighbours_do() -> None:
     parents = {id(child): parent for parent in (root, inner) for child in parent.children.values()}
 
     def near(module: Module) -> list[int | None]:
-        found = near_tensors(module, lambda one: parents.get(id(one)), lambda parent: parent.children.values())
+        found = search_near(module, lambda one: parents.get(id(one)), lambda parent: parent.children.values())
         return [tensor.device.index for tensor in found]
 
     assert near(quiet) == [0]

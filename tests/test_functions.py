@@ -18,7 +18,7 @@ from readback import spans_in
 from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
-from instrument.instrumentors.functions import Probe, references_elsewhere
+from instrument.instrumentors.functions import Probe, count_elsewhere
 from instrument.instrumentors.references import loaded_modules, rebind
 from instrument.instrumentors.targets import Target, Unreachable, find, matches, site_of
 from instrument.recorder.recorder import Recorder
@@ -450,7 +450,7 @@ def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_lik
 def test_a_function_that_something_else_holds_is_reported_by_its_references(module: types.ModuleType) -> None:
     def held() -> list[str]:
         found = [thing for thing in find(module, "some_service:*") if isinstance(thing, Target)]
-        return [target.qualname for target in found if references_elsewhere(target) > 0]
+        return [target.qualname for target in found if count_elsewhere(target) > 0]
 
     assert held() == []
     table = {"/": module.plain}

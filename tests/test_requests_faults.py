@@ -230,7 +230,7 @@ def test_a_request_whose_facts_cannot_be_reported_ends_all_the_same(
     if lost == "status":
         exchange.status = "200"  # type: ignore[assignment]
     else:
-        exchange.enter("/api")
+        exchange.add_prefix("/api")
         monkeypatch.setattr(Method, "site_of", fault)
     exchange.end()
     ended(recorder)

@@ -14,7 +14,7 @@ from readback import spans_in
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Exchanges
-from instrument.instrumentors.requests.propagation import w3c
+from instrument.instrumentors.requests.propagation import read_w3c
 from instrument.otlp.export_facts import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
@@ -345,7 +345,7 @@ def test_a_request_below_a_span_of_opentelemetry_has_its_state(session: instrume
 def test_a_state_is_bounded_and_one_that_is_not_sound_is_none(
     session: instrument.Session, header: bytes, state: str
 ) -> None:
-    remote = remote_of(w3c({b"traceparent": CALLER.encode(), b"tracestate": header}))
+    remote = remote_of(read_w3c({b"traceparent": CALLER.encode(), b"tracestate": header}))
     assert remote is not None
     assert (f"{remote.trace_id:032x}", remote.state) == (TRACE, state)
     sent: dict[str, str] = {}

@@ -52,7 +52,7 @@ class Device:
         self._ended = 0
 
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802 - the name that its users have
-        """Set the verbosity, 0 to 3. A value above 0 begins the first iteration. 0 stops and drops the recording."""
+        """Set the verbosity, 0 to 3. A value above 0 begins the first iteration, and 0 ends the recording."""
         if verbosity not in (0, 1, 2, 3):
             raise ProfileError([f"SetVerbosity: found {verbosity!r}; allowed: 0, 1, 2, 3"])
         self.verbosity = verbosity

@@ -38,7 +38,7 @@ ITEMS = 64
 """The maximum number of items to examine in a sequence or mapping."""
 
 DIGESTS = 4096
-"""The maximum number of digests to keep per path, and of objects that have a number as keys."""
+"""The maximum number of digests per path, and the maximum number of objects that are numbered to be keys."""
 
 ATTRIBUTES = 60
 """The maximum number of attributes to examine in an object."""

@@ -608,7 +608,7 @@ def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
 
 
 class _ShortenedTexts(dict[str, str]):
-    """A cache of key texts: maps a text to the text without matches of an expression."""
+    """A cache that maps the text of a key to its shortened form, without the matches of a rule's expression."""
 
     def __init__(self, cut: str) -> None:
         self._expression = re.compile(cut)

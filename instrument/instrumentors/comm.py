@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.compilers import compiling_test, exclude_from_compiler
+from instrument.instrumentors.compilers import exclude_from_compiler, get_compiling_test
 from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -108,7 +108,7 @@ class Comm(Switch):
             self._why = "this torch.distributed has no process groups"
             return False
         self._attach()
-        self._is_compiling = compiling_test(module.torch)
+        self._is_compiling = get_compiling_test(module.torch)
         around = [
             (group, name, self._wrap(getattr(group, name), partial(self._begin_call, operation), self._end_call))
             for name, operation in OPERATIONS.items()

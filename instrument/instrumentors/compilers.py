@@ -32,13 +32,13 @@ def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
             evaluation.skip_code(code)
 
 
-def compiling_test(torch: Any) -> Callable[[], bool]:
+def get_compiling_test(torch: Any) -> Callable[[], bool]:
     """Return a function that is True while torch compiles the calling code. Probes must not run then."""
     is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return is_compiling or (lambda: False)
 
 
-def evaluator_setter(torch: Any) -> Callable[[Any], Any]:
+def get_evaluator_setter(torch: Any) -> Callable[[Any], Any]:
     """Return torch's function that sets this thread's frame evaluator. None is Python's own; it returns the earlier."""
     set_evaluator: Callable[[Any], Any] | None = getattr(_get_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)

@@ -32,7 +32,7 @@ from instrument.recording.spans import EXECUTOR_QUEUE, Site
 from instrument.runtime import imports
 
 
-def watch(recorder: Recorder = RECORDER) -> Undo:
+def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
     """Report each copy of a context to the recorder from now on. Return the function that stops it."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context

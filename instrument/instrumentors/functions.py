@@ -138,7 +138,7 @@ def undo_all(undos: list[Undo]) -> None:
             FAULTS.note("way back of a probe", fault)
 
 
-def references_elsewhere(target: Target) -> int:
+def count_elsewhere(target: Target) -> int:
     """Return how many objects refer to a target's function, except its own module or class.
 
     The number is 0 for a method that the class inherits, because the rule selects it in this class alone. It is 0 for
@@ -153,9 +153,9 @@ def references_elsewhere(target: Target) -> int:
     return _count_all(target) - _count_usual()
 
 
-def references(target: Target) -> int:
+def count_refs(target: Target) -> int:
     """Return how many objects refer to a target's function, with its own module or class."""
-    return references_elsewhere(target) + 1 + (target.raw is target.function)
+    return count_elsewhere(target) + 1 + (target.raw is target.function)
 
 
 def _count_all(target: Target) -> int:

@@ -27,7 +27,7 @@ from instrument.instrumentors.regions import (
 )
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
-from instrument.instrumentors.work import near_tensors, tensors_of
+from instrument.instrumentors.work import list_tensors, search_near
 from instrument.profile.model import LayerRule
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -155,7 +155,7 @@ class Layers:
         """Note a registered child module, as torch's hook. The result None means that the child does not change."""
         try:
             if child is not None:
-                self._paths.place(parent, name, child)
+                self._paths.add_child(parent, name, child)
                 self._patch_if_named(name, child)
         except Exception as fault:
             FAULTS.note("module registration hook", fault)
@@ -246,7 +246,7 @@ class Layers:
 
     def _find_tensors(self, module: Any) -> Sequence[Any]:
         """Return the tensors whose devices are the layer's: its own, or one of a neighbour if it has none."""
-        return tensors_of(module) or near_tensors(
+        return list_tensors(module) or search_near(
             module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
         )
 

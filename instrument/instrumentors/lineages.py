@@ -43,7 +43,7 @@ class Lineage:
         """Yield the subclasses that override the method."""
         return (cls for cls in subclasses(self.base) if self.attribute in type_namespace(cls))
 
-    def join(self, owner: type[Any]) -> LineageMember:
+    def add_class(self, owner: type[Any]) -> LineageMember:
         """Add a class that has a probe. Return the test by which the probe skips calls that another one records."""
         self._members.add(owner)
         self._resolved.clear()

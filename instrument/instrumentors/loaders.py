@@ -133,7 +133,7 @@ def _make_method(name: str) -> Callable[..., Any]:
     return resume
 
 
-def _async_method(name: str) -> Callable[..., Any]:
+def _wrap_async(name: str) -> Callable[..., Any]:
     async def resume(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
@@ -249,7 +249,7 @@ def _make_proxy_class(kind: Any) -> type[StandIn]:
         methods["__iter__"] = _make_iterator
     if _has(kind, "__anext__"):
         methods["__aiter__"] = _return_self
-        methods.update({name: _async_method(name) for name in ("__anext__", "asend", "athrow") if _has(kind, name)})
+        methods.update({name: _wrap_async(name) for name in ("__anext__", "asend", "athrow") if _has(kind, name)})
     elif _has(kind, "__aiter__"):
         methods["__aiter__"] = _make_async_iterator
     return type(kind.__name__, (StandIn,), {"__slots__": (), **methods})

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from instrument.instrumentors.compilers import compiling_test, evaluator_setter, exclude_from_compiler
+from instrument.instrumentors.compilers import exclude_from_compiler, get_compiling_test, get_evaluator_setter
 from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.verdict import Verdict
@@ -76,9 +76,9 @@ class Phases(Switch):
         self._attach()
         version = getattr(torch, "version", None)
         self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
-        self._is_compiling = compiling_test(torch)
+        self._is_compiling = get_compiling_test(torch)
         self._graph_task = getattr(torch._C, "_current_graph_task_id", self._graph_task)
-        self._evaluate = evaluator_setter(torch)
+        self._evaluate = get_evaluator_setter(torch)
         self._exclude_functions = functools.partial(exclude_from_compiler, torch)
         self._exclude_functions((self._run_call, _unwrap_model))
         module_type = torch.nn.Module

@@ -57,7 +57,7 @@ class Name(NamedTuple):
     key: int
 
 
-def names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
+def find_names(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name]:
     """Return all names of the objects in imported modules. Modules of the `spared` packages are left out."""
     ids, spared = set(map(id, things)), {"instrument", *spared}
     result: list[Name] = []
@@ -79,7 +79,7 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
     """
     pairs = list(pairs)
     seconds = {id(first): second for first, second in pairs}
-    names = names_in_modules((first for first, _ in pairs), spared)
+    names = find_names((first for first, _ in pairs), spared)
     for module, bound, key in names:
         if id(namespace(module).get(bound)) == key:
             namespace(module)[bound] = seconds[key]

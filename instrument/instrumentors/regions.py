@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from instrument.instrumentors.compilers import compiling_test
+from instrument.instrumentors.compilers import get_compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
-from instrument.instrumentors.work import ModuleWork, tensors_of
+from instrument.instrumentors.work import ModuleWork, list_tensors
 from instrument.profile.model import LayerRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
@@ -66,7 +66,7 @@ class Paths:
         self._vain_walks: Counter[type[Any]] = Counter()
         self._next_walk_ns = 0
 
-    def place(self, parent: Any, name: str, child: Any) -> None:
+    def add_child(self, parent: Any, name: str, child: Any) -> None:
         """Note that `parent.name` is `child`. The first parent of a child remains its parent while it exists."""
         if id(parent) not in self._parents:
             key = id(parent)
@@ -144,7 +144,7 @@ class Paths:
         for parent in modules:
             for name, child in self._children(parent):
                 if child is not None:
-                    self.place(parent, name, child)
+                    self.add_child(parent, name, child)
                     edges.append((name, child))
         end_ns = time.monotonic_ns()
         self._next_walk_ns = end_ns + WALK_SHARE * (end_ns - start_ns)
@@ -230,7 +230,7 @@ class Regions:
     def attach(self, torch: Any, paths: Paths) -> None:
         """Record the calls of regions from now on. torch has been imported."""
         self._torch, self._paths = torch, paths
-        self._is_compiling = compiling_test(torch)
+        self._is_compiling = get_compiling_test(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
         if scripted is not None:
             self._replace_call(scripted)
@@ -345,7 +345,7 @@ class Regions:
         def make() -> Site:
             return Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts)
 
-        return self._shared.select(selection, (name, kind, path), tensors_of(module) if rule.device else [], make)
+        return self._shared.select(selection, (name, kind, path), list_tensors(module) if rule.device else [], make)
 
     # ---------------------------------------------------------------- kinds of region
 

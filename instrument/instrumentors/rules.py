@@ -21,9 +21,9 @@ from instrument.instrumentors.references import (
     Kept,
     Name,
     Search,
+    find_names,
     is_of_package,
     isinstance_of,
-    names_in_modules,
     namespace,
     own_names,
     rebind,
@@ -153,10 +153,10 @@ class Functions:
     def _attach_selected(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
         attachable = list(self._pick_targets(self._find_selected(module)))
-        shared = [target for _, target in attachable if functions.references_elsewhere(target) > 0]
-        names = names_in_modules(target.function for target in shared)
-        tied = [target for target in shared if functions.references_elsewhere(target) > _count_others(target, names)]
-        counts = {id(target.function): functions.references(target) - _count_others(target, names) for target in tied}
+        shared = [target for _, target in attachable if functions.count_elsewhere(target) > 0]
+        names = find_names(target.function for target in shared)
+        tied = [target for target in shared if functions.count_elsewhere(target) > _count_others(target, names)]
+        counts = {id(target.function): functions.count_refs(target) - _count_others(target, names) for target in tied}
         raws = {id(target.raw) for target in tied}
         search = Search(Kept(target.function for target in tied), counts, lambda obj: id(obj) in raws or _is_ours(obj))
         probes: dict[int, tuple[int, Probe]] = {}
@@ -265,7 +265,7 @@ class Functions:
             lineage = self._lineages[key] = Lineage(thing.owner, thing.attribute, self._attach_subclass)
             for target in [probe.target for probe in self._probes]:
                 if lineage.holds(target.owner, target.attribute):
-                    lineage.join(target.owner)
+                    lineage.add_class(target.owner)
         self._wanting.setdefault(key, set()).add(index)
         for cls in self._lineages[key].overrides():
             yield from targets.override(cls, thing.attribute)
@@ -389,7 +389,7 @@ class Functions:
             if lineage.holds(target.owner, target.attribute):
                 if target.owner is lineage.base:
                     lineage.watch()
-                return lineage.join(target.owner)
+                return lineage.add_class(target.owner)
         return None
 
     def _kind_of(self, label: str, rule: FunctionRule) -> str:

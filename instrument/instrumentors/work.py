@@ -29,7 +29,7 @@ DEPTH = 3
 """The levels to search for a model: the object, its attributes, and their attributes."""
 
 THINGS = 1000
-"""The number of objects in a level after which the search for a model collects no further ones."""
+"""The number of objects per level after which the search for a model stops collecting."""
 
 KEPT = 1024
 """The maximum number of objects whose devices are cached. One more empties the cache."""
@@ -88,13 +88,13 @@ class ModuleWork:
         return Work("torch", self.devices)
 
 
-def tensors_of(module: Any) -> list[Any]:
+def list_tensors(module: Any) -> list[Any]:
     """Return the parameters of a module, and its buffers too if no parameter is on a device."""
     parameters = list(module.parameters())
     return parameters if any(parameter.is_cuda for parameter in parameters) else [*parameters, *module.buffers()]
 
 
-def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
+def search_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
     """Return a list with one tensor from the neighbours of a module without tensors, empty if they have none.
 
     The search begins with the modules before it, which make its input, then those after it, then its parent and the
@@ -105,8 +105,8 @@ def near_tensors(module: Any, parent_of: Callable[[Any], Any], children: Callabl
         around = [child for child in children(parent) if child is not None]
         place = next((index for index, child in enumerate(around) if child is module), len(around))
         for tensors in chain(
-            (reversed(tensors_of(child)) for child in reversed(around[:place])),
-            (tensors_of(child) for child in around[place + 1 :]),
+            (reversed(list_tensors(child)) for child in reversed(around[:place])),
+            (list_tensors(child) for child in around[place + 1 :]),
             [[*parent.parameters(recurse=False), *parent.buffers(recurse=False)]],
         ):
             for tensor in tensors:
@@ -194,7 +194,7 @@ class CallWork:
             if len(self._caches) >= KEPT:
                 self._caches.clear()
             self._caches[id(thing)] = entry
-        return entry.devices(lambda thing: models_in([thing], self._torch.nn.Module), thing)
+        return entry.devices(lambda thing: find_models([thing], self._torch.nn.Module), thing)
 
     def _find_named_models(self, _: None) -> Sequence[Any]:
         """Return the models in the globals that the function's code names, and in its closure."""
@@ -204,7 +204,7 @@ class CallWork:
                 values.append(cell.cell_contents)
             except ValueError:  # not set yet
                 continue
-        return models_in(values, self._torch.nn.Module)
+        return find_models(values, self._torch.nn.Module)
 
 
 class _DeviceCache:
@@ -228,7 +228,7 @@ class _DeviceCache:
         if self._calls:
             self._calls -= 1
             return ()
-        tensors = [tensor for model in models(thing) for tensor in tensors_of(model) if tensor.is_cuda]
+        tensors = [tensor for model in models(thing) for tensor in list_tensors(model) if tensor.is_cuda]
         if not tensors:
             self._calls, self._pause = self._pause, min(2 * self._pause, SELDOM)
             return ()
@@ -236,7 +236,7 @@ class _DeviceCache:
         return self._work.devices
 
 
-def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
+def find_models(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
     """Search objects and their attributes for torch modules, without running code of the service.
 
     Return the modules of the first level that has one with a tensor on a device.
@@ -246,7 +246,7 @@ def models_in(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
     for _ in range(DEPTH):
         level = [thing for thing in level if not issubclass(type(thing), _PLAIN)]
         modules = [thing for thing in level if issubclass(type(thing), module_type)]
-        if any(tensor.is_cuda for model in modules for tensor in tensors_of(model)):
+        if any(tensor.is_cuda for model in modules for tensor in list_tensors(model)):
             return modules
         below: list[Any] = []
         for thing in level:

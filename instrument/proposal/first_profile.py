@@ -12,7 +12,7 @@ from pathlib import Path
 
 from instrument.instrumentors.argument_watch import ID, SeenPath
 from instrument.instrumentors.arguments import RETURN
-from instrument.instrumentors.requests import of_role, presets_for
+from instrument.instrumentors.requests import filter_by_role, presets_for
 from instrument.profile.keys import load
 from instrument.profile.presets import path_of
 from instrument.proposal.function_choice import (
@@ -458,7 +458,7 @@ def first_profile_of(observation: Observation, words: Sequence[str], service: st
 
 
 def _describe_packages(observation: Observation) -> Iterator[str]:
-    packages = of_role(observation.packages, "web", "server", "engine", "library")
+    packages = filter_by_role(observation.packages, "web", "server", "engine", "library")
     if packages:
         device = " CUDA was used, so rules over layers have `device: true`." if observation.uses_cuda else ""
         yield f"Imported: {', '.join(packages)}.{device}"
@@ -477,7 +477,7 @@ def _describe_requests(first: FirstProfile, observation: Observation, choice: Fu
     if probes - set(ignored):
         first.requests.append("Probes, by their paths; the preset's are here, too.")
         first.ignore = [*ignored, *sorted(probes - set(ignored))]
-    unmet = of_role(observation.packages, "unmet")
+    unmet = filter_by_role(observation.packages, "unmet")
     if not request_nodes and unmet:
         first.requests.append(
             f"Requests of {', '.join(unmet)} are not met at the server: they are what the rule with `kind: request` "

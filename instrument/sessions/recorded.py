@@ -433,9 +433,9 @@ def _caller_in_environment() -> str:
     """Return the caller of the process as `Origin` has it, "" for none."""
     if not {"TRACEPARENT", "OTEL_PROPAGATORS"} & os.environ.keys():
         return ""
-    from instrument.instrumentors.requests.propagation import in_environment
+    from instrument.instrumentors.requests.propagation import read_environment
 
-    return in_environment()
+    return read_environment()
 
 
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:

@@ -141,7 +141,7 @@ class Session:
             undos.append(recorded.imports.install())
         self.exporting.prepare()
         RECORDER.trace_of = recorded.trace_of_span
-        undos.append(contexts.watch())
+        undos.append(contexts.watch_contexts())
         undos.append(contexts.watch_handovers())
         if (timing := recorded.timing) is not None:
             timing.install()

@@ -32,7 +32,7 @@ class Copies(Transfers):
         self._absent: dict[str, str] = {}
 
     def _choose_adapters(self) -> dict[str, FrameworkAdapter]:
-        adapters = [adapter for adapter in ADAPTERS if self.asks_for(adapter.framework, adapter.directions)]
+        adapters = [adapter for adapter in ADAPTERS if self.selects(adapter.framework, adapter.directions)]
         return {name: adapter for adapter in adapters for name in adapter.modules}
 
     def probes_by_name(self) -> Mapping[str, Any]:
@@ -50,7 +50,7 @@ class Copies(Transfers):
         if name in self._attached:
             return False
         why = why_absent(module) if adapter.framework == "torch" else ""
-        if why and not self.asks_for(adapter.framework, ("h2h",)):
+        if why and not self.selects(adapter.framework, ("h2h",)):
             self._absent[adapter.framework] = why
             return False
         before = len(self.patched)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from instrument.instrumentors.compilers import compiling_test
+from instrument.instrumentors.compilers import get_compiling_test
 from instrument.instrumentors.copies.transfers import (
     NOWHERE,
     Facts,
@@ -41,7 +41,7 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     `torch.cuda.is_initialized` (also for HIP), which takes about 40 ns.
     """
     used = _make_used_test(torch, transfers) if initialised is None else initialised
-    compiling = compiling_test(torch)
+    compiling = get_compiling_test(torch)
 
     def ready() -> bool:
         return not compiling() and used()
@@ -52,7 +52,7 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     patched = PatchedFunctions(transfers, "torch", ready, _find_device)
     patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _skip_same(_read_conversion, fake))
     patched.wrap_methods(tensor, ("copy_",), _skip_fake(_read_copy, fake))
-    patched.wrap_methods(tensor, ("pin_memory",), _skip_same(_read_pinning, fake), _return_nowhere)
+    patched.wrap_methods(tensor, ("pin_memory",), _skip_same(_read_pinning, fake), _read_no_stream)
     # Most calls read tensors that are on the host already.
     patched.wrap_methods(
         tensor, READING, _read_values, lambda args, kwargs: _find_device(args, kwargs) if args[0].is_cuda else NOWHERE
@@ -60,11 +60,11 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         patched.wrap_methods(storage, ("to", "cuda", "cpu"), _read_storage_move)
         patched.wrap_methods(storage, ("copy_",), _read_storage_copy)
-        patched.wrap_methods(storage, ("pin_memory",), _read_storage_pin, _return_nowhere)
+        patched.wrap_methods(storage, ("pin_memory",), _read_storage_pin, _read_no_stream)
     return patched
 
 
-def _return_nowhere(args: Any, kwargs: Any) -> Any:
+def _read_no_stream(args: Any, kwargs: Any) -> Any:
     return NOWHERE
 
 
@@ -213,7 +213,7 @@ def _find_private_backend(torch: Any) -> str:
 
 
 def _make_used_test(torch: Any, transfers: Transfers) -> Callable[[], bool]:
-    if transfers.asks_for("torch", ("h2h",)):
+    if transfers.selects("torch", ("h2h",)):
         return lambda: True
     devices = _device_tests(torch)
     return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)

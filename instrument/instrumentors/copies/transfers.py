@@ -65,11 +65,11 @@ class Transfers:
         self._recorder = recorder
         self._sites: dict[tuple[str, str, Transfer], Site] = {}
 
-    def asks_for(self, framework: str, directions: Iterable[str]) -> bool:
+    def selects(self, framework: str, directions: Iterable[str]) -> bool:
         """Return True if a rule selects copies of a framework in one of the directions."""
         return any(framework in rule.frameworks and {*directions} & {*rule.directions} for rule in self.rules)
 
-    def watch(
+    def wrap_call(
         self, function: Any, framework: str, qualname: str, facts: Facts, ready: Callable[[], bool], stream: Stream
     ) -> Any:
         """Wrap a function so that each call that copies data is recorded.
@@ -216,7 +216,7 @@ class PatchedFunctions:
         self._bound.clear()
 
     def _wrap(self, function: Any, qualname: str, facts: Facts, stream: Stream | None = None) -> Any:
-        return self.transfers.watch(function, self._framework, qualname, facts, self._ready, stream or self.stream)
+        return self.transfers.wrap_call(function, self._framework, qualname, facts, self._ready, stream or self.stream)
 
 
 class FrameworkAdapter(NamedTuple):

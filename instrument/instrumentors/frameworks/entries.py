@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.compilers import compiling_test
+from instrument.instrumentors.compilers import get_compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.references import loaded_modules, namespace
 from instrument.instrumentors.targets import site_of
@@ -113,7 +113,7 @@ class Entries:
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
         recorder, by_class, decide = self._recorder, self._by_class, self._decide
-        is_compiling = compiling_test(sys.modules.get("torch"))
+        is_compiling = get_compiling_test(sys.modules.get("torch"))
         recordings: dict[int, Any] = {}
 
         @functools.wraps(method)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.compilers import compiling_test
+from instrument.instrumentors.compilers import get_compiling_test
 from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, missing_verdict, recorded_verdict
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.layers import Layers
@@ -99,7 +99,7 @@ class KerasLayers:
         span_of = recorder.span_of
         in_symbolic_scope = _value_in("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
         is_clean = _value_in("jax._src.core", "trace_state_clean", lambda: True)
-        is_compiling = compiling_test(sys.modules.get("torch"))
+        is_compiling = get_compiling_test(sys.modules.get("torch"))
 
         @functools.wraps(call)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -145,7 +145,7 @@ def _channels(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | N
 
 def _note_channels(exchange: Exchange, route: tuple[str, bool]) -> None:
     pattern, is_prefix = route
-    (exchange.enter if is_prefix else exchange.set_route)(pattern)
+    (exchange.add_prefix if is_prefix else exchange.set_route)(pattern)
 
 
 def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
@@ -167,7 +167,7 @@ ROUTERS: Mapping[str, tuple[Router, ...]] = {
     "starlette.routing": (
         Router("Route", "handle", _read_path),
         Router("WebSocketRoute", "handle", _read_path),
-        Router("Mount", "handle", _read_path, note=Exchange.enter),
+        Router("Mount", "handle", _read_path, note=Exchange.add_prefix),
     ),
     "fastapi.routing": (
         Router("APIRoute", "handle", _read_fastapi_path, older=True),
@@ -243,10 +243,10 @@ REMEDY = "give the function that handles one a rule of `kind: request`"
 
 def imported_packages() -> list[str]:
     """Return the names in `PACKAGES` that this process has imported."""
-    return of_role(sys.modules, *PACKAGES)
+    return filter_by_role(sys.modules, *PACKAGES)
 
 
-def of_role(names: Iterable[str], *roles: str) -> list[str]:
+def filter_by_role(names: Iterable[str], *roles: str) -> list[str]:
     """Return those of the names that have one of the roles in `PACKAGES`, in its order."""
     name_set = set(names)
     return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
@@ -254,7 +254,7 @@ def of_role(names: Iterable[str], *roles: str) -> list[str]:
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return (package, preset) for the names that have a preset. If one is a model server, only model servers count."""
-    served_packages = set(of_role(names, "engine") or names)
+    served_packages = set(filter_by_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]
 
 
@@ -282,7 +282,7 @@ KINDS: Mapping[str, tuple[str, Callable[[], Mapping[str, servers.Attach]]]] = {
     "bentoml": ("bentoml", lambda: model_servers.BENTOML),
     **{name: _queue_kind(name) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
-"""By package or module: the kind of server, and a function that returns the kind's `Attach` functions by module."""
+"""The kind of server of each package or module, with a function that returns the kind's `Attach` functions."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.MODULE: blocked.attach,
@@ -420,21 +420,21 @@ class Requests:
         If requests came to another port, a port is named only if a server that cannot be instrumented is imported.
         """
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
-        strangers = of_role(sys.modules, "unmet")
+        strangers = filter_by_role(sys.modules, "unmet")
         ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
         if ports and (strangers or not has_requests):
             port_text = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, sorted(ports)))}"
             names = f"; requests of {' and '.join(strangers)} are not met" if strangers else ""
             why = f"they came to {port_text}, and no request was recorded there{names}; {REMEDY}"
             yield Verdict(rule.text, "unmet", "connections", why)
-        queues = of_role(sys.modules, "queue")
+        queues = filter_by_role(sys.modules, "queue")
         if queues and not has_requests:
             names = " and ".join(name.partition(".")[0] for name in queues)
             yield Verdict(rule.text, "unmet", "jobs", f"{names} takes jobs from a queue; none was recorded; {REMEDY}")
 
     def _check_routes(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
         """Yield a verdict on missing routes, if no request has one and no known router is imported."""
-        strangers = of_role(sys.modules, "unrouted")
+        strangers = filter_by_role(sys.modules, "unrouted")
         rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
         routed = sum(calls for facts, calls in rows if "http.route" in facts)
         unnamed = sum(calls for facts, calls in rows if "http.route" not in facts and "http.request.method" in facts)

@@ -222,7 +222,7 @@ class TimedHttp(Http):
                 pairs.append((b"trailer", TIMINGS))
             return {**message, "headers": pairs}
         if kind == "http.response.body":
-            timing.sent(message.get("body", b""))
+            timing.note_sent(message.get("body", b""))
         elif kind == TRAILERS and self._timings_at_end and not message.get("more_trailers"):
             return {**message, "headers": [*message.get("headers", ()), (TIMINGS, self._timings_at_end)]}
         return message

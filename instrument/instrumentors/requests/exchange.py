@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.requests.propagation import Caller, Extract, extractor, w3c, with_state
+from instrument.instrumentors.requests.propagation import Caller, Extract, choose_extractor, read_w3c, with_state
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS, outcome_of
@@ -116,7 +116,7 @@ class Exchanges:
         }
         self.named = tuple(name for name in rule.attributes if not name.startswith(HEADER))
         """The attributes to record, by OpenTelemetry's names, without headers."""
-        self._extract: Extract | None = None if rule.traceparent == "off" else extractor()
+        self._extract: Extract | None = None if rule.traceparent == "off" else choose_extractor()
         self._follows = rule.traceparent == "follow"
         self._links = rule.traceparent == "link"
         self._timed_by = rule.server_timing.removeprefix("header ").lower().encode() if rule.server_timing else None
@@ -125,7 +125,7 @@ class Exchanges:
         if self._timed_by is not None:
             import_module(server_timing.__name__)  # numpy takes long, and no request may wait for it
         asks = self._timed_by is not None and not self.times_all
-        self.is_plain = not rule.attributes and self._follows and self._extract is w3c and not asks
+        self.is_plain = not rule.attributes and self._follows and self._extract is read_w3c and not asks
         """True if the rule reads nothing of a request but its address and its caller's trace."""
         self._at: dict[Any, Endpoints] = {}
         self._arrivals: dict[Any, Arrivals] = {}
@@ -296,7 +296,7 @@ class Exchange:
         """True until the last byte of the answer is sent."""
         return self.frame is not None
 
-    def enter(self, prefix: str) -> None:
+    def add_prefix(self, prefix: str) -> None:
         """Note the prefix of a mounted app, which precedes the route."""
         self.prefix += prefix.rstrip("/")
 
@@ -335,7 +335,7 @@ class Exchange:
         try:
             self.answer_bytes += len(body)
             if self.timing is not None:
-                self.timing.sent(bytes(body))
+                self.timing.note_sent(bytes(body))
             if len(body) and (self.stream is not None or not is_last):
                 is_events = getattr(self, "is_events", False)
                 self.add_items((bytes(body).count(b"\n\n") or 1) if is_events else 1)

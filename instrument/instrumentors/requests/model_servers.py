@@ -125,7 +125,7 @@ BATCH_SIZE = "requests"
 """The attribute for the number of requests in a batch."""
 
 INGRESS, EGRESS, OK = 1, 2, 200
-"""The bits in mosec's state of a request that mark its first and its last stage, and the status of a good answer."""
+"""The bits of a request's state that mosec sets at the first and at the last stage, and the status of success."""
 
 MOSEC_STATUSES: Mapping[str, int] = {
     "OK": 200,
@@ -305,7 +305,7 @@ def _attach_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             return
         try:
             if self.get_user_method_info(metadata.call_method).is_asgi_app:
-                exchange.enter(scope.get("root_path", ""))  # within it the app's router finds the route
+                exchange.add_prefix(scope.get("root_path", ""))  # within it the app's router finds the route
             elif metadata.route:
                 exchange.set_route(metadata.route)
         except Exception as fault:

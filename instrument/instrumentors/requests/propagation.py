@@ -39,13 +39,13 @@ def with_state(parent: Header | None, state: Header) -> Caller | None:
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 
-def w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
+def read_w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
     """Read the caller's span from headers by W3C Trace Context."""
     parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
     return parent if state is None else with_state(parent, state)
 
 
-def configured_caller(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
+def read_configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
     """Read the caller's span from headers by the propagators that `OTEL_PROPAGATORS` names."""
     try:
         from opentelemetry import propagate, trace
@@ -61,27 +61,27 @@ def configured_caller(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
         return None
 
 
-def extractor() -> Extract:
-    """Return the reader of callers: `configured_caller` if `OTEL_PROPAGATORS` names other propagators, else `w3c`."""
+def choose_extractor() -> Extract:
+    """Return the reader of callers: `read_configured` if `OTEL_PROPAGATORS` names other ones, else `read_w3c`."""
     propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
     if propagators <= {"tracecontext"}:
-        return w3c
+        return read_w3c
     try:
         import_module("opentelemetry.propagate")  # raises at each import of a bad setting
     except Exception as problem:
         FAULTS.note_of_rule("OTEL_PROPAGATORS", str(problem))
-        return w3c
-    return configured_caller
+        return read_w3c
+    return read_configured
 
 
-def in_environment() -> str:
+def read_environment() -> str:
     """Return the caller's span from environment variables (`TRACEPARENT`, `TRACESTATE`), in the form of `Origin`."""
     headers = {
         name.lower().replace("_", "-").encode(): os.fsencode(value)
         for name, value in os.environ.items()
         if name.isupper()
     }
-    return " ".join((noted(remote_of(extractor()(headers))) or ())[:2])
+    return " ".join((noted(remote_of(choose_extractor()(headers))) or ())[:2])
 
 
 def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:

@@ -68,7 +68,7 @@ class AnswerTimings:
         is_open = method != "HEAD" and "content-length" not in headers and "content-encoding" not in headers
         self._is_events = is_open and headers.get("content-type", "").startswith(EVENTS)
 
-    def sent(self, part: bytes) -> None:
+    def note_sent(self, part: bytes) -> None:
         """Note a part of the body that was sent."""
         if self._is_events:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]

@@ -91,7 +91,7 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def leave(self) -> None:
-        """Leave the requests on this thread: its later spans do not belong to them."""
+        """Separate this thread from the requests: its later spans do not belong to them."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
@@ -177,7 +177,7 @@ class _Requests:
         self._watched.add(kind)
         send = kind.send
 
-        def send_noted(sender: Any, response: Any = None, flags: int = 0) -> Any:
+        def send_and_note(sender: Any, response: Any = None, flags: int = 0) -> Any:
             answer = self._answers.get(sender)
             if answer is not None and response is not None:
                 answer.exchange.add_items()
@@ -188,7 +188,7 @@ class _Requests:
                     self._answers.pop(sender, None)
                     _end_request(None, answer.exchange, answer.context, response)
 
-        self._undos.append(replace(kind, "send", send_noted))
+        self._undos.append(replace(kind, "send", send_and_note))
 
 
 def _end_request(

@@ -1,7 +1,7 @@
-"""Record the connections of servers of the package websockets: each is one request, from the call of its handler on.
+"""Record the connections to servers of the package `websockets`: each is a request that lasts as long as its handler.
 
-All servers are recorded: asyncio, threads, Trio and the legacy ones. The items of a request are the messages that the
-service sends. A refused connection is a request with a status and without a handler.
+Servers for asyncio, threads and Trio and legacy ones are recorded. The items of a request are the messages that the
+service sends. A connection that the server refuses is a request with its status and no items.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class _Body:
             CURRENT.reset(token)
         try:
             if exchange.timing is not None:
-                exchange.timing.sent(part)
+                exchange.timing.note_sent(part)
             exchange.answer_bytes += len(part)
             if part:
                 exchange.add_items()
