@@ -122,7 +122,7 @@ class ArgumentReader:
         return attributes
 
 
-def reader(
+def make_reader(
     function: Callable[..., Any], arguments: Sequence[Argument], place: str = ""
 ) -> tuple[Attributes | None, list[str]]:
     """Return a reader of the arguments that a rule names, and a message for each one that the function lacks.

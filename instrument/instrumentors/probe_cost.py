@@ -146,12 +146,12 @@ class _Probes:
             self.sites.append(Site(shape, kind))
             return recorder.wrap(function, self.sites[-1])
 
-        def bare_method(_: object) -> None:
+        def do_nothing_to(_: object) -> None:
             pass
 
         self.sites: list[Site] = [recorder.scope_site("scope", "user")]
         layer, site = object(), Site("method")
-        method = wrapping.wrap_method(recorder, bare_method, {id(layer): site}, lambda _: site)
+        method = wrapping.wrap_method(recorder, do_nothing_to, {id(layer): site}, lambda _: site)
         recorder.allow_muting(site)
         self.sites.append(site)
         self._by_shape: dict[str, tuple[Run, Any, Run, Any]] = {
@@ -159,7 +159,7 @@ class _Probes:
             "coroutine": (run_coroutines, make_probe(coroutine, "coroutine"), run_coroutines, coroutine),
             "generator": (read_generators, make_probe(generator, "generator"), read_generators, generator),
             "scope": (open_scopes, do_nothing, call, do_nothing),
-            "method": (call, lambda: method(layer), call, lambda: bare_method(layer)),
+            "method": (call, lambda: method(layer), call, lambda: do_nothing_to(layer)),
             "wrapper": (call, make_probe(do_nothing, "wrapper", "request"), call, do_nothing),
             REQUEST: (serve, asgi.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder)), serve, answer),
             "step": (steps, make_probe(generator, "step"), steps, generator),

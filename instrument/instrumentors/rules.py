@@ -350,7 +350,7 @@ class Functions:
             site = replace(site, attributes=(*site.attributes, (OPERATION, operation_of(""))))
         place = rule.place or rule.text
         attributes, missing = (
-            arguments.reader(target.function, rule.attributes, place) if rule.attributes else (None, [])
+            arguments.make_reader(target.function, rule.attributes, place) if rule.attributes else (None, [])
         )
         results: Results | None = None
         if rule.key or rule.batch or rule.facts:

@@ -81,7 +81,7 @@ def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
         direction = directions.most_common(1)[0][0]
         return Transfer(direction, sum(directions.values()), False, pinned.pop() if len(pinned) == 1 else None)
 
-    def read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         array = args[0]
         if array._npy_value is None:  # handed out without a copy
             return None
@@ -89,7 +89,7 @@ def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
 
     patched.wrap_functions(jax, ("device_put",), read_put)
     for cls in array_classes:
-        patched.wrap_property(cls, "_value", read, lambda array: array._npy_value is None)
+        patched.wrap_property(cls, "_value", read_values, lambda array: array._npy_value is None)
     return patched
 
 
@@ -122,11 +122,11 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
     """Record the copies of `OrtValue`, `IOBinding` and `copy_tensors`."""
     value_type = module.OrtValue
 
-    def made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         # On the host the value has the array's own memory.
         return None if _locate(out) is None else Transfer("h2d", out.tensor_size_in_bytes(), True, is_pinned(args[1]))
 
-    def read(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         value = args[0]
         if _locate(value) is not None:
             return Transfer("d2h", out.nbytes, True, False)
@@ -162,8 +162,8 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
         return Transfer(direction_between(_locate(sources[0]), _locate(targets[0])), moved_bytes, sync)
 
     patched = PatchedFunctions(transfers, "onnxruntime")
-    patched.wrap_factory(value_type, "ortvalue_from_numpy", made)
-    patched.wrap_methods(value_type, ("numpy",), read)
+    patched.wrap_factory(value_type, "ortvalue_from_numpy", read_made)
+    patched.wrap_methods(value_type, ("numpy",), read_values)
     patched.wrap_methods(value_type, ("update_inplace",), read_updated)
     patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), read_bound)
     patched.wrap_methods(module.IOBinding, ("copy_outputs_to_cpu",), read_fetched)
@@ -211,10 +211,10 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
         # set(arr, stream=None) uses the current stream where none is given.
         return Transfer("h2d", args[0].nbytes, False, is_pinned(argument(args, kwargs, 1, "arr")))
 
-    def read(out: Any, args: Any, kwargs: Any) -> Transfer:
+    def read_values(out: Any, args: Any, kwargs: Any) -> Transfer:
         return Transfer("d2h", args[0].nbytes, True)
 
-    def made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         source = argument(args, kwargs, 0, "obj", kwargs.get("a"))
         if isinstance(source, array_type):
             return None if out.data.ptr == source.data.ptr else _make_transfer(source, out)
@@ -230,8 +230,8 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
     patched = PatchedFunctions(transfers, "cupy", stream=lambda args, kwargs: None)
     patched.wrap_methods(array_type, ("get",), read_get, _arg_reader(1, "stream"))
     patched.wrap_methods(array_type, ("set",), read_put, _arg_reader(2, "stream"))
-    patched.wrap_methods(array_type, READING, read)
-    patched.wrap_functions(cupy, MAKING, made)
+    patched.wrap_methods(array_type, READING, read_values)
+    patched.wrap_functions(cupy, MAKING, read_made)
     patched.wrap_functions(cupy, ("copyto",), read_copied)
     runtime = cupy.cuda.runtime
     # memcpy(dst, src, size, kind) and memcpyPeer(dst, dstDevice, src, srcDevice, size); the others end with a stream.

@@ -127,7 +127,7 @@ class _Call:
         if deserialize is None:
             return None
 
-        def deserialized(data: bytes) -> Any:
+        def deserialize_noted(data: bytes) -> Any:
             try:
                 return deserialize(data)
             except Exception as error:
@@ -137,13 +137,13 @@ class _Call:
                     self.end(None, error)
                 raise
 
-        return deserialized
+        return deserialize_noted
 
     def serializer(self, handler: Any) -> Callable[[Any], Any]:
         """Wrap a serializer to note each answer. The answer of a unary call ends the span."""
         serialize = handler.response_serializer
 
-        def serialized(message: Any) -> Any:
+        def serialize_noted(message: Any) -> Any:
             exchange = self.exchange
             try:
                 data = message if serialize is None else serialize(message)
@@ -159,7 +159,7 @@ class _Call:
                     self._close_span(exchange, "OK")
             return data
 
-        return serialized
+        return serialize_noted
 
     def _begin_span(self, context: Any) -> Exchange | None:
         """Begin the span of the call. Return None if that fails."""
