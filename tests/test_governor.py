@@ -13,7 +13,7 @@ import pytest
 from trees import tree
 
 from instrument.instrumentors import functions
-from instrument.instrumentors.loaders import _Next
+from instrument.instrumentors.loaders import _NextItem
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.governor import Budget, Governor
 from instrument.recorder.recorder import RECORDER
@@ -336,7 +336,7 @@ def user_of(recorder: Any, shape: str) -> tuple[Callable[[], object], str]:
     if shape == "loader":
 
         def wait() -> None:
-            with _Next(recorder, site):
+            with _NextItem(recorder, site):
                 pass
 
         return wait, "used"
