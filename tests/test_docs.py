@@ -24,7 +24,7 @@ from test_english import MOST_WORDS, PRIVATE_WORD
 
 import instrument
 from instrument import cli
-from instrument.cli.help_verb import FOLDER, summary, topics
+from instrument.cli.help_verb import FOLDER, describe_topic, find_topics
 from instrument.profile.keys import KEYS, loads
 from instrument.profile.model import VIEWS
 from instrument.profile.values import VARIABLES
@@ -32,7 +32,7 @@ from instrument.profile.values import VARIABLES
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
 PAGES = {"README.md": README, **{path.name: path for path in sorted(FOLDER.glob("*.md"))}}
-TOPICS = set(topics())
+TOPICS = set(find_topics())
 pages = pytest.mark.parametrize("page", PAGES)
 
 
@@ -88,7 +88,7 @@ def test_no_comment_of_an_example_has_a_private_word(path: Path) -> None:
 
 def test_the_readme_links_every_topic() -> None:
     text = README.read_text("utf-8")
-    assert [path.name for path in topics().values() if f"(instrument/docs/{path.name})" not in text] == []
+    assert [path.name for path in find_topics().values() if f"(instrument/docs/{path.name})" not in text] == []
 
 
 def test_the_readme_is_short() -> None:
@@ -325,11 +325,11 @@ def test_the_lists_of_keys_are_those_of_the_definition(section: str) -> None:
 
 
 def test_the_list_has_a_line_for_every_topic() -> None:
-    assert set(topics()) == TOPICS
+    assert set(find_topics()) == TOPICS
     done = run("help")
     assert (done.returncode, done.stderr) == (0, "")
-    for name, path in topics().items():
-        line = summary(path.read_text("utf-8"))
+    for name, path in find_topics().items():
+        line = describe_topic(path.read_text("utf-8"))
         assert re.search(rf"(?m)^  {name} +{re.escape(line)}$", done.stdout)
         assert 20 < len(line) <= 100
         assert line.endswith(".")

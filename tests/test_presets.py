@@ -18,7 +18,7 @@ from jsonschema import Draft202012Validator
 
 import instrument.profile.keys
 from instrument import chrome
-from instrument.cli.interpreter import service_of
+from instrument.cli.interpreter import name_service
 from instrument.errors import ProfileError
 from instrument.profile.keys import load, loads
 from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, Recordings, RequestsRule, Summary
@@ -420,6 +420,6 @@ def test_a_command_names_its_service_by_app_module_script_or_folder(
 ) -> None:
     (tmp_path / "acme").mkdir()
     monkeypatch.chdir(tmp_path / "acme")
-    assert service_of(words.split()) == name
+    assert name_service(words.split()) == name
     (tmp_path / "acme" / "pyproject.toml").write_text('[tool.x]\nname = "y"\n[project]\nname = "chat 7"\n')
-    assert service_of(words.split()) == "chat-7"
+    assert name_service(words.split()) == "chat-7"

@@ -337,4 +337,4 @@ def test_a_session_in_code_has_its_threads_at_once(text: str) -> None:
 def test_a_run_within_another_of_the_same_process_is_called_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     outer = files.new_run()
     monkeypatch.setenv(files.RUN_VARIABLE, outer)
-    assert run_verb._new_run() != outer
+    assert run_verb._name_run() != outer

@@ -1,9 +1,8 @@
-"""The `instrument` command: write a first profile, run a service under a profile, check or reload one, see what a run
-is doing, report on saved traces, convert, merge and query them.
+"""The `instrument` command. It finds the module of a verb, runs the verb, and turns errors into exit codes.
 
-It alone turns errors into exit codes. 0 is success, and 1 is a failed gate. 2 is an error of ours: a bad profile or
-trace, a rule that matches nothing, an unexpected exception. 141 means that the reader of the output went away. Another
-code is that of the service. Each verb is a module.
+0 is success. 1 means that a gate, such as `check --strict`, has failed. 2 is an error of ours: a bad profile or trace,
+a rule that matches nothing, an unexpected exception. 141 means that the reader of the output has gone away. Any other
+code is that of the service.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ VERBS: Mapping[str, str] = {
     "recover": "runs_verb",
     "help": "help_verb",
 }
-"""The module of each verb, in the order in which help lists them."""
+"""The module of each verb, in the order in which the help lists the verbs."""
 
 
 READER_GONE = 128 + 13
-"""The exit code of a shell's command that SIGPIPE ended. No gate returns it."""
+"""The exit code that a shell reports for a command ended by SIGPIPE. No gate returns it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code, except for `run`, which becomes the host process."""
+    """Run the command. Returns the exit code, unless the verb is `run`, which becomes the service."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if sys.stdout is None:  # it was closed before
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process
@@ -52,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             own_words, host = _split(words)
-            options = _read(own_words)
+            options = _parse_options(own_words)
             code: int = options.verb(options, host)
         finally:
-            flush(sys.stdout)
+            flush_stream(sys.stdout)
     except ProfileError as error:
         for problem in error.problems:
             print(problem, file=sys.stderr)
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"instrument: {error}", file=sys.stderr)
         try:
-            flush(sys.stdout)
+            flush_stream(sys.stdout)
         except OSError:
             _discard_output()
         return 2
@@ -81,34 +80,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """Point standard output elsewhere, so that the interpreter's last flush does not complain."""
+    """Point standard output at /dev/null, so that the interpreter's last flush raises no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def flush(stream: TextIO | None) -> None:
-    """Flush a stream. It is None in a process that was started with the stream closed."""
+def flush_stream(stream: TextIO | None) -> None:
+    """Flush a stream. It is None if the process was started with the stream closed."""
     if stream is not None:
         stream.flush()
 
 
-def _read(words: list[str]) -> argparse.Namespace:
-    """Parse the command's own words. Raises `InstrumentError` for an unknown verb or option."""
+def _parse_options(words: list[str]) -> argparse.Namespace:
+    """Parse the words of the command itself. Raises `InstrumentError` for an unknown verb or option."""
     word = words[0] if words else ""
     parser, verbs = _parsers(word)
     if word not in VERBS and word and not word.startswith("-"):
-        raise InstrumentError(f"there is no command {word!r}; allowed: {', '.join(VERBS)}{_suggestion(word, VERBS)}")
+        raise InstrumentError(f"there is no command {word!r}; allowed: {', '.join(VERBS)}{_suggest_name(word, VERBS)}")
     options, unknown = parser.parse_known_args(words)
     name = getattr(options, "last_word", "")
     if name and unknown == words[-1:] and not unknown[0].startswith("-") and getattr(options, name) is None:
         setattr(options, name, unknown.pop())  # a word after the options, of a verb that takes one there
     if unknown:
         used = verbs.get(word, parser)
-        hint = _suggestion(unknown[0], re.findall(r"--[a-z-]+", used.format_help()))
+        hint = _suggest_name(unknown[0], re.findall(r"--[a-z-]+", used.format_help()))
         raise InstrumentError(f"`{used.prog}` has no option {unknown[0]!r}{hint}; `--help` lists its options")
     return options
 
 
-def _suggestion(word: str, names: Iterable[str]) -> str:
+def _suggest_name(word: str, names: Iterable[str]) -> str:
     from instrument.profile.document import nearest
 
     name = nearest(word, names)
@@ -116,7 +115,7 @@ def _suggestion(word: str, names: Iterable[str]) -> str:
 
 
 def _parsers(word: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the command's parser, and the parsers of the verb's module, or of all verbs for an unknown word."""
+    """Return the command's parser, and the parsers of the verb's module (of all verbs for an unknown word)."""
     parser = argparse.ArgumentParser(
         prog="instrument",
         description="Always-on instrumentation of inference services. A profile.yaml selects what to record.",
@@ -143,9 +142,9 @@ class _Version(argparse.Action):
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return the command's own words, and the host's command line.
+    """Return the words of the command itself, and the words of the service's command.
 
-    That begins after `--`, at `-m` or `-c`, or at the first word that is no option.
+    The latter begin after `--`, at `-m` or `-c`, or at the first word that is not an option.
     """
     if words[:1] in (["check"], ["init"]) and "--" in words:
         at = words.index("--")

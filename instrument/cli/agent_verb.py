@@ -1,4 +1,4 @@
-"""`instrument agent`: start an agent for processes that join at a socket, or for a run that has lost its agent."""
+"""`instrument agent`: start an agent by hand, for processes that join at a socket or for a run without an agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`instrument check`: what the rules of a profile match, here or in the processes of a command."""
+"""`instrument check`: which functions and layers the rules of a profile match, here or in a command's processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from instrument import native
-from instrument.cli.interpreter import host_of, run_command
+from instrument.cli.interpreter import find_host, run_command
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
 from instrument.device import cuda
 from instrument.errors import InstrumentError
@@ -27,7 +27,7 @@ from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.main_module import MAINS
 
 _ATTACHED_SHOWN = 20
-"""The maximum number of attached targets of a rule that `check` lists."""
+"""The maximum number of attached targets that are listed for each rule."""
 
 
 def add(verbs: Verbs) -> None:
@@ -54,7 +54,7 @@ def add(verbs: Verbs) -> None:
 
 
 def check(options: argparse.Namespace, host: list[str]) -> int:
-    """Show the verdict on each rule. Returns the exit code."""
+    """Print the state of each rule's targets. Returns the exit code."""
     if native.WHY_MISSING:
         raise InstrumentError(f"check: no call can be recorded here: {native.WHY_MISSING}")
     if options.modules and host:
@@ -67,21 +67,21 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
     problems: list[str] = []
     command: dict[str, Any] | None = None
     if host:
-        verdicts, command = verdicts_of(path, host, to_stderr=options.json)
+        verdicts, command = check_command(path, host, to_stderr=options.json)
     else:
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does
         from instrument.sessions import process
 
         verdicts, problems = process.check(profile, options.modules)
     if options.json:
-        print(json.dumps(_document(profile, verdicts, command), indent=2))
+        print(json.dumps(_make_document(profile, verdicts, command), indent=2))
     else:
         if is_unnamed:
             print(WITHOUT_PROFILE)
         _print_facts(profile, verdicts, command)
     for problem in problems:
         print(problem, file=sys.stderr)
-    missed = [v for v in verdicts if v.state == "not found" or (not host and _never_imported(v, profile))]
+    missed = [v for v in verdicts if v.state == "not found" or (not host and _is_never_imported(v, profile))]
     for verdict in missed:
         hint = "; name modules of it to import: instrument check P module ..." if verdict.state == "waiting" else ""
         if not (problems and "fails to import" in verdict.why):
@@ -92,19 +92,19 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
     return 1 if options.strict and any(verdict.state in doubtful for verdict in verdicts) else 0
 
 
-def _never_imported(verdict: Verdict, profile: Profile) -> bool:
-    """Return True for a function rule whose module was not imported, although check imports all named modules."""
+def _is_never_imported(verdict: Verdict, profile: Profile) -> bool:
+    """Return True for a function rule whose module was not imported, although `check` imports all named modules."""
     rules = [rule for rule in profile.functions if rule.text == verdict.rule]
     return verdict.state == "waiting" and any(
         text.partition(":")[0] not in MAINS for rule in rules for text in rule.match
     )
 
 
-def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
-    """Run a command like `instrument run`. Returns the verdicts of its processes, and facts on the command."""
+def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
+    """Run a command as `instrument run` does. Returns the verdicts of its processes, and facts on the command."""
     if OFF:
         raise InstrumentError(f"check: the environment has {OFF}, so the command would not be instrumented; unset it")
-    host_of("check", host)
+    find_host("check", host)
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory(prefix="instrument-check-", ignore_cleanup_errors=True) as folder:
@@ -121,8 +121,8 @@ def verdicts_of(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list
     return verdicts, {"words": host, "exit_code": code, "processes": processes}
 
 
-def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the document that `check --json` prints. A change that renames or removes a key raises `format`."""
+def _make_document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the document of `check --json`. A change that renames or removes a key must raise the number `format`."""
     rules = [(family, rule) for family in ("functions", "layers", "copies") for rule in getattr(profile, family)]
     targets: dict[str, list[dict[str, Any]]] = {}
     for verdict in verdicts:
@@ -130,9 +130,9 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
         targets.setdefault(facts.pop("rule"), []).append(facts)
     return {
         "format": 1,
-        "profile": {"source": profile.source, "service": _service_of(profile), "digest": profile.digest},
+        "profile": {"source": profile.source, "service": _name_of_service(profile), "digest": profile.digest},
         "settings": [
-            {"setting": name, "value": value, "from": origin} for name, value, origin in _settings_of(profile)
+            {"setting": name, "value": value, "from": origin} for name, value, origin in _list_settings(profile)
         ],
         "remarks": list(profile.remarks),
         "exports": [name for name in KEYS["export"] if getattr(profile.export, name) is not None],
@@ -151,19 +151,19 @@ def _document(profile: Profile, verdicts: list[Verdict], command: dict[str, Any]
 
 
 def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
-    """Print the facts of a profile, the machine and each rule as text."""
-    print(f"profile {profile.source}: service {_service_of(profile)}, digest {profile.digest}")
+    """Print what is known of the profile, the machine and each rule as text."""
+    print(f"profile {profile.source}: service {_name_of_service(profile)}, digest {profile.digest}")
     if profile.exports_nothing:
         from instrument.sessions.process import NO_EXPORT
 
         print(f"  {NO_EXPORT}")
     for remark in profile.remarks:
         print(f"  {remark}")
-    for name, value, origin in _settings_of(profile):
+    for name, value, origin in _list_settings(profile):
         print(f"  {name} = {'not set' if value is None else value} (from {origin})")
     print(f"Python {platform.python_version()}")
     if _asks_for_device_time(profile):
-        print(f"device: {_device_line(cuda.versions())}")
+        print(f"device: {_describe_device(cuda.versions())}")
     why = _why_no_gpu(profile)
     print(f"gauges of GPUs: {f'not read ({why})' if why else 'read'}")
     unwritten = _why_no_files(profile)
@@ -192,7 +192,7 @@ def _asks_for_device_time(profile: Profile) -> bool:
     return any(asks) or bool(profile.copies)
 
 
-def _device_line(versions: dict[str, str]) -> str:
+def _describe_device(versions: dict[str, str]) -> str:
     if versions["rocm"]:
         return f"torch {versions['rocm']}, timed by its own events"
     driver = f"driver for CUDA {versions['driver']}" if versions["driver"] else ""
@@ -201,7 +201,7 @@ def _device_line(versions: dict[str, str]) -> str:
 
 
 def _why_no_gpu(profile: Profile) -> str:
-    """Return the reason why GPU gauges are not read on this machine, "" if they are."""
+    """Return the reason why GPU gauges cannot be read on this machine, "" if they can."""
     from instrument.device import nvml
 
     return "device.nvml is off" if profile.device.nvml_ns is None else nvml.why_unreadable()
@@ -226,12 +226,12 @@ def _why_no_dataset(profile: Profile) -> str:
         return str(problem)
 
 
-def _service_of(profile: Profile) -> str:
+def _name_of_service(profile: Profile) -> str:
     return profile.shown.get("service", profile.service)
 
 
-def _settings_of(profile: Profile) -> list[tuple[str, Any, str]]:
-    """Return each setting that a variable can set, with its value and source. Values of headers are hidden."""
+def _list_settings(profile: Profile) -> list[tuple[str, Any, str]]:
+    """Return each setting that a variable can set, with its value and its source. Values of headers are hidden."""
     settings = []
     for name, origin in sorted(profile.origins.items()):
         value = setting(profile, name)

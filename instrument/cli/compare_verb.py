@@ -1,4 +1,4 @@
-"""`instrument compare`: what a new version changed, without the effect of a different load, and an exit code for CI."""
+"""`instrument compare`: what a new version changed apart from a changed load, with an exit code for CI."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from instrument.cli.inputs import (
     CLOCK,
     CLOCKS,
     FILES,
-    files_in,
+    expand_paths,
+    limit_memory,
+    list_runs,
     load_libraries,
-    one_trace,
+    merge_all,
     read_saved,
-    runs_in,
-    within_memory,
 )
 from instrument.cli.option_values import Verbs, count, count_or_all, one_of, size_bytes
 from instrument.errors import InstrumentError
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from instrument.report.view import Recording
 
 REGRESSION, INCONCLUSIVE = 1, 3
-"""The gate's exit codes for a slowdown beyond the limit, and for an unclear result. 0 is a pass."""
+"""The exit codes of the gate if a slowdown exceeds the limit, and if the result is unclear. 0 is a pass."""
 
 MOST = 15
-"""The default number of rows of a table in text."""
+"""The maximum number of rows of a printed table, if `--rows` is not given."""
 
 KEPT = 5
-"""The number of runs that a baseline keeps."""
+"""The default number of runs that a baseline keeps."""
 
 
 def share(text: str) -> float:
@@ -95,7 +95,7 @@ def add(verbs: Verbs) -> None:
 
 
 def compare(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the changes. Returns the exit code of the gate."""
+    """Print what changed. Returns the exit code of the gate."""
     baseline = Path(options.baseline) if options.baseline else None
     if len(options.sides) != (1 if baseline else 2):
         names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
@@ -116,17 +116,17 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
     view_options = Options(unit=options.unit, rows=options.rows or None, most=most, requests_by=options.by or "")
     paths = [Path(side) for side in (*befores, options.sides[-1])]
     files = [str(file) for path in paths for file in (path.rglob("*.*") if path.is_dir() else [path])]
-    with within_memory("compare", files, options.memory):
+    with limit_memory("compare", files, options.memory):
         before = [run for side in befores for run in _read_runs(side, options)]
         comparison = compare_runs(before, _read_runs(options.sides[-1], options), view_options)
     comparison = replace(comparison, limit=options.fail_over)
-    code = _verdict(comparison, options.fail_over)
+    code = _gate_code(comparison, options.fail_over)
     if options.html:
         write_page(options.html, comparison)
     if options.markdown:
-        Path(options.markdown).write_text(_markdown(comparison), "utf-8")
+        Path(options.markdown).write_text(_format_markdown(comparison), "utf-8")
     if options.junit:
-        ElementTree.ElementTree(_junit(comparison, options.fail_over)).write(
+        ElementTree.ElementTree(_format_junit(comparison, options.fail_over)).write(
             options.junit, "utf-8", xml_declaration=True
         )
     if baseline is not None and code == 0:
@@ -140,17 +140,17 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
-    """Read one side of the comparison: its run, or with `--all` each of its runs."""
+    """Read one side of the comparison: its run or, with `--all`, each of its runs."""
     from instrument.report.view import Recording
 
     def say(sentence: str) -> None:
         print(f"instrument: compare: {sentence}", file=sys.stderr)
 
-    runs = runs_in(side) if options.all and Path(side).is_dir() else [files_in([side], None, False, say)]
-    return [Recording.of_saved(one_trace(list(map(read_saved, files)), options.clock)) for files in runs]
+    runs = list_runs(side) if options.all and Path(side).is_dir() else [expand_paths([side], None, False, say)]
+    return [Recording.of_saved(merge_all(list(map(read_saved, files)), options.clock)) for files in runs]
 
 
-def _verdict(comparison: Comparison, limit: float | None) -> int:
+def _gate_code(comparison: Comparison, limit: float | None) -> int:
     if limit is None:
         return 0
     is_assessed = any(change.ratio is not None for change in comparison.changes)
@@ -160,23 +160,23 @@ def _verdict(comparison: Comparison, limit: float | None) -> int:
 
 
 def _baseline_runs(baseline: Path) -> list[Path]:
-    """Return the runs of a baseline, the oldest first. Other folders in it are ignored."""
+    """Return the folders of a baseline's runs, the oldest first. Other folders in it are ignored."""
     return sorted(path for path in baseline.glob("run-" + "[0-9]" * 6) if path.is_dir())
 
 
 def _add_to_baseline(baseline: Path, side: str, most: int) -> None:
-    """Copy a run into the baseline, and remove the oldest runs beyond `most`."""
+    """Copy a run into the baseline, and remove its oldest runs beyond `most`."""
     runs = _baseline_runs(baseline)
     number = int(runs[-1].name.rpartition("-")[2]) + 1 if runs else 1
     target = baseline / f"run-{number:06d}"
     target.mkdir(parents=True)
-    for file in files_in([side], None, False, lambda sentence: None):
+    for file in expand_paths([side], None, False, lambda sentence: None):
         shutil.copy2(file, target)
     for old in [*runs, target][:-most]:
         shutil.rmtree(old)
 
 
-def _markdown(comparison: Comparison) -> str:
+def _format_markdown(comparison: Comparison) -> str:
     lines = ["## Comparison", "", *(f"- {sentence}" for sentence in comparison.sentences()), ""]
     changed = comparison.changed
     if changed:
@@ -189,7 +189,7 @@ def _markdown(comparison: Comparison) -> str:
     return "\n".join([*lines, ""])
 
 
-def _junit(comparison: Comparison, limit: float | None) -> ElementTree.Element:
+def _format_junit(comparison: Comparison, limit: float | None) -> ElementTree.Element:
     over = set(comparison.slower_than(limit or 0.0))
     unsure = set(comparison.unclear_beyond(limit or 0.0))
     suite = ElementTree.Element(

@@ -1,4 +1,4 @@
-"""The verbs that change running processes: `on`, `off` and `reload`; each process answers."""
+"""The verbs that change running services: `on` and `off` switch recording, and `reload` applies a changed profile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from instrument.report.table import safe
 from instrument.sessions.profile_reload import Answer, Request
 
 WAIT_S = 5.0
-"""The seconds that a verb waits for all answers."""
+"""The default number of seconds to wait for the answers of all processes."""
 
 
 def add(verbs: Verbs) -> None:
@@ -35,18 +35,18 @@ def _add_switch(verbs: Verbs) -> None:
         parser.add_argument("--all", action="store_true", help="take all runs, without asking")
         limit = f"seconds to wait for the answers (default: {WAIT_S:g})"
         parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=limit)
-        parser.set_defaults(verb=functools.partial(switch, on=on))
+        parser.set_defaults(verb=functools.partial(switch_recording, on=on))
 
 
-def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
-    """Switch recording on or off in processes, and print their answers. Return the exit code, 1 for a missing answer.
+def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
+    """Switch recording on or off in processes and print their answers. Returns the exit code, 1 without an answer.
 
-    For several runs ask the user first, or refuse without a terminal.
+    If there are several runs, the user must confirm at a terminal. Without a terminal the command is refused.
     """
     missing = False
     with client.find_runs(options.run) as runs:
         several = [run for run in runs if run.living]
-        if len(several) > 1 and not (options.all or _confirms(several, on=on)):
+        if len(several) > 1 and not (options.all or _ask_user(several, on=on)):
             return 2
         for run in runs:
             if run.problem:
@@ -60,12 +60,12 @@ def switch(options: argparse.Namespace, host: list[str], *, on: bool) -> int:
                 continue
             answers = dict(client.request_of(run, Request(records=on)._asdict(), pids, options.wait))
             for pid in pids:
-                print(f"{pid}: {_answer_text(answers.get(pid))}")
+                print(f"{pid}: {_describe_answer(answers.get(pid))}")
             missing = missing or any(pid not in answers for pid in pids)
     return int(missing)
 
 
-def _confirms(runs: Sequence[client.Asked], *, on: bool) -> bool:
+def _ask_user(runs: Sequence[client.Asked], *, on: bool) -> bool:
     """Ask the user at a terminal to confirm a change of all runs. Raises `InstrumentError` without a terminal."""
     verb, names = "on" if on else "off", [run.description for run in runs]
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -78,7 +78,7 @@ def _confirms(runs: Sequence[client.Asked], *, on: bool) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _answer_text(answer: Mapping[str, Any] | None) -> str:
+def _describe_answer(answer: Mapping[str, Any] | None) -> str:
     if answer is None:
         return "no answer yet"
     if "records" in answer:
@@ -108,11 +108,11 @@ def _add_reload(verbs: Verbs) -> None:
         metavar="S",
         help=f"seconds to wait for the answers (default: {WAIT_S:g})",
     )
-    parser.set_defaults(verb=reload)
+    parser.set_defaults(verb=reload_profile)
 
 
-def reload(options: argparse.Namespace, host: list[str]) -> int:
-    """Ask processes to reload the profile, and print their answers. Returns the exit code."""
+def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
+    """Ask processes to reload the profile and print their answers. Returns the exit code."""
     path_of_profile = options.profile or os.environ.get("INSTRUMENT_PROFILE")
     profile = load(path_of_profile) if path_of_profile else Profile()  # a broken profile ends here, not in the service
     request = Request()
@@ -120,7 +120,7 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
         # A process may have the service's name of a variable of its own; the variable here says which is meant.
         service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
         request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
-    answers = _answers_of_runs(request, options)
+    answers = _ask_processes(request, options)
     other_by_pid = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
     for pid, profile_there in other_by_pid.items():
         hint = "" if request.switch else f"; --pid {pid} gives it another file of its service"
@@ -135,14 +135,14 @@ def reload(options: argparse.Namespace, host: list[str]) -> int:
             "{watch: true}` in its profile, or instrument.reload() in its code"
         )
     for pid, answer in answers.items():
-        print(f"{pid}: {_sentence(answer, options.wait)}")
+        print(f"{pid}: {_describe_reload(answer, options.wait)}")
     if any(answer and answer.get("error") for answer in answers.values()):
         return 2
     return int(any(answer is None or bool(answer.get("refused")) for answer in answers.values()))
 
 
-def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
-    """Return the answers of this user's processes that an agent knows, by pid."""
+def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
+    """Return, by pid, the answers of this user's processes that an agent knows."""
     answers: dict[str, Answer | None] = {}
     try:
         with client.find_runs(options.run if options.pid is None else str(options.pid)) as runs:
@@ -160,7 +160,7 @@ def _answers_of_runs(request: Request, options: argparse.Namespace) -> dict[str,
 
 
 def _is_selected(member: client.Member, options: argparse.Namespace) -> bool:
-    """Return True if the options select a process: by its profile's file, by --pid, or as one of all."""
+    """Return True if the options select a process: by its profile's file or by --pid, or because they name neither."""
     if not options.profile or options.pid is not None:
         return True
     try:
@@ -169,7 +169,7 @@ def _is_selected(member: client.Member, options: argparse.Namespace) -> bool:
         return False
 
 
-def _sentence(answer: Answer | None, waited_s: float) -> str:
+def _describe_reload(answer: Answer | None, waited_s: float) -> str:
     if answer is None:
         return f"no answer after {waited_s:g} s (--wait S gives more time); it follows when it reads the request"
     if answer.get("pending"):

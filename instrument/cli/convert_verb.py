@@ -1,4 +1,4 @@
-"""`instrument convert`, `merge` and `query`: saved traces in other forms, several as one file, or as tables of SQL."""
+"""The verbs on saved files: `convert` writes them in another form, `merge` joins them, and `query` runs SQL on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import WALL, add_files, files_of, read_bounded, read_merged
+from instrument.cli.inputs import WALL, add_files, find_files, read_bounded, read_merged
 from instrument.cli.option_values import Verbs, one_of
 from instrument.errors import InstrumentError, TraceError
 
@@ -37,13 +37,13 @@ FORMS = {
         "alone; wants instrument-sdk[parquet]",
     ),
 }
-"""The forms of a converted trace, each with the suffix and the use of its files."""
+"""The forms of a converted trace, each with the suffix of its files and what they are for."""
 
 FORM_OF_END = {
     ".json": "chrome",
     **{Path(f"any{end}").suffix: form for form, (end, _) in FORMS.items() if form not in ("otlp", "parquet")},
 }
-"""The form of an output file by its suffix, for forms of merged traces. Any other suffix means a recording."""
+"""The form that the suffix of an output file means, for merged traces. Any other suffix means a recording."""
 
 
 def _add_convert(verbs: Verbs) -> None:
@@ -65,18 +65,18 @@ def _add_convert(verbs: Verbs) -> None:
 
 
 def convert(options: argparse.Namespace, host: list[str]) -> int:
-    """Write the file, and say which one it is. Returns the exit code."""
-    paths = files_of("convert", options)
+    """Write the files in another form, and print the path. Returns the exit code."""
+    paths = find_files("convert", options)
     if options.to == "parquet":
         return _write_dataset(options, paths)
     if options.output is None and len(paths) > 1:
         raise InstrumentError(f"convert: there are {len(paths)} files; name the file to write with -o OUT")
-    target = Path(options.output or _sibling_path(paths[0], FORMS[options.to][0]))
+    target = Path(options.output or _replace_suffix(paths[0], FORMS[options.to][0]))
     refuse_to_replace_input(target, paths)
     if options.to == "otlp":
         _write_otlp(target, read_bounded("convert", paths, options.memory))
     else:
-        write(target, options.to, read_merged("convert", paths, options))
+        write_trace(target, options.to, read_merged("convert", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0
 
@@ -87,7 +87,7 @@ def refuse_to_replace_input(target: Path, paths: Sequence[str]) -> None:
         raise InstrumentError(f"{target} is one of the files to read; give another name with -o")
 
 
-def write(target: Path, form: str, saved: Saved) -> None:
+def write_trace(target: Path, form: str, saved: Saved) -> None:
     """Write a recording, Chrome JSON or Perfetto's own form. Raises `TraceError`."""
     from instrument import chrome
     from instrument.trace import file
@@ -97,7 +97,7 @@ def write(target: Path, form: str, saved: Saved) -> None:
         "chrome": lambda: chrome.dump(target, saved.trace, saved.counted()),
         "perfetto": lambda: chrome.write_track_events(target, saved.trace),
     }
-    naming_refusals(target, ways[form])
+    write_or_explain(target, ways[form])
 
 
 def form_of(target: Path) -> str:
@@ -105,8 +105,8 @@ def form_of(target: Path) -> str:
     return FORM_OF_END.get(target.suffix, "recording")
 
 
-def naming_refusals(target: Path, action: Callable[[], object]) -> None:
-    """Run an action that writes a file. Raise the system's refusal as a `TraceError`."""
+def write_or_explain(target: Path, action: Callable[[], object]) -> None:
+    """Call `action`, which writes a file. Raises the system's refusal as a `TraceError` with the file's name."""
     try:
         action()
     except OSError as problem:
@@ -114,10 +114,10 @@ def naming_refusals(target: Path, action: Callable[[], object]) -> None:
 
 
 def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
-    """Write the tables of all files to a dataset's folder, and print the paths.
+    """Write the tables of all files to a dataset's folder, and print the paths of its files.
 
-    A second conversion replaces the files of the first. An output that ends in `.parquet` is a single file, with the
-    table of spans alone.
+    A second conversion replaces the files of the first. An output that ends in `.parquet` is a single file, which has
+    only the table of spans.
     """
     from hashlib import blake2b
 
@@ -152,7 +152,7 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
-    """Write files as OTLP, by wall time. Each process is a resource, and a tree may extend over processes."""
+    """Write files as OTLP, by wall clock time. Each process is a resource. A request's tree may span several."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.json_lines import JSON, json_lines
     from instrument.otlp.packed_spans import SpanPacker
@@ -186,10 +186,10 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
         with atomic.replacing(target) as file:
             file.writelines(lines())
 
-    naming_refusals(target, write_lines)
+    write_or_explain(target, write_lines)
 
 
-def _sibling_path(path: str, suffix: str) -> str:
+def _replace_suffix(path: str, suffix: str) -> str:
     for end in (".json.gz", ".npz", ".json"):
         if path.endswith(end):
             return path.removesuffix(end) + suffix
@@ -211,10 +211,10 @@ def _add_merge(verbs: Verbs) -> None:
 
 
 def merge(options: argparse.Namespace, host: list[str]) -> int:
-    """Write the file, and say which one it is. Returns the exit code."""
-    paths, target = files_of("merge", options), Path(options.output)
+    """Write the merged file, and print its path. Returns the exit code."""
+    paths, target = find_files("merge", options), Path(options.output)
     refuse_to_replace_input(target, paths)
-    write(target, form_of(target), read_merged("merge", paths, options))
+    write_trace(target, form_of(target), read_merged("merge", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0
 
@@ -254,7 +254,7 @@ def query(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.trace import tables
 
     errors = tables.duckdb().Error
-    saved = read_merged("query", files_of("query", options), options)
+    saved = read_merged("query", find_files("query", options), options)
     asks_for_attributes = "attributes" in options.statement.lower()  # a second for a million of them
     connection = tables.restrict_access(tables.open_database(saved.trace, attributes=asks_for_attributes))
     try:
@@ -265,11 +265,11 @@ def query(options: argparse.Namespace, host: list[str]) -> int:
         raise InstrumentError(f"query: {problem}") from problem
     finally:
         connection.close()
-    _print(names, rows, options)
+    _print_rows(names, rows, options)
     return 0
 
 
-def _print(names: Sequence[str], rows: Sequence[Sequence[Any]], options: argparse.Namespace) -> None:
+def _print_rows(names: Sequence[str], rows: Sequence[Sequence[Any]], options: argparse.Namespace) -> None:
     if options.json:
         json.dump([dict(zip(names, row, strict=True)) for row in rows], sys.stdout, indent=2, default=str)
         sys.stdout.write("\n")

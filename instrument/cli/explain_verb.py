@@ -1,4 +1,4 @@
-"""`instrument explain`: the cause of a slow request or of a slow time, with its evidence."""
+"""`instrument explain`: the cause of a slow request or of a slow period, with its evidence."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 import json
 import sys
 
-from instrument.cli.inputs import add_files, files_of, load_libraries, one_trace, read_saved, within_memory
+from instrument.cli.inputs import add_files, find_files, limit_memory, load_libraries, merge_all, read_saved
 from instrument.cli.option_values import Verbs, count, count_or_all, one_of, time_ns
 from instrument.report.view import UNITS
 
 INCONCLUSIVE = 3
-"""The exit code of an inconclusive explanation."""
+"""The exit code if the evidence does not determine the cause."""
 
 MOST = 15
-"""The default number of rows of a table in text."""
+"""The maximum number of rows of a printed table, if `--rows` is not given."""
 
 
 def add(verbs: Verbs) -> None:
@@ -48,7 +48,7 @@ def add(verbs: Verbs) -> None:
 
 def explain(options: argparse.Namespace, host: list[str]) -> int:
     """Print the explanations. Returns the exit code."""
-    options.traces = files_of("explain", options)
+    options.traces = find_files("explain", options)
     load_libraries()
     from instrument.report import explanation
     from instrument.report.view import Options, Recording, document
@@ -58,8 +58,8 @@ def explain(options: argparse.Namespace, host: list[str]) -> int:
     choice = explanation.RequestChoice(
         options.request, options.slowest, options.endpoint or "", options.since, options.until
     )
-    with within_memory("explain", options.traces, options.memory):
-        recording = Recording.of_saved(one_trace(list(map(read_saved, options.traces)), options.clock))
+    with limit_memory("explain", options.traces, options.memory):
+        recording = Recording.of_saved(merge_all(list(map(read_saved, options.traces)), options.clock))
         explanations = explanation.explain(recording, choice, chosen)
     is_inconclusive = any(item.verdict == explanation.INCONCLUSIVE for item in explanations)
     code = INCONCLUSIVE if is_inconclusive else 0

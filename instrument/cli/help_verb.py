@@ -17,22 +17,22 @@ FOLDER = Path(__file__).parent.parent / "docs"
 def add(verbs: Verbs) -> None:
     parser = verbs.add_parser("help", help="print a topic of the documentation, or the list of topics")
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="the topic to print (default: list all)")
-    parser.set_defaults(verb=show)
+    parser.set_defaults(verb=show_topic)
 
 
-def topics() -> Mapping[str, Path]:
-    """Return the file of each topic, by its name."""
+def find_topics() -> Mapping[str, Path]:
+    """Return the file of each topic, by the topic's name."""
     return {path.stem.lower(): path for path in sorted(FOLDER.glob("*.md"), key=lambda path: path.stem.lower())}
 
 
-def show(options: argparse.Namespace, host: list[str]) -> int:
-    """Print a topic, page by page at a terminal. Return the exit code. Raise `InstrumentError` for an unknown topic."""
-    pages = topics()
+def show_topic(options: argparse.Namespace, host: list[str]) -> int:
+    """Print a topic, in pages at a terminal. Returns the exit code. Raises `InstrumentError` for an unknown topic."""
+    pages = find_topics()
     if options.topic is None:
         width = max(map(len, pages))
         print("Topics, for `instrument help TOPIC`:\n")
         for name, path in pages.items():
-            print(f"  {name:{width}}  {summary(path.read_text('utf-8'))}")
+            print(f"  {name:{width}}  {describe_topic(path.read_text('utf-8'))}")
         print("\nThe options of a command: `instrument COMMAND --help`.")
         return 0
     name = options.topic.lower()
@@ -44,6 +44,5 @@ def show(options: argparse.Namespace, host: list[str]) -> int:
     return 0
 
 
-def summary(text: str) -> str:
-    """Return the line below the title of a topic."""
+def describe_topic(text: str) -> str:
     return text.split("\n", 3)[2]

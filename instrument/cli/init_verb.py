@@ -1,4 +1,4 @@
-"""The verb `init` writes a first profile for a service, from what its processes did."""
+"""The verb `init` observes a service and writes a first profile for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from instrument.cli.interpreter import host_of, run_command, service_of
+from instrument.cli.interpreter import find_host, name_service, run_command
 from instrument.cli.option_values import Verbs, time_ns
 from instrument.errors import InstrumentError
 from instrument.instrumentors.argument_watch import SALT_VARIABLE
@@ -22,10 +22,10 @@ from instrument.proposal.observation import Observation, all_patterns, await_rep
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
-"""The seconds that a command has to end after SIGTERM."""
+"""The seconds after SIGTERM in which the command must end before it is killed."""
 
 OTHERS_S = 5.0
-"""The seconds that a command's other processes have to report after its end."""
+"""The seconds after the command's end in which its other processes can report what they observed."""
 
 OBSERVING = """\
 service: init
@@ -39,7 +39,7 @@ copies: [{{directions: [h2d, d2h]}}]
 device: {{cuda: off}}
 limits: {{ring: 4MiB, blocked: off}}
 """
-"""The profile of an observed command: all functions of its own modules, layers, training phases and requests."""
+"""The profile under which the command is observed. It records all functions of the command's own modules."""
 
 
 def add(verbs: Verbs) -> None:
@@ -87,16 +87,16 @@ def init(options: argparse.Namespace, host: list[str]) -> int:
             "python server.py`"
         )
     profile_name = "profile.yaml" if prints else str(path)
-    host_of("init", host)
+    find_host("init", host)
     words = host[1:] if re.fullmatch(r"python[\d.]*", Path(host[0]).name) and not Path(host[0]).is_dir() else host
-    observation, code = _observe(words, options.for_ns, to_stderr=prints)
-    first = first_profile_of(observation, words, service_of(words), profile_name)
+    observation, code = _observe_command(words, options.for_ns, to_stderr=prints)
+    first = first_profile_of(observation, words, name_service(words), profile_name)
     text = yaml_of(first)
     loads(text)  # what we write must be a profile
     if prints:
         sys.stdout.write(text)
         return 0
-    _write(path, text, replaces=options.force)
+    _write_profile(path, text, replaces=options.force)
     count = f"{first.rules} rule{'s' * (first.rules != 1)}"
     print(f"instrument: wrote {path}: {count}, from {first.summary}; the command {_exit_text(code)}", file=sys.stderr)
     return 0
@@ -106,7 +106,7 @@ def _exit_text(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _write(path: Path, text: str, *, replaces: bool) -> None:
+def _write_profile(path: Path, text: str, *, replaces: bool) -> None:
     try:
         with path.open("w" if replaces else "x", encoding="utf-8") as file:
             file.write(text)
@@ -114,8 +114,8 @@ def _write(path: Path, text: str, *, replaces: bool) -> None:
         raise InstrumentError(f"init: cannot write {path}: {error.strerror}; -o - prints the profile") from None
 
 
-def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
-    """Run a command and record all of its own functions. Return its processes' observations, and its exit code."""
+def _observe_command(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
+    """Run a command and record its own functions. Return what its processes observed, and its exit code."""
     if OFF:
         raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
     names = own_modules(words, Path.cwd())
@@ -149,7 +149,7 @@ def _observe(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[
 
 
 def _await_command(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
-    """Wait for a command, and end it after `for_ns`. Returns its exit code, and True if it was ended."""
+    """Wait until a command ends, and end it after `for_ns`. Returns its exit code, and True if it had to be ended."""
     try:
         return child.wait(None if for_ns is None else for_ns / 1e9), False
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The input files of a command: recordings and Chrome traces, by name or by folder, within a memory bound."""
+"""The input files of a command: which files a name or folder means, and how they are read within a memory limit."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
 
 LEAST_BYTES = 500_000_000
-"""The minimum memory bound, in bytes, for a command that reads files. Large files raise the bound."""
+"""The smallest memory limit, in bytes, of a command that reads files. Large files raise it."""
 
 COMMAND_BYTES = 150_000_000
-"""The bytes that a command uses before it reads files. A program that calls `main` may use more, which is added."""
+"""The bytes that a command uses before it reads files. What a program that calls `main` uses beyond that is added."""
 
 SHARE_OF_DATA = 0.9
-"""The share of the bound that is set as RLIMIT_DATA, which does not count libraries and stacks."""
+"""The share of the memory limit that is set as RLIMIT_DATA, which does not count libraries and stacks."""
 
 PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
-"""Bytes of memory per byte of a packed trace, a plain trace and a recording. A span takes 12 to 40 bytes packed, 200
-plain, 6 in a recording, and up to 600 in views."""
+"""The bytes of memory that a byte of a packed trace, a plain trace and a recording may need. A span takes 12 to 40
+bytes packed, 200 plain, 6 in a recording, and up to 600 in views."""
 
 
-def bound_bytes(files: Sequence[str]) -> int:
-    """Return the memory bound in bytes for trace files, by their sizes."""
-    return max(LEAST_BYTES, sum(map(_need_bytes, map(Path, files))))
+def limit_bytes(files: Sequence[str]) -> int:
+    """Return the memory limit in bytes for trace files of these sizes."""
+    return max(LEAST_BYTES, sum(map(_needed_bytes, map(Path, files))))
 
 
 @contextmanager
-def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
-    """Bound the memory of the process, as the user asks, or by the sizes of the trace files.
+def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
+    """Limit the memory of the process, to what the user asks for or by the sizes of the trace files.
 
-    Raises `InstrumentError` in the block for files that need more, as malicious or very large ones do.
+    Raises `InstrumentError` in the block if the files need more, as malicious or very large ones do.
     """
-    bound = asked_bytes or bound_bytes(files)
-    limit = int(bound * SHARE_OF_DATA) + max(0, _data_bytes() - COMMAND_BYTES)
+    bound = asked_bytes or limit_bytes(files)
+    limit = int(bound * SHARE_OF_DATA) + max(0, _used_bytes() - COMMAND_BYTES)
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
     limits = [limit for limit in (before, most) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *limits]), most))
@@ -68,15 +68,15 @@ def within_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> I
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
-def _data_bytes() -> int:
-    """Return the memory of the process in bytes, as RLIMIT_DATA counts it, 0 if unknown."""
+def _used_bytes() -> int:
+    """Return the memory of the process in bytes as RLIMIT_DATA counts it, 0 if unknown."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("VmData:")).split()[1])
     return 0
 
 
-def _need_bytes(file: Path) -> int:
+def _needed_bytes(file: Path) -> int:
     try:
         with file.open("rb") as opened:
             needs = {b"\x1f\x8b": PACKED_NEEDS, b"PK": RECORDING_NEEDS}.get(opened.read(2), PLAIN_NEEDS)
@@ -94,43 +94,43 @@ CLOCKS = ("monotonic", WALL)
 CLOCK = "wall: join files of several machines by the time of day, even if the accuracy of the clocks is unknown"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
-"""The suffixes of files that are read in a folder. Of two files with one stem, the first suffix wins."""
+"""The suffixes of the files that are read in a folder. Of files that differ only in it, the first is read."""
 
 
-def files_of(verb: str, options: argparse.Namespace) -> list[str]:
-    """Return the named files, and one run's files of each folder. Raises `TraceError` for an empty folder."""
+def find_files(verb: str, options: argparse.Namespace) -> list[str]:
+    """Return the named files, and for a folder the files of one run. Raises `TraceError` for a folder without any."""
 
     def say(note: str) -> None:
         print(f"instrument: {verb}: {note}", file=sys.stderr)
 
     load_libraries()
-    with within_memory(verb, [path for path in options.traces if not Path(path).is_dir()], options.memory):
-        return files_in(options.traces, options.run, options.all, say)
+    with limit_memory(verb, [path for path in options.traces if not Path(path).is_dir()], options.memory):
+        return expand_paths(options.traces, options.run, options.all, say)
 
 
-def files_in(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
-    """Return the files of paths, of a folder those of `run`, else of the newest run, or with `is_of_all` all.
+def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
+    """Return the files that paths mean. A folder means its files of `run`, of the newest run, or all (`is_of_all`).
 
-    `say` receives a sentence on omitted runs.
+    `say` is called with a sentence on the runs that are left out.
     """
     files: list[str] = []
     for path in paths:
         if not Path(path).is_dir():
             files.append(path)
             continue
-        inside = _files_in(path)
-        files += inside if is_of_all or (len(inside) == 1 and run is None) else _files_of_run(path, inside, run, say)
+        inside = _list_files(path)
+        files += inside if is_of_all or (len(inside) == 1 and run is None) else _choose_files(path, inside, run, say)
     return list(dict.fromkeys(files))
 
 
-def runs_in(folder: str) -> list[list[str]]:
-    """Return the files of each run of a folder, the oldest run first. A file without a run counts as one."""
-    paths = _files_in(folder)
-    facts_by_path = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
-    return [*([path] for path in paths if path not in facts_by_path), *(run.files for run in runs_of(facts_by_path))]
+def list_runs(folder: str) -> list[list[str]]:
+    """Return the files of each run in a folder, the oldest run first. A file that names no run counts as a run."""
+    paths = _list_files(folder)
+    facts_by_path = {path: facts for path in paths if (facts := _read_facts(path)) is not None}
+    return [*([path] for path in paths if path not in facts_by_path), *(run.files for run in group_runs(facts_by_path))]
 
 
-def _files_in(folder: str) -> list[str]:
+def _list_files(folder: str) -> list[str]:
     path_by_stem: dict[str, str] = {}
     names = sorted(entry.name for entry in Path(folder).iterdir() if not entry.name.startswith("."))
     for suffix in SUFFIXES:
@@ -145,19 +145,19 @@ def _files_in(folder: str) -> list[str]:
     return [path_by_stem[stem] for stem in sorted(path_by_stem)]
 
 
-def _files_of_run(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
-    """Return the files of the run with a name, else of the newest run. Files without a run are included."""
-    facts_by_path = {path: facts for path in paths if (facts := _facts_in(path)) is not None}
+def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Callable[[str], None]) -> list[str]:
+    """Return the files of the named run, else of the newest run, and the files that belong to no run."""
+    facts_by_path = {path: facts for path in paths if (facts := _read_facts(path)) is not None}
     if not facts_by_path and run is None:
         return list(paths)
-    newest, sentence = choose_run(folder, runs_of(facts_by_path), run)
+    newest, sentence = choose_run(folder, group_runs(facts_by_path), run)
     if sentence:
         say(sentence)
     return [path for path in paths if path not in facts_by_path or path in newest.files]
 
 
-def _facts_in(path: str) -> Trace | None:
-    """Return the facts of a file of ours, without its spans. Return None for other or unreadable files."""
+def _read_facts(path: str) -> Trace | None:
+    """Return the facts of a file of ours without its spans, None for another or unreadable file."""
     from instrument.chrome import reading
     from instrument.trace import file
 
@@ -168,7 +168,7 @@ def _facts_in(path: str) -> Trace | None:
 
 
 def read_saved(path: str) -> Saved:
-    """Read a file of any form as a recording. Raises `TraceError`."""
+    """Read a file of any accepted form as a recording. Raises `TraceError`."""
     from instrument import chrome
     from instrument.trace import file
 
@@ -176,9 +176,9 @@ def read_saved(path: str) -> Saved:
 
 
 def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
-    """Add the file arguments, and the options for merging and memory.
+    """Add the arguments that name files, and the options for merging and for memory.
 
-    `runs` is the help on arguments other than files. With it no argument is required.
+    `runs` is the help on arguments that are no files. If it is given, no argument is required.
     """
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
@@ -194,7 +194,7 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
 
 
 def load_libraries() -> None:
-    """Import all libraries that read files, before memory is bounded. Within the bound an import may fail or abort."""
+    """Import all libraries that read files before memory is limited, because imports may fail within the limit."""
     # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from instrument.chrome import reading  # noqa: F401
@@ -204,19 +204,19 @@ def load_libraries() -> None:
 
 
 def read_bounded(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:
-    """Read files within the memory that they may use. Raises `TraceError`."""
+    """Read files within the memory limit. Raises `TraceError`."""
     load_libraries()
-    with within_memory(verb, paths, memory):
+    with limit_memory(verb, paths, memory):
         return list(map(read_saved, paths))
 
 
 def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
-    """Read all files as one trace, with one tree per request. Raises `TraceError`."""
-    return one_trace(read_bounded(verb, paths, options.memory), options.clock)
+    """Read all files as one trace with one tree for each request. Raises `TraceError`."""
+    return merge_all(read_bounded(verb, paths, options.memory), options.clock)
 
 
-def one_trace(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
-    """Merge recordings into one, with one tree per request. Raises `TraceError`."""
+def merge_all(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
+    """Merge recordings into one with one tree for each request. Raises `TraceError`."""
     from instrument.trace.joined import graft
     from instrument.trace.merge import merge
 
@@ -226,12 +226,12 @@ def one_trace(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
 # Runs of the files of a folder
 
 RUNS_NAMED = 5
-"""The maximum number of runs of a folder that a message names."""
+"""The maximum number of runs that a message on a folder lists."""
 
 
 @dataclass
 class FilesOfRun:
-    """The files of one run, and the range of time that they cover, in ns since 1970."""
+    """The files of one run, and the time that they cover, in ns since 1970."""
 
     name: str
     files: list[str]
@@ -242,8 +242,8 @@ class FilesOfRun:
         return f"{self.name} ({len(self.files)} file{'s' * (len(self.files) != 1)})"
 
 
-def runs_of(files: Mapping[str, Trace]) -> list[FilesOfRun]:
-    """Return the runs of files, the newest last. Files without a run's name are grouped by process and time."""
+def group_runs(files: Mapping[str, Trace]) -> list[FilesOfRun]:
+    """Return the runs of some files, the newest last. Files that name no run are grouped by process and time."""
     runs: list[tuple[FilesOfRun, set[object]]] = []
     for path, facts in sorted(files.items(), key=lambda item: item[1].origin.realtime_of(item[1].start_ns)):
         newest = max([part.facts for part in facts.processes] or [facts], key=attrgetter("end_ns"))
@@ -265,11 +265,11 @@ def runs_of(files: Mapping[str, Trace]) -> list[FilesOfRun]:
 
 
 UNNAMED = "unnamed-"
-"""The prefix of the name for a run whose files do not name it."""
+"""The prefix of the name that a run gets if its files do not name it."""
 
 
 def choose_run(folder: str, runs: Sequence[FilesOfRun], name: str | None) -> tuple[FilesOfRun, str]:
-    """Return the run with a name, else the newest, and a sentence on the other runs. Raises `TraceError`."""
+    """Return the named run, else the newest one, with a sentence on the other runs. Raises `TraceError`."""
     names = ", ".join(map(str, reversed(runs[-RUNS_NAMED:])))
     more = len(runs) - RUNS_NAMED
     names += f" and {more} more" if more > 0 else ""

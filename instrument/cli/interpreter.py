@@ -1,4 +1,4 @@
-"""The command that starts a service: its interpreter, the service's name, and a child process for the command."""
+"""The user's command that starts a service: the program that runs it, its name, and a child process for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def interpreter_flags() -> list[str]:
-    """Return the options of this interpreter that the host must have, too."""
+    """Return the options of this Python interpreter that the service's interpreter needs, too."""
     flags = [f"-W{option}" for option in sys.warnoptions]
     flags += [f"-X{name}" if value is True else f"-X{name}={value}" for name, value in sys._xoptions.items()]
     safe_path = getattr(sys.flags, "safe_path", False)
@@ -41,9 +41,9 @@ def run_command(
     *,
     to_stderr: bool,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command under a profile, like `instrument run`.
+    """Run a command under a profile, as `instrument run` does.
 
-    Signals that would end us are forwarded to it, and noted in `handed_on`.
+    Signals that would end this process are forwarded to the command, and their numbers are added to `handed_on`.
     """
     import subprocess
 
@@ -54,7 +54,7 @@ def run_command(
     )
 
     def forward_signal(number: int, _: object) -> None:
-        if number != signal.SIGINT or not _is_of_terminal():
+        if number != signal.SIGINT or not _is_in_foreground():
             handed_on.append(number)
             child.send_signal(number)
 
@@ -66,8 +66,8 @@ def run_command(
             signal.signal(number, handler)
 
 
-def _is_of_terminal() -> bool:
-    """Return True if we run in the foreground of a terminal. Its Ctrl-C reaches the command directly."""
+def _is_in_foreground() -> bool:
+    """Return True if this process is in the foreground of a terminal, whose Ctrl-C then also reaches the command."""
     try:
         with Path("/dev/tty").open("rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
@@ -76,27 +76,27 @@ def _is_of_terminal() -> bool:
 
 
 class Command(NamedTuple):
-    """A user's command: the `words` that run it, and a `note` on what is not recorded, or ""."""
+    """The `words` that run a user's command, and a `note` on what of it is not recorded, "" if all is."""
 
     words: list[str]
     note: str = ""
 
 
-def host_of(verb: str, words: list[str]) -> Command:
-    """Return the command to run: a Python program by this interpreter, any other program directly.
+def find_host(verb: str, words: list[str]) -> Command:
+    """Return the command to run: a Python program by this interpreter, any other program as it is.
 
-    The words are a shell command, or arguments of `python`. Raises `InstrumentError` for a command that cannot be run,
-    or that would start no session.
+    The words are those of a shell command, or arguments of `python`. Raises `InstrumentError` for a command that cannot
+    run, or that could not be recorded.
     """
     if not words:
         raise InstrumentError(f"{verb}: {_NOTHING}")
     if words[0].startswith("-"):
-        return _python_of(verb, words)
-    path = _path_of(verb, words[0])
-    head = b"" if path.is_dir() else _head(path)
+        return _python_command(verb, words)
+    path = _find_program(verb, words[0])
+    head = b"" if path.is_dir() else _read_head(path)
     if _INTERPRETER.fullmatch(path.name) and not path.is_dir():
-        _refuse_another(verb, words[0], path)
-        return _python_of(verb, words[1:])
+        _refuse_other_interpreter(verb, words[0], path)
+        return _python_command(verb, words[1:])
     if head.startswith(b"\x7fELF"):
         is_shell = path.name in _SHELLS
         note = f"{path.name} is machine code: Python in it and below it is recorded, all else is not"
@@ -105,8 +105,8 @@ def host_of(verb: str, words: list[str]) -> Command:
         return Command(["/bin/sh", str(path), *words[1:]])
     if not head.startswith(b"#!") or (of_python := _OF_PYTHON.match(head)):
         if str(path) != words[0] and of_python and (interpreter := os.fsdecode(of_python[1])).startswith("/"):
-            _refuse_another(verb, words[0], Path(interpreter))
-        return _python_of(verb, [str(path), *words[1:]])
+            _refuse_other_interpreter(verb, words[0], Path(interpreter))
+        return _python_command(verb, [str(path), *words[1:]])
     if not os.access(path, os.X_OK):
         raise InstrumentError(f"{verb}: {words[0]} is not executable; make it so with `chmod +x {path}`")
     return Command([str(path.absolute()), *words[1:]])
@@ -116,11 +116,11 @@ _NOTHING = "there is no command to run; give it as to a shell: `-- python server
 _INTERPRETER = late_pattern(r"python[\d.]*")
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh", "busybox", "env"}
 _OF_PYTHON = late_pattern(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?([^\n\"]*python[\d.]*)")
-"""The first lines of a Python script, with its interpreter: a path, or a name that `env` looks up."""
+"""A pattern of the first lines of a Python script. The group is the interpreter: a path, or a name for `env`."""
 
 
-def _python_of(verb: str, words: list[str]) -> Command:
-    """Return the command for arguments of `python`."""
+def _python_command(verb: str, words: list[str]) -> Command:
+    """Return the command that runs arguments of `python` by this interpreter."""
     if not words or words in (["-m"], ["-c"]):
         raise InstrumentError(f"{verb}: {_NOTHING}")
     options = iter(() if OFF else words)
@@ -147,17 +147,17 @@ _GENERIC = frozenset(
 _SERVERS = frozenset(("uvicorn", "gunicorn", "hypercorn", "granian", "flask", "fastapi", "celery"))
 
 
-def service_of(words: Sequence[str]) -> str:
-    """Return the service's name: that of its project, else of its app, module, script or folder.
+def name_service(words: Sequence[str]) -> str:
+    """Return the name of the service: of its project, else of its app, module, script or folder.
 
-    General names, such as `app` and `main`, are used last.
+    General names, such as `app` and `main`, are used only if there is no other.
     """
     project = Path("pyproject.toml")
     if project.is_file():
         text = project.read_text("utf-8", "replace")
         name = re.search(r'(?ms)^\[project\](?:(?!^\[).)*?^name\s*=\s*["\']([^"\']+)["\']', text)
         if name:
-            return _as_name(name[1])
+            return _clean_name(name[1])
     targets = [
         word
         for before, word in zip(("", *words), words, strict=False)
@@ -167,15 +167,15 @@ def service_of(words: Sequence[str]) -> str:
     programs = [Path(word).stem for word in words if not re.match(r"-|(.*/)?python[\d.]*$", word)]
     is_script = not targets and words[:1] != ["-c"]
     names = [name for name in (*modules, *programs[:is_script], Path.cwd().name) if name and name not in _SERVERS]
-    return _as_name(next((name for name in names if name not in _GENERIC), next(iter(names), "service")))
+    return _clean_name(next((name for name in names if name not in _GENERIC), next(iter(names), "service")))
 
 
-def _as_name(text: str) -> str:
-    """Convert a text to a service's name: letters, digits, points and dashes."""
+def _clean_name(text: str) -> str:
+    """Return a text as the name of a service: only letters, digits, points and dashes."""
     return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "service"
 
 
-def _path_of(verb: str, word: str) -> Path:
+def _find_program(verb: str, word: str) -> Path:
     """Return the file or folder that a word names, in the current folder or on PATH."""
     path = Path(word)
     if path.is_file() or (path.is_dir() and ("/" in word or (path / "__main__.py").exists())):
@@ -188,13 +188,14 @@ def _path_of(verb: str, word: str) -> Path:
     return Path(command)
 
 
-def _refuse_another(verb: str, word: str, interpreter: Path) -> None:
-    """Raise `InstrumentError` for an interpreter of another environment, where we may not be installed.
+def _refuse_other_interpreter(verb: str, word: str, interpreter: Path) -> None:
+    """Raise `InstrumentError` for the interpreter of another environment, where this package may be missing.
 
     Scripts that choose an interpreter, such as those of version managers, are allowed.
     """
     running = Path(sys.executable)
-    if OFF or interpreter.parent.resolve() == running.parent.resolve() or not _head(interpreter).startswith(b"\x7fELF"):
+    is_same = interpreter.parent.resolve() == running.parent.resolve()
+    if OFF or is_same or not _read_head(interpreter).startswith(b"\x7fELF"):
         return
     environments = [(python.parent.parent / "pyvenv.cfg").exists() for python in (interpreter, running)]
     if any(environments) or not interpreter.samefile(running):
@@ -204,7 +205,7 @@ def _refuse_another(verb: str, word: str, interpreter: Path) -> None:
         )
 
 
-def _head(path: Path) -> bytes:
+def _read_head(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return file.read(256)

@@ -1,4 +1,4 @@
-"""Saved traces in a notebook: data frames, views, explanations and comparisons."""
+"""Saved traces in a notebook: `load` returns data frames, views and explanations, `compare` a comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from instrument.cli.inputs import files_in, one_trace, read_saved
+from instrument.cli.inputs import expand_paths, merge_all, read_saved
 from instrument.errors import InstrumentError
 
 if TYPE_CHECKING:
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     Sources: TypeAlias = list[Source] | tuple[Source, ...]
 
 MOST = 15
-"""The default number of rows of a table."""
+"""The default maximum number of rows of a table."""
 
 FRAMES = ("pandas", "polars", "pyarrow")
-"""The libraries of data frames. The first installed one is used."""
+"""The supported libraries of data frames. The first one that is installed is used."""
 
 
 class LoadedTrace:
-    """Saved traces as one, with one tree per request. `saved` has the columns for the frames.
+    """Saved traces, merged into one with one tree for each request.
 
-    A frame is made on its first access. It needs `instrument-sdk[query]` and pandas, polars or pyarrow.
+    Its data frames are made when they are first read. They need `instrument-sdk[query]` and pandas, polars or pyarrow.
     """
 
     def __init__(self, saved: Saved, frames: str | None = None) -> None:
@@ -53,16 +53,16 @@ class LoadedTrace:
         return make_views([name], self.recording, Options.of({"most": MOST, **options}))[name]
 
     def request(self, key: str, **options: Any) -> RequestLife:
-        """Return the life of a request by its key, or by the number of its span."""
+        """Return the life of the request with a key or a span number."""
         from instrument.report.request_life import request_life
         from instrument.report.view import Options
 
         return request_life(self.recording, key, Options.of(options))
 
     def explain(self, request: str | None = None, **choice: Any) -> Explanation:
-        """Return the cause of a slow request by its key, of the slowest one without a key, or of a window.
+        """Return the cause of a slow request: of the one with a key, else of the slowest one, or of a window.
 
-        `choice` has `endpoint`, `since_ns` and `until_ns`. A window is explained by `slowest=None` with a time.
+        `choice` has `endpoint`, `since_ns` and `until_ns`. With `slowest=None` a time explains the whole window.
         """
         from instrument.report.explanation import RequestChoice, explain
         from instrument.report.view import Options
@@ -74,30 +74,30 @@ class LoadedTrace:
 
     @cached_property
     def spans(self) -> Any:
-        """The spans, a row each: name, thread, times in ns, error, attributes, intervals on devices."""
+        """The spans, one in each row: name, thread, times in ns, error, attributes, device intervals."""
         from instrument.trace import tables
 
-        return self._frame_of(tables.frame(self.saved.trace))
+        return self._make_frame(tables.frame(self.saved.trace))
 
     @cached_property
     def requests(self) -> Any:
-        """The requests, a row each, with its key, and with the parts of its wall time in ns, as in the report."""
+        """The requests, one in each row, with the key, and the parts of the wall time in ns as in the report."""
         from instrument.report.request_groups import joined_requests, request_ledger
         from instrument.trace import tables
 
         joined, ledger = self.recording.once(joined_requests), self.recording.once(request_ledger)
-        return self._frame_of(tables.frame_of_requests(self.saved.trace, joined, ledger))
+        return self._make_frame(tables.frame_of_requests(self.saved.trace, joined, ledger))
 
     @cached_property
     def batches(self) -> Any:
-        """The batches, a row each, with the keys, the weights and the shares in ns of its members."""
+        """The batches, one in each row, with the keys, weights and shares in ns of their requests."""
         from instrument.report.request_groups import joined_requests, request_ledger
         from instrument.trace import tables
 
         joined, ledger = self.recording.once(joined_requests), self.recording.once(request_ledger)
-        return self._frame_of(tables.frame_of_batches(self.saved.trace, joined, ledger))
+        return self._make_frame(tables.frame_of_batches(self.saved.trace, joined, ledger))
 
-    def _frame_of(self, relation: Any) -> Any:
+    def _make_frame(self, relation: Any) -> Any:
         from instrument.trace import tables
 
         kind = self._frames or next((name for name in FRAMES if importlib.util.find_spec(name)), None)
@@ -118,24 +118,23 @@ def load(
     clock: str = "monotonic",
     frames: str | None = None,
 ) -> LoadedTrace:
-    """Read recordings and Chrome traces, or a folder of them, as one: `instrument.load("traces").spans`.
+    """Read recordings and Chrome traces, or a folder of them, as one trace: `instrument.load("traces").spans`.
 
-    A folder gives the files of one `run`, else of the newest run, or with `all_runs` all files. `clock` is as in
+    Of a folder the files of `run` are read, else of its newest run, or with `all_runs` all files. `clock` is as in
     `instrument report`. `frames` names the library of data frames, by default the first of `FRAMES` that is installed.
     Raises `TraceError` for unreadable files.
     """
     if not paths:
         raise InstrumentError("load: there is no path; give a file or a folder")
     names = [os.fspath(path) for path in paths]
-    read = list(map(read_saved, files_in(names, run, all_runs, lambda sentence: warnings.warn(sentence, stacklevel=4))))
-    return LoadedTrace(one_trace(read, clock), frames)
+    read = list(map(read_saved, expand_paths(names, run, all_runs, lambda text: warnings.warn(text, stacklevel=4))))
+    return LoadedTrace(merge_all(read, clock), frames)
 
 
 def compare(before: Source | Sources, after: Source | Sources, **options: Any) -> Comparison:
-    """Compare two sides, each a path, a loaded trace or a list of runs:
+    """Compare two sides, such as `instrument.compare("before", "after")`. Each is a path, a trace, or a list of runs.
 
-    `instrument.compare("before", "after")`. The options are those of `instrument.summary`. It needs
-    `instrument-sdk[compare]`.
+    The options are those of `instrument.summary`. It needs `instrument-sdk[compare]`.
     """
     from instrument.report import comparison
     from instrument.report.view import Options

@@ -1,4 +1,4 @@
-"""Readers of command options, which refuse an invalid text and name the allowed ones, and the choice of the profile."""
+"""The values of command line options: functions that read them and refuse invalid ones, and the choice of profile."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from instrument.profile.presets import PRESETS, path_of
 from instrument.profile.values import SIZE_UNITS
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""The object to which each verb adds its own command line parser."""
+"""The argparse object to which each verb adds its own parser."""
 
 
 def count(text: str) -> int:
-    """Read a number from 1."""
+    """Read a number that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
     return int(text)
 
 
 ALL = 0
-"""The value that means all."""
+"""The value of an option that means all rows."""
 
 
 def count_or_all(text: str) -> int:
-    """Read a number from 1, or `ALL`."""
+    """Read a number that is at least 1, or the word `all` as `ALL`."""
     return ALL if text == "all" else count(text)
 
 
 def whole(text: str) -> int:
-    """Read a number from 0."""
+    """Read a number that is at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 0 or more")
     return int(text)
 
 
 def time_ns(text: str) -> int:
-    """Read a time with its unit, in ns."""
-    return _number_in_unit(text, TIME_UNITS, "such as 50us")
+    """Read a time with its unit, such as 50us. Returns ns."""
+    return _read_amount(text, TIME_UNITS, "such as 50us")
 
 
 def size_bytes(text: str) -> int:
-    """Read a size with its unit, in bytes."""
-    return _number_in_unit(text, SIZE_UNITS, "such as 2GiB")
+    """Read a size with its unit, such as 2GiB. Returns bytes."""
+    return _read_amount(text, SIZE_UNITS, "such as 2GiB")
 
 
-def _number_in_unit(text: str, units: Mapping[str, int], example: str) -> int:
+def _read_amount(text: str, units: Mapping[str, int], example: str) -> int:
     value = amount(text, units)
     if value is None or value >= 2**63:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of {' '.join(units)}, {example}")
@@ -60,25 +60,25 @@ def _number_in_unit(text: str, units: Mapping[str, int], example: str) -> int:
 
 
 def view_names(text: str) -> list[str]:
-    """Read names of views with commas between them."""
+    """Read the names of views, with commas between them."""
     views = text.split(",")
     for view in views:
-        _require(view, VIEWS)
+        _refuse_unknown(view, VIEWS)
     return views
 
 
 def one_of(names: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of an argument that allows only some names."""
+    """Return the arguments of `add_argument` for an option whose value must be one of some names."""
     choices = tuple(names)
 
     def name(text: str) -> str:
-        _require(text, choices)
+        _refuse_unknown(text, choices)
         return text
 
     return {"type": name, "choices": choices}
 
 
-def _require(text: str, names: Collection[str]) -> None:
+def _refuse_unknown(text: str, names: Collection[str]) -> None:
     if text not in names:
         name = nearest(text, names)
         hint = f"; did you mean {name!r}?" if name else ""

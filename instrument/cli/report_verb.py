@@ -1,4 +1,4 @@
-"""`instrument report`: print the summary of saved traces, or of a run that is still going."""
+"""`instrument report`: print a report on saved files, or on a running service."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument.cli.inputs import WALL, add_files, bound_bytes, files_of, load_libraries, read_saved, within_memory
+from instrument.cli.inputs import WALL, add_files, find_files, limit_bytes, limit_memory, load_libraries, read_saved
 from instrument.cli.option_values import ALL, Verbs, count, count_or_all, one_of, time_ns, view_names, whole
 from instrument.cli.runs_verb import RunRead, read_run
 from instrument.errors import InstrumentError
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from instrument.report.view import Options, Recording
 
 PROCESS = "process"
-"""The value of `--by` for a report of each process."""
+"""The value of `--by` that asks for a report of each process."""
 
 MOST = 15
-"""The default number of rows of a table in text."""
+"""The maximum number of rows of a printed table, if `--rows` is not given."""
 
 
 def add(verbs: Verbs) -> None:
@@ -95,8 +95,8 @@ def add(verbs: Verbs) -> None:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause Python's garbage collector, which takes a fifth of a report's time and would free nothing."""
+def _pause_collector() -> Iterator[None]:
+    """Pause Python's garbage collector. It takes a fifth of a report's time, and there is no garbage to free."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -106,14 +106,14 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-@_without_collector()
+@_pause_collector()
 def report(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the views of saved traces, or of a live run. Returns the exit code."""
-    run = _run_of(options)
+    """Print the views of saved traces or of a running service. Returns the exit code."""
+    run = _read_named_run(options)
     if run is None:
-        options.traces = files_of("report", options)
+        options.traces = find_files("report", options)
         if len(options.traces) > 1 or options.by == PROCESS:
-            options.memory = options.memory or bound_bytes([*options.traces, *options.traces])  # apart, and as one
+            options.memory = options.memory or limit_bytes([*options.traces, *options.traces])  # apart, and as one
     if options.torch_trace and (run is not None or len(options.traces) > 1 or options.by == PROCESS):
         problem = "several" if run is None else "a run"
         raise InstrumentError(
@@ -125,12 +125,12 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
     import_views(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
     if run is not None:
         return _print_report(options, run)
-    with within_memory("report", [options.traces[0], *filter(None, [options.torch_trace])], options.memory):
+    with limit_memory("report", [options.traces[0], *filter(None, [options.torch_trace])], options.memory):
         return _print_report(options)
 
 
-def _run_of(options: argparse.Namespace) -> RunRead | None:
-    """Read the live run that is named instead of files: by `--run` alone, or by a name that no file has."""
+def _read_named_run(options: argparse.Namespace) -> RunRead | None:
+    """Read the running service that is named instead of files: by `--run` alone, or by a name that no file has."""
     names = options.traces or [options.run]
     if options.traces and (options.run or len(names) > 1 or "/" in names[0] or Path(names[0]).exists()):
         return None
@@ -155,7 +155,7 @@ def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> in
     if options.html is not None:
         return _write_page(options, chosen, run)
     documents = []
-    for place, (header, facts, recording) in enumerate(_recordings(options, run)):
+    for place, (header, facts, recording) in enumerate(_load_files(options, run)):
         refuse_unknown_group(recording, chosen)
         if options.request is not None:
             from instrument.report.request_life import request_life
@@ -185,16 +185,16 @@ def _write_page(options: argparse.Namespace, chosen: Options, run: RunRead | Non
             raise InstrumentError(
                 f"report: --html writes all views on one page, so --{name} does not apply; remove one of them"
             )
-    for header, _, recording in _recordings(options, run):
+    for header, _, recording in _load_files(options, run):
         page = write_page(options.html, recording, chosen, request=options.request, header=header)
         sys.stdout.write(f"HTML page: {page}\n")
     return 0
 
 
-def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tuple[str, dict[str, Any], Recording]]:
-    """Yield the recordings to report, one for all files or one per process, with headings and facts for JSON."""
+def _load_files(options: argparse.Namespace, run: RunRead | None) -> Iterator[tuple[str, dict[str, Any], Recording]]:
+    """Yield the recordings to report, one for all files or one for each process, with a heading and facts for JSON."""
     if run is None and len(options.traces) == 1 and options.by != PROCESS:
-        yield "", {}, _recording(options.traces[0], options.torch_trace)
+        yield "", {}, _read_recording(options.traces[0], options.torch_trace)
         return
     from instrument.report.view import Recording
     from instrument.trace.apart import processes_of
@@ -222,7 +222,7 @@ def _recordings(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
     yield merged.header, {"merged": facts}, Recording.of_saved(merged.saved)
 
 
-def _recording(path: str, torch_trace: str | None) -> Recording:
+def _read_recording(path: str, torch_trace: str | None) -> Recording:
     from instrument import chrome
     from instrument.report.view import Recording
 

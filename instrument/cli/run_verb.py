@@ -1,9 +1,8 @@
-"""`instrument run`: replace this process by the service, under a profile; as the first process of a container, start it
-as a child.
+"""The verb `run` starts a service under a profile.
 
-The end of a container's first process ends all others, so that process stays as the parent of service and agent. The
-service has a process group and the terminal of its own. The parent forwards signals to it, reaps orphaned children, and
-exits with the service's code.
+It replaces its own process by the service. In a container it may be the first process, whose end ends all others. Then
+it starts the service as a child in its own process group, gives it the terminal, and stays as the parent of service and
+agent. It forwards signals to the service, reaps orphaned children, and exits with the service's exit code.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from instrument import native
-from instrument.cli import flush
-from instrument.cli.interpreter import host_of, service_of
+from instrument.cli import flush_stream
+from instrument.cli.interpreter import find_host, name_service
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
 from instrument.instrumentors.families import packages_to_await
 from instrument.native import OFF
@@ -55,7 +54,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(options: argparse.Namespace, host: list[str]) -> int:
-    """Replace this process by the service, or run the service as a child if this is a container's first process."""
+    """Replace this process by the service or, if it is the first of a container, run the service as a child."""
     if native.WHY_MISSING:
         print(f"instrument: no call is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = profile_of(options)
@@ -64,16 +63,16 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     environ["INSTRUMENT_RUN_PID"] = str(os.getpid())
     environ.pop(SERVICE, None)
     if host and "service.name=" not in environ.get("OTEL_RESOURCE_ATTRIBUTES", ""):
-        environ[SERVICE] = service_of(host)
+        environ[SERVICE] = name_service(host)
     consulted = shared_profile.Consulted(environ)
     profile = None
     if not OFF and host:
         with late_patterns():  # the service waits for this
             import yaml  # noqa: F401
         profile = load(path, environ=consulted)
-        _refuse_what_cannot_work(profile)  # a broken profile ends here, not in the service
-    command = host_of("run", host)
-    environ[files.RUN_VARIABLE] = name = _new_run()
+        _refuse_missing_grpc(profile)  # a broken profile ends here, not in the service
+    command = find_host("run", host)
+    environ[files.RUN_VARIABLE] = name = _name_run()
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -85,37 +84,37 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     if profile is None or profile.agent == "off":
         environ.pop(run_folder.VARIABLE, None)
     elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(run_folder.VARIABLE):  # a run within another has its own
-        listener = _listener_of_agent(environ, name)
+        listener = _open_socket_for_agent(environ, name)
         if (place := run_folder.shared_file(shared_profile.NAME, environ)) is not None:
             shared_profile.write(place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted)
     notes = [] if OFF else [*filter(None, [WITHOUT_PROFILE * is_unnamed, command.note])]
     if profile is not None:
-        notes += [*_remarks(profile), *([] if asks_all or listener is None else _file_remarks(profile))]
+        notes += [*_describe_variables(profile), *([] if asks_all or listener is None else _describe_files(profile))]
     for line in notes:
         print(f"instrument: {line}", file=sys.stderr)
-    flush(sys.stdout)
-    flush(sys.stderr)
+    flush_stream(sys.stdout)
+    flush_stream(sys.stderr)
     if listener is not None and os.getpid() == 1:
         return run_under_agent(listener, name, command.words, environ)
     if listener is not None:
-        _begin_agent(listener, name, environ)
+        _start_agent(listener, name, environ)
     return _replace_process(command.words, environ)
 
 
-def _new_run() -> str:
-    """Return a name for this run. It differs from that of an enclosing run, which may have begun just now."""
+def _name_run() -> str:
+    """Return a new name for this run. If a run encloses it, wait until their names, which contain the time, differ."""
     while (name := files.new_run()) == os.environ.get(files.RUN_VARIABLE):
         time.sleep(0.05)
     return name
 
 
 def _replace_process(words: list[str], environ: dict[str, str]) -> NoReturn:
-    """Replace this process by the service, so that its `__main__`, exit code, signals and tracebacks are its own."""
+    """Replace this process by the service, which then has its own `__main__`, exit code, signals and tracebacks."""
     os.execve(words[0], words, environ)  # noqa: S606 - no shell wanted
 
 
-def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | None:
-    """Create the socket of the run's agent, and put its path into `environ`. Return None if that is impossible."""
+def _open_socket_for_agent(environ: dict[str, str], run: str) -> socket.socket | None:
+    """Create the socket of the run's agent and put its path into `environ`. Return None if that is impossible."""
     environ.pop(run_folder.VARIABLE, None)
     try:
         listener = agent_launch.prepare_run(run)
@@ -126,7 +125,7 @@ def _listener_of_agent(environ: dict[str, str], run: str) -> socket.socket | Non
     return listener
 
 
-def _begin_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> None:
+def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> None:
     try:
         agent_launch.start_agent(listener, run, os.getpid())
     except OSError as error:
@@ -136,10 +135,10 @@ def _begin_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
 
 
 def _environment_of_host() -> dict[str, str]:
-    """Return our environment, or the one from before another program's `sitecustomize` changed it.
+    """Return our environment, or the one from before the `sitecustomize` of another program changed it.
 
-    `opentelemetry-instrument instrument run -- service.py` takes itself off PYTHONPATH, and would not instrument the
-    service.
+    `opentelemetry-instrument` removes itself from PYTHONPATH in its own process. With our changed environment it would
+    not instrument the service of `opentelemetry-instrument instrument run -- service.py`.
     """
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as on the path
@@ -148,8 +147,8 @@ def _environment_of_host() -> dict[str, str]:
     return before if folder and had and not has else dict(os.environ)
 
 
-def _remarks(profile: Profile) -> list[str]:
-    """Return remarks on environment variables, with the collector that one of them names if the profile names none."""
+def _describe_variables(profile: Profile) -> list[str]:
+    """Return remarks on environment variables, such as the collector that one of them names."""
     remarks, otlp, switch = [*profile.remarks], profile.export.otlp, os.environ.get("INSTRUMENT", "").strip().lower()
     if otlp is not None and profile.shown.get("export.otlp") == "auto":
         variable = profile.origins["export.otlp.endpoint"]
@@ -159,8 +158,8 @@ def _remarks(profile: Profile) -> list[str]:
     return remarks
 
 
-def _file_remarks(profile: Profile) -> Iterator[str]:
-    """Yield sentences on the time at which files are written, and on commands that show the service before."""
+def _describe_files(profile: Profile) -> Iterator[str]:
+    """Yield sentences on when files are written, and on the commands that show the service before."""
     writes_traces = profile.export.chrome is not None or profile.export.recording is not None
     if writes_traces:
         yield "trace files are written as each process ends"
@@ -171,7 +170,7 @@ def _file_remarks(profile: Profile) -> Iterator[str]:
         yield f"`instrument live` shows {shown}, `instrument dump` saves the newest spans"
 
 
-def _refuse_what_cannot_work(profile: Profile) -> None:
+def _refuse_missing_grpc(profile: Profile) -> None:
     if profile.export.otlp is not None and profile.export.otlp.protocol == "grpc":
         from instrument import otlp
 
@@ -179,16 +178,16 @@ def _refuse_what_cannot_work(profile: Profile) -> None:
 
 
 AGENT_WAIT_S = 5.0
-"""The seconds that the agent has for its last output after the service's end."""
+"""The seconds that the agent has to write its last output after the service has ended."""
 
 AGENTS = 10
-"""The maximum number of agents of a run, one after another."""
+"""The maximum number of agents that a run starts, each after the one before has ended."""
 
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 
 
 def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run the service under an agent that listens on `listener`. Returns the exit code."""
+    """Run the service as a child, under an agent that listens on `listener`. Returns the exit code."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     service = os.fork()
     if service == 0:
@@ -196,8 +195,8 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
     agent = agent_launch.spawn_agent(sys.executable, listener, run, service, says=True)
     path = Path(os.fsdecode(listener.getsockname()))
     listener.close()
-    status, agent = _supervise(service, agent, path, run)
-    _end_others(agent)
+    status, agent = _supervise_service(service, agent, path, run)
+    _kill_others(agent)
     if agent:
         _await_agent(agent, time.monotonic() + AGENT_WAIT_S)
     run_folder.remove(path.parent)
@@ -222,8 +221,8 @@ def _become_service(words: Sequence[str], environ: Mapping[str, str], mask: set[
         os._exit(127)
 
 
-def _supervise(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
-    """Forward signals, reap children and restart an ended agent, until the service has ended.
+def _supervise_service(service: int, agent: int, path: Path, run: str) -> tuple[int, int]:
+    """Forward signals, reap children and restart an agent that has ended, until the service ends.
 
     Returns the service's status, and the pid of the last agent.
     """
@@ -245,7 +244,7 @@ def _supervise(service: int, agent: int, path: Path, run: str) -> tuple[int, int
 
 
 def _reap_children() -> list[tuple[int, int]]:
-    """Reap ended children. Returns their pids and statuses."""
+    """Reap the children that have ended. Returns their pids and statuses."""
     ended = []
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
@@ -254,13 +253,13 @@ def _reap_children() -> list[tuple[int, int]]:
 
 
 def _report_end(path: Path, pid: int, status: int) -> None:
-    """Send a process's exit status to the agent. The system reports it only to the parent."""
+    """Send the exit status of a process to the agent, because the system reports it only to the parent."""
     with suppress(OSError), run_folder.connect_to_agent(path, 0.1) as caller:
         packets.send(caller, {"ended": pid, "status": status})
 
 
-def _end_others(agent: int) -> None:
-    """Kill all processes except the agent, like the end of a container's first process."""
+def _kill_others(agent: int) -> None:
+    """Kill all processes except the agent and its children, as the end of a container's first process does."""
     for path in Path("/proc").iterdir():
         if path.name.isdecimal() and int(path.name) not in (os.getpid(), agent):
             with suppress(OSError):

@@ -1,4 +1,5 @@
-"""The verbs on runs: `ps` lists them, `live` shows one, `dump` saves its memory, `recover` saves its ring files."""
+"""The verbs on running services: `ps` lists them, `live` shows one, and `dump` saves its newest spans. `recover` saves
+those of killed processes."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from instrument.agent import client
-from instrument.cli.convert_verb import form_of, write
-from instrument.cli.inputs import one_trace
+from instrument.cli.convert_verb import form_of, write_trace
+from instrument.cli.inputs import merge_all
 from instrument.cli.option_values import Verbs, seconds, time_ns
 from instrument.errors import InstrumentError, TraceError
 from instrument.recording import memory
@@ -41,11 +42,11 @@ def _add_ps(verbs: Verbs) -> None:
     parser = verbs.add_parser("ps", help="list running services and their processes, with calls, cost and losses")
     parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON document, with times in ns")
-    parser.set_defaults(verb=ps)
+    parser.set_defaults(verb=list_processes)
 
 
-def ps(options: argparse.Namespace, host: list[str]) -> int:
-    """Print the runs. Returns the exit code."""
+def list_processes(options: argparse.Namespace, host: list[str]) -> int:
+    """Print the runs and their processes. Returns the exit code."""
     from instrument.agent.live_view import LiveSampler
 
     with client.find_runs(options.run, memory=True) as runs:
@@ -88,16 +89,16 @@ def _add_live(verbs: Verbs) -> None:
         "--once", action="store_true", help="print one screen on the whole run up to now, as plain text"
     )
     parser.add_argument("--json", action="store_true", help="print each screen as a line of JSON, with times in ns")
-    parser.set_defaults(verb=live)
+    parser.set_defaults(verb=show_live)
 
 
-def live(options: argparse.Namespace, host: list[str]) -> int:
-    """Show the run until its end or Ctrl-C. Returns the exit code."""
+def show_live(options: argparse.Namespace, host: list[str]) -> int:
+    """Show a run until its end or Ctrl-C. Returns the exit code."""
     from instrument.agent.live_view import LiveSampler, Screen
 
     sampler = LiveSampler("")
 
-    def look() -> Screen:
+    def read_screen() -> Screen:
         nonlocal sampler
         with client.find_runs(options.run, memory=True) as runs:
             run = client.single_run("live", runs)
@@ -106,7 +107,7 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
             screen = sampler.look(run.members, run.folded)
             return replace(screen, problems=(run.none_joined,)) if run.none_joined else screen
 
-    screen = look()
+    screen = read_screen()
     if options.once or options.json or not sys.stdout.isatty():
         while True:
             print(json.dumps(screen.document()) if options.json else "\n".join(screen.lines()), flush=True)
@@ -114,7 +115,7 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
                 return 0
             time.sleep(options.every)
             try:
-                screen = look()
+                screen = read_screen()
             except InstrumentError:
                 return 0  # it is over
     try:
@@ -130,7 +131,7 @@ def live(options: argparse.Namespace, host: list[str]) -> int:
             while True:
                 time.sleep(options.every)
                 try:
-                    screen = look()
+                    screen = read_screen()
                 except InstrumentError:
                     break  # it is over
                 shown.update(Text("\n".join(screen.lines())), refresh=True)
@@ -151,21 +152,21 @@ def _add_dump(verbs: Verbs) -> None:
         metavar="FILE",
         help="the file to write; its suffix decides the form, as for `instrument convert` (default: RUN-dump.npz)",
     )
-    parser.set_defaults(verb=dump)
+    parser.set_defaults(verb=save_run)
 
 
-def dump(options: argparse.Namespace, host: list[str]) -> int:
+def save_run(options: argparse.Namespace, host: list[str]) -> int:
     """Save all processes of a run as one trace. Returns the exit code."""
     run = read_run("dump", options.run, options.last)
-    saved = one_trace(run.read)
+    saved = merge_all(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")
-    write(path, form_of(path), saved)
+    write_trace(path, form_of(path), saved)
     print(f"{path}: {len(saved.trace.columns)} spans of {run.processes}")
     return 0
 
 
 class RunRead(NamedTuple):
-    """A run, its processes' recordings up to now, and the number of processes that have ended."""
+    """A run, the recordings of its processes up to now, and the number of processes that have ended without one."""
 
     name: str
     read: list[Saved]
@@ -174,18 +175,18 @@ class RunRead(NamedTuple):
 
     @property
     def processes(self) -> str:
-        """Return a text on the number of processes, and on the ended ones without a recording."""
+        """A text on the number of processes, and on those that have ended without a recording."""
         ended = f", without {self.ended} that ended before" if self.ended else ""
         return f"{len(self.read)} process{'es' * (len(self.read) != 1)}{ended}"
 
     @property
     def header(self) -> str:
-        """Return the line above a report."""
+        """The line above a report."""
         return f"Run {safe(self.name)} {'is still going' if self.is_going else 'has ended'}: {self.processes}"
 
 
 def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead:
-    """Read the memory of a run's processes. Raises `InstrumentError` if there is no such run or recording."""
+    """Read the memory of a run's processes. Raises `InstrumentError` if there is no run, or nothing to read."""
     with client.find_runs(name, memory=True) as runs:
         run = client.single_run(verb, runs)
         now_ns = time.monotonic_ns()
@@ -193,7 +194,7 @@ def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead
         read: list[Saved] = []
         for member in (member for member in run.members if member.memory >= 0 or member.lives):
             try:
-                read.append(_saved(member.memory, since_ns, now_ns))
+                read.append(_read_memory(member.memory, since_ns, now_ns))
             except TraceError as problem:
                 print(f"instrument: {verb}: process {member.pid}: {problem}", file=sys.stderr)
         ended = run.folded + sum(member.memory < 0 and not member.lives for member in run.members)
@@ -203,7 +204,7 @@ def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead
     return RunRead(run.name, read, ended, bool(run.living))
 
 
-def _saved(memory: int, since_ns: int, end_ns: int) -> Saved:
+def _read_memory(memory: int, since_ns: int, end_ns: int) -> Saved:
     from instrument.recording.mapped import Mapped
     from instrument.trace.of_recording import saved_of
 
@@ -227,11 +228,11 @@ def _add_recover(verbs: Verbs) -> None:
     parser.add_argument(
         "--remove", action="store_true", help="afterwards remove the files of all processes that have ended"
     )
-    parser.set_defaults(verb=recover)
+    parser.set_defaults(verb=recover_files)
 
 
-def recover(options: argparse.Namespace, host: list[str]) -> int:
-    """Save the recordings of ring files, and print the outcomes. Return the exit code, 2 for an unreadable file."""
+def recover_files(options: argparse.Namespace, host: list[str]) -> int:
+    """Save the recordings of ring files and print the outcomes. Returns the exit code, 2 if a file cannot be read."""
     try:
         files = sorted(path for path in Path(options.folder).iterdir() if path.suffix == memory.SUFFIX)
     except OSError as error:
