@@ -677,7 +677,7 @@ def test_an_output_that_nobody_reads_is_no_verdict(folder: Path, output: str, co
 def test_an_unexpected_exception_of_ours_is_no_verdict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(help_verb, "show", lambda *_: 1 // 0)
+    monkeypatch.setattr(help_verb, "show_topic", lambda *_: 1 // 0)
     assert main(["help"]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
 

@@ -53,7 +53,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
         file.dump(tmp_path / name / "run.npz", service.run())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(LoadedTrace, "_frame_of", lambda trace, relation: relation)
+    monkeypatch.setattr(LoadedTrace, "_make_frame", lambda trace, relation: relation)
     return tmp_path
 
 

@@ -39,7 +39,7 @@ bytes packed, 200 plain, 6 in a recording, and up to 600 in views."""
 
 
 def limit_bytes(files: Sequence[str]) -> int:
-    """Return the memory limit in bytes for trace files of these sizes."""
+    """Return the memory limit in bytes for trace files, by their sizes."""
     return max(LEAST_BYTES, sum(map(_needed_bytes, map(Path, files))))
 
 

@@ -1,9 +1,9 @@
 """The base class of views, and the tables of a view: each is declared once for both text and HTML.
 
-A table's columns are written as `field=Heading|field=Heading`. A `+` before a column shows it only on the HTML page,
-which is wider. A field is an attribute or method of the row, an attribute of an attribute (`part.field`), or an index
-into a tuple. The end of the field's name selects its format: `_ns` is a time, `_bytes` a size, `ratio` a percentage. A
-row whose `remaining` is above 0 replaces that many rows, and its first column shows this number.
+A table's columns are written as `field=Heading`, with `|` between them. A `+` before a column shows it only on the HTML
+page, which is wider. A field is an attribute or method of the row, an attribute of an attribute (`part.field`), or an
+index into a tuple. The end of the field's name selects its format: `_ns` is a time, `_bytes` a size, `ratio` a
+percentage. A row whose `remaining` is above 0 replaces that many rows, and its first column shows this number.
 """
 
 from __future__ import annotations
