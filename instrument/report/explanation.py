@@ -46,7 +46,7 @@ from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
 """The usual spread of a window's mean is estimated from blocks as large as the window, at least `LEAST_BLOCKS` of them.
-It reaches `DEVIATIONS` standard deviations above the mean of the blocks."""
+It reaches `DEVIATIONS` robust standard deviations above their median: blocks of the same incident then count little."""
 
 MOSTLY = 0.5
 """The minimum share of the excess that a cause must account for to explain it."""
@@ -317,7 +317,9 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
             doubt="the recording is too short to know the usual spread of as many requests",
         )
     means = walls[outside[: blocks * len(places)]].reshape(blocks, -1).mean(axis=1)
-    return _add_verdict(explanation, evidence, float(means.mean() + DEVIATIONS * means.std(ddof=1)))
+    median = float(np.median(means))
+    deviation = 1.4826 * float(np.median(np.abs(means - median)))  # the standard one if they are normal
+    return _add_verdict(explanation, evidence, median + DEVIATIONS * deviation)
 
 
 def _without_verdict(recording: Recording, times: CauseTimes, places: Int64s, options: Options) -> Explanation:
