@@ -56,7 +56,7 @@ class LeftOut:
         self._found.setdefault(reason, [0, place])[0] += count
 
     def losses(self) -> dict[str, int]:
-        """Return the counts, by a text with the reason and the first place."""
+        """Return the count for each reason. The key is a text with the reason and its first place."""
         return {f"{reason}, the first at {place}": count for reason, (count, place) in self._found.items()}
 
 

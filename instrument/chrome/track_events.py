@@ -59,7 +59,7 @@ def import_protos() -> Any:
 
 
 def write_track_events(path: str | os.PathLike[str], trace: Trace) -> Path:
-    """Write a trace in Perfetto's format, packed if the name ends in `.gz`. It appears complete or not at all."""
+    """Write a trace in Perfetto's format, packed if the name ends in `.gz`. The file appears complete or not at all."""
     return write_parts(path, _Packets(import_protos(), trace).parts())
 
 
@@ -167,10 +167,10 @@ class _Packets:
         self._add_packet().track_descriptor.MergeFrom(self._pb.TrackDescriptor(uuid=uuid, **facts))
         return uuid
 
-    def _thread_track(self, thread_id: int) -> int:
+    def _find_thread_track(self, thread_id: int) -> int:
         if thread_id not in self._threads:
-            name, pid = self._thread_name(thread_id), self._processes.of_thread(thread_id).pid
-            tid, parent = self._processes.own_thread(thread_id), self._process_track(thread_id)
+            name, pid = self._find_thread_name(thread_id), self._processes.of_thread(thread_id).pid
+            tid, parent = self._processes.own_thread(thread_id), self._find_process_track(thread_id)
             if pid and 0 < tid < LIMIT_PID:
                 descriptor = self._pb.ThreadDescriptor(pid=pid, tid=tid, thread_name=name)
                 uuid = self._add_track(parent_uuid=parent, thread=descriptor)
@@ -179,20 +179,20 @@ class _Packets:
             self._threads[thread_id] = uuid
         return self._threads[thread_id]
 
-    def _process_track(self, thread_id: int) -> int:
+    def _find_process_track(self, thread_id: int) -> int:
         return self._of_process[self._processes.number_of(thread_id)]
 
-    def _requests_track(self) -> int:
+    def _find_requests_track(self) -> int:
         if not self._has_requests:
             self._has_requests = True
             track = self._add_packet().track_descriptor
             track.uuid, track.name, track.child_ordering = REQUESTS, "requests", self._pb.TrackDescriptor.EXPLICIT
         return REQUESTS
 
-    def _thread_name(self, thread_id: int) -> str:
+    def _find_thread_name(self, thread_id: int) -> str:
         return clean(self._processes.thread_name(thread_id))
 
-    def _device_track(self, device: int) -> int:
+    def _find_device_track(self, device: int) -> int:
         if device == HOST:
             return PROCESS
         if device not in self._devices:
@@ -214,7 +214,7 @@ class _Packets:
             gauge = GAUGES.get(sample.name)
             unit = self._pb.CounterDescriptor(unit_name=gauge.unit if gauge else "")
             counters[key] = self._add_track(
-                parent_uuid=self._device_track(sample.device),
+                parent_uuid=self._find_device_track(sample.device),
                 name=clean(sample.name),
                 counter=unit,
                 sibling_order_rank=HOST_COUNTERS,
@@ -277,17 +277,17 @@ class _Packets:
 
         def track(place: int) -> int:
             lane_number, thread_id = int(number[place]), int(spans.thread_id[place])
-            further, process = f" ({lane_number})" if lane_number > 1 else "", self._process_track(thread_id)
+            further, process = f" ({lane_number})" if lane_number > 1 else "", self._find_process_track(thread_id)
             if spans.is_async[place]:
                 name = f"{sites[spans.site[place]]}{further}"
                 if of_requests[place]:
                     rank = int(not spans.is_request[place])
-                    return self._add_track(parent_uuid=self._requests_track(), name=name, sibling_order_rank=rank)
+                    return self._add_track(parent_uuid=self._find_requests_track(), name=name, sibling_order_rank=rank)
                 return self._add_track(parent_uuid=process, name=name, sibling_order_rank=OTHER_TASKS)
-            thread = self._thread_track(thread_id)
+            thread = self._find_thread_track(thread_id)
             if not further:
                 return thread
-            name = f"{self._thread_name(thread_id)}{further}"
+            name = f"{self._find_thread_name(thread_id)}{further}"
             return self._add_track(parent_uuid=process, name=name, sibling_order_rank=FURTHER_THREADS)
 
         return track
@@ -305,7 +305,7 @@ class _Packets:
             at, owner = row[place], int(intervals.owner[place])
             if is_first:
                 name = f"stream {device.stream[at]}" + (f" ({number[place]})" if number[place] > 1 else "")
-                track = self._add_track(parent_uuid=self._device_track(int(device.device[at])), name=name)
+                track = self._add_track(parent_uuid=self._find_device_track(int(device.device[at])), name=name)
             event = self._add_begin(int(intervals.start_ns[place]), track, self._on_device[spans.site[owner]])
             facts = {"label": labels[device.label[at]], "uncertainty_ns": int(device.uncertainty_ns[at])}
             self._annotate(event, {**facts, "owner": int(spans.span_id[owner])})

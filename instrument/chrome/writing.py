@@ -375,7 +375,7 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 
 
 def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
-    """Write a file from parts, packed with gzip if the name ends in `.gz`. It appears complete or not at all."""
+    """Write a file from parts, packed with gzip if the name ends in `.gz`. The file appears complete or not at all."""
     target = Path(path)
     try:
         with atomic.replacing(target) as file:

@@ -37,7 +37,7 @@ SLEW = 500e-6
 """The largest rate at which NTP slews the host's clock, 500 ppm (adjtime(3))."""
 
 DRIFT = OSCILLATORS + SLEW
-"""The largest drift of a device's clock from the host's. It is assumed until a second anchor measures the drift."""
+"""The largest drift of a device's clock from the host's, assumed until a second anchor measures the drift."""
 
 WANDER = 10e-6
 """The largest change of the ratio of two oscillators' rates within seconds, 10 ppm. Temperature causes it."""
@@ -250,7 +250,7 @@ class Anchors:
     def ahead(self) -> Ahead:
         """Return the linear clock for events after the newest anchor. Raises `IndexError` without an anchor."""
         newest = self._anchors[-1]
-        rate, rate_error, _ = self._rate_at(len(self._anchors) - 1, 1)
+        rate, rate_error, _ = self._find_rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
         if rate_error != DRIFT:
             uncertainty_ns, wander = uncertainty_ns + self._measure_deviation(), rate_error + self._change
@@ -270,7 +270,7 @@ class Anchors:
             error, offset_ns = self._driver.elapsed_ns(anchor.event, event)
             if error:
                 return int(error), None
-        rate, rate_error, is_between = self._rate_at(index, offset_ns)
+        rate, rate_error, is_between = self._find_rate(index, offset_ns)
         uncertainty_ns = anchor.uncertainty_ns + RESOLUTION_NS + measure_grain(offset_ns)
         distance_ns = abs(offset_ns)
         if is_between:  # its error cannot exceed that of one of the two
@@ -297,7 +297,7 @@ class Anchors:
         bent_ns = abs(now.lead_ns - anchor_lead.lead_ns - (usual or 0.0) * passed_ns)
         return bent_ns + anchor_lead.uncertainty_ns + now.uncertainty_ns
 
-    def _rate_at(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
+    def _find_rate(self, index: int, offset_ns: int) -> tuple[float, float, bool]:
         """Return the host ns per device ns at an anchor, the error of this rate, and True if the time is between two
         anchors."""
         after, before = self._anchors[index], self._anchors[index - 1] if index else None

@@ -199,7 +199,7 @@ class Context:
         """The numbers of streams by handle."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
-        """The last host time at which the oldest end in flight had not happened, by stream."""
+        """The host time in ns, by stream, of the last poll at which the oldest end in flight had not happened."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
         """The time in ns of the next try for an anchor on a device that is too busy, and the pause before that try."""
         self.next_watch_ns = 0

@@ -140,7 +140,7 @@ class Resolver:
         return self._thread is not None
 
     def leave_to_parent(self) -> None:
-        """Drop all pairs in a forked child. They remain the parent's."""
+        """Drop all pairs in a forked child, because they are the parent's."""
         self.asleep = False
         for context in self.contexts.values():
             context.alive = False
@@ -255,7 +255,7 @@ class Resolver:
                 context.under_way.setdefault(pair.stream, []).append(pair)
                 context.begun.popleft()  # last, as `settled_ns` must find it in one of the two
             if any(context.under_way.values()):
-                self._anchor_if_due(context)
+                self._take_anchor_if_due(context)
             if growing and len(context.free) < CHUNK and context.made < POOL_LIMIT:
                 error = context.add_pairs(self._timer, driver, min(max(context.made, CHUNK), POOL_LIMIT - context.made))
                 if error:
@@ -292,7 +292,7 @@ class Resolver:
                 self.untimed.popleft()
         return bool(noted)
 
-    def _anchor_if_due(self, context: Context) -> None:
+    def _take_anchor_if_due(self, context: Context) -> None:
         anchors, now_ns = context.anchors, self._now()
         newest_ns = anchors.newest_ns
         if now_ns < context.next_anchor_ns or (newest_ns is not None and now_ns - newest_ns < ANCHOR_NS):
@@ -388,7 +388,7 @@ class Resolver:
                 newest_ns = context.anchors.newest_ns
                 lacks_anchor = newest_ns is None or self._now() - newest_ns > FARTHEST_NS
                 if answers and (stream == watched or lacks_anchor):
-                    answers = self._anchor_by_end(context, stream, waiting, answers)
+                    answers = self._adopt_end(context, stream, waiting, answers)
                 if len(answers) < len(waiting):
                     context.pending[stream] = asked_ns
                 answered = list(zip(waiting, answers, strict=False))
@@ -407,7 +407,7 @@ class Resolver:
                 break
         return moved
 
-    def _anchor_by_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
+    def _adopt_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
         """Use the end that was just observed as an anchor, on a device that is too busy for anchors.
 
         The end happened after its record, after the last poll that did not find it, and before now. Returns the answers

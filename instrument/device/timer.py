@@ -118,7 +118,7 @@ class Timer:
             if number < 0:
                 number = self._record_again(context, pair.begin_key, stream, number)
                 if number < 0:
-                    label = self._failure_label(context, stream, -number)
+                    label = self._choose_failure_label(context, stream, -number)
                     refused = Untimed(self, place, label, pair.begin_ns) if label else None
                     context.free.append(pair)
                     return refused
@@ -174,7 +174,7 @@ class Timer:
             self._devices[stream] = device
         return device
 
-    def _failure_label(self, context: Context, stream: int, error: int) -> str:
+    def _choose_failure_label(self, context: Context, stream: int, error: int) -> str:
         """Return the label of a span whose first event failed, "" if the device has been abandoned."""
         if error == cuda.BAD_HANDLE:  # the handle may now be of a stream of another device
             self._devices.pop(stream, None)

@@ -126,8 +126,8 @@ class TorchDriver:
         return stream_object
 
     def _is_captured(self, device: int, target: Any, stream: int) -> bool:
-        """Return True for a captured stream. It is made current for the test, because torch tests only the current
-        stream."""
+        """Return True for a captured stream. The stream is made current for the test, because torch tests only the
+        current one."""
         if self._device() == device and self._current(device) == stream:
             return self._captures()
         native = self._native

@@ -58,7 +58,7 @@ class Ids:
         span_id: int = mix_bits(self._seed + number) or mix_bits(self._seed)
         return span_id
 
-    def device_span_id(self) -> int:
+    def make_device_span_id(self) -> int:
         """Return a new id for a device interval."""
         return self.span_id(self.take_device_numbers(1))
 

@@ -42,7 +42,7 @@ HALVINGS = 12
 4,000 spans to one. Then requests that are too large are dropped, until the collector accepts one."""
 
 HOLD_LIMIT_S = 300.0
-"""The most seconds for which one answer of a collector can pause all spans. They wait in the queue."""
+"""The most seconds for which one answer of a collector can pause all spans, which wait in the queue."""
 
 _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.packed_spans", "instrument.trace.trace")

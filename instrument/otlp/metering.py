@@ -158,7 +158,8 @@ class Metering:
             self._ended = time.monotonic_ns(), self._meter.ended()
 
     def after_read(self, *, is_complete: bool) -> None:
-        """Take a snapshot if one is due, after the recording was read. With `is_complete`, it was read to its end."""
+        """Take a snapshot if one is due, after the recording was read. `is_complete` is True if it was read to its
+        end."""
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._settle_ended()
@@ -200,7 +201,7 @@ class Metering:
                 metrics.offer_samples(samples, gpus)
             if snapshot is not None:
                 metrics.put_snapshot(snapshot)
-        metrics.hurry()
+        metrics.make_due()
         self._write_state()
 
     def _make_snapshot(self) -> Snapshot | None:
@@ -246,7 +247,7 @@ class Metering:
         return [Metric(f"otel.sdk.{name}", "{span}", kind, about, values) for name, kind, about, values in series]
 
     def metered(self) -> Metered | None:
-        """Return the current metrics for a scrape. They are not sent to the collector."""
+        """Return the current metrics for a scrape, without sending them to the collector."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
         snapshot, header = self._make_snapshot(), self._mapped.header
@@ -283,7 +284,7 @@ class Metering:
             return True
         return False
 
-    def lost_at_end(self) -> int:
+    def drop_at_end(self) -> int:
         """Drop waiting metrics. Return the count of all lost points and samples, 0 if the collector takes no
         metrics."""
         self.metrics.drop_waiting()

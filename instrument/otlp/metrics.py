@@ -345,7 +345,7 @@ class Metrics:
         """Return True if it is time to send samples or a snapshot."""
         return self.snapshots.is_due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
-    def hurry(self) -> None:
+    def make_due(self) -> None:
         """Make the waiting samples due at once."""
         self._oldest_ns = 0
 
@@ -447,7 +447,7 @@ def convert_samples(
 
 
 def _find_measures(name: str) -> list[Measure]:
-    """Return the measure of one of the service's own gauges. Its counters and sums are in snapshots."""
+    """Return the measure of one of the service's own gauges. The service's counters and sums are in snapshots."""
     is_gauge = is_own(name) and not GAUGES[name].grows
     return [Measure(name, name, GAUGES[name].unit)] if is_gauge else []
 

@@ -273,7 +273,7 @@ class SpanPacker:
         pieces[:, 2], size = _make_pieces_by_row(
             facts_of, trace.site[rows][of], number[of] + 1, work.device[at], work.stream[at], work.label[at]
         )
-        new_ids = self._ids.device_ids(len(of), int(rows[0]))
+        new_ids = self._ids.make_device_ids(len(of), int(rows[0]))
         flags = ids.flags[of] & ~np.uint32(IS_REMOTE)
         of_devices = RowIds(ids.high[of], ids.low[of], new_ids, ids.own[of], flags, ids.is_server[of], ids.remote[of])
         numbers = {"instrument.device.uncertainty_ns": (work.uncertainty_ns[at], None)}

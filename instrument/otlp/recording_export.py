@@ -424,10 +424,8 @@ class RecordingExport:
         return reading.metering.is_settled or time.monotonic() - self._superseded_at > LAST_METRICS_S
 
     def finish(self) -> Mapping[str, int]:
-        """End the export, and count requests that never ended as abandoned.
-
-        The session must have ended, and no span may be waiting. Return the unreported counts by fate.
-        """
+        """End the export, and count requests that never ended as abandoned. The session must have ended, and no span
+        may be waiting. Return the unreported counts by fate."""
         with self._lock:
             reading, progress = self._reading, self._progress
             if reading is not None:
@@ -439,7 +437,7 @@ class RecordingExport:
             fates = Counter(progress.unreported())
             fates.subtract(self._reported_fates)
             if reading is not None:
-                fates[METRICS_LOST] += reading.metering.lost_at_end()
+                fates[METRICS_LOST] += reading.metering.drop_at_end()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
                 fates["unread"] += self._place.unread()  # nobody counts it once this is reported
             progress.is_reported, progress.before = True, Progress().before

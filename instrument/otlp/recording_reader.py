@@ -52,7 +52,7 @@ class RecordingReader:
         self.ahead = 0
         """The number of rows read since the last round of settling."""
         sampler = TailSampler(facts.capture, lambda: self.totals(merged=True))
-        self.rows = UnsettledRows(facts.ids, self._site_of_node, sampler, facts.spans_per_request)
+        self.rows = UnsettledRows(facts.ids, self._find_site, sampler, facts.spans_per_request)
         self.rows.caller = read_origin(mapped.header).remote
         if self.rows.caller is not None:
             self.rows.served_from_ns = find_first_request(mapped)
@@ -75,9 +75,9 @@ class RecordingReader:
 
     def site_of(self, row: Row) -> Site:
         """Return the site of a row that was read."""
-        return self._site_of_node(row[0])
+        return self._find_site(row[0])
 
-    def _site_of_node(self, node: int) -> Site:
+    def _find_site(self, node: int) -> Site:
         return self._mapped.known_tree.site(node)
 
     def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:

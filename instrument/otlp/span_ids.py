@@ -1,4 +1,4 @@
-"""Computes the ids of many spans at once, as columns. They are the ids that `Ids` makes for one span at a time."""
+"""Computes the ids of many spans at once, as columns. `Ids` makes the same ids for one span at a time."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class SpanIds:
         links = iter(self.links([*chain.from_iterable(pairs.values())], 0))
         return {row: list(islice(links, len(request_pairs))) for row, request_pairs in pairs.items()}
 
-    def device_ids(self, count: int, row: int) -> UInt64s:
+    def make_device_ids(self, count: int, row: int) -> UInt64s:
         """Return new ids for device intervals of a row's process."""
         number = 0 if self._process is None else int(self._process[row])
         first = self._ids[number].take_device_numbers(count)

@@ -30,8 +30,8 @@ CLOCK_DRIFT_NS = 10**6
 rare, because spans before and after a correction nest less exactly."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The change of the wall clock in ns above which it was set, or the machine was suspended. Below that, it has
-drifted."""
+"""The change of the wall clock in ns that shows that it was set, or the machine suspended. A smaller change is
+drift."""
 
 PATIENCE_S = 0.1
 """The most seconds to wait for the lock, because a signal handler may wait for the owner that it has interrupted."""

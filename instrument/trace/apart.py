@@ -73,7 +73,7 @@ class JoinedSites:
 
     @cached_property
     def joined(self) -> tuple[Site, ...]:
-        """The joined sites by index. They must be read after the last call of `place`."""
+        """The joined sites by index, to be read after the last call of `place`."""
         return tuple(map(_join_sites, self._found))
 
 
@@ -101,7 +101,7 @@ class MergedFile:
         self.saved, self.process, self.first, self.moved_ns = saved, process, first, moved_ns
         self.trace = saved.trace.columns
         self.row = np.zeros(0, dtype=np.int64)
-        """The row in the merged trace of each row. It may come from another file with the same span."""
+        """The row in the merged trace of each row, which another file with the same span may have given."""
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
     def sites(self) -> list[Site]:

@@ -32,7 +32,7 @@ class ProcessRows(NamedTuple):
     """The facts of a process and its rows, ordered by tree and then by begin.
 
     `numbers` has the process's own numbers, None if the trace has the same ones. `interruptions` has the spans that
-    interrupt each row. They are not among `rows`.
+    interrupt each row, which are not among `rows`.
     """
 
     facts: Trace

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[parquet]"
 
 ROWS_AT_ONCE = 100_000
-"""The most rows of a table that are converted at once, to bound the memory. They become one row group of a file."""
+"""The most rows of a table that are converted at once and become one row group of a file, to bound the memory."""
 
 UInt64s = NDArray[np.uint64]
 Values = Mapping[str, Any]

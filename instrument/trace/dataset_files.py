@@ -109,7 +109,7 @@ class _OpenFile:
         return int(self._sink.tell())
 
     def close(self) -> None:
-        """Complete the file. It keeps the temporary name `part`."""
+        """Complete the file under its temporary name `part`."""
         self._writer.close()
         self._sink.close()
 

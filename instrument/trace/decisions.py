@@ -109,7 +109,7 @@ class Gathered:
         rows = member.rows[place]
         ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
         opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
-        node = np.concatenate([rows["node"].astype(np.int64), _column_of(opened, "node")])
+        node = np.concatenate([rows["node"].astype(np.int64), _make_column(opened, "node")])
         nodes, inverse = np.unique(node, return_inverse=True)
         sites = [self._sites.setdefault(member.site_of(number), len(self._sites)) for number in nodes.tolist()]
         active_ns = np.full(len(node), -1, np.int64)
@@ -117,14 +117,14 @@ class Gathered:
         active_ns[places] = numbers
         none = np.full(len(opened), NONE, np.int64)
         return {
-            "own": np.concatenate([rows["span_id"].astype(np.int64), _column_of(opened, "span_id")]),
-            "parent": np.concatenate([rows["parent_id"].astype(np.int64), _column_of(opened, "parent_id")]),
-            "root": np.concatenate([rows["root_id"].astype(np.int64), _column_of(opened, "root_id")]),
-            "thread": np.concatenate([member.thread_id[place], _column_of(opened, "thread_id")]),
-            "task": np.concatenate([rows["task"].astype(np.int64), _column_of(opened, "task_id")]),
-            "start_ns": np.concatenate([rows["start_ns"].astype(np.int64), _column_of(opened, "start_ns")]),
+            "own": np.concatenate([rows["span_id"].astype(np.int64), _make_column(opened, "span_id")]),
+            "parent": np.concatenate([rows["parent_id"].astype(np.int64), _make_column(opened, "parent_id")]),
+            "root": np.concatenate([rows["root_id"].astype(np.int64), _make_column(opened, "root_id")]),
+            "thread": np.concatenate([member.thread_id[place], _make_column(opened, "thread_id")]),
+            "task": np.concatenate([rows["task"].astype(np.int64), _make_column(opened, "task_id")]),
+            "start_ns": np.concatenate([rows["start_ns"].astype(np.int64), _make_column(opened, "start_ns")]),
             "end_ns": np.concatenate([rows["end_ns"].astype(np.int64), none - NONE + OPEN_NS]),
-            "children_ns": np.concatenate([rows["children_ns"].astype(np.int64), _column_of(opened, "children_ns")]),
+            "children_ns": np.concatenate([rows["children_ns"].astype(np.int64), _make_column(opened, "children_ns")]),
             "active_ns": active_ns,
             "site": np.array(sites, np.int64)[inverse.reshape(-1)],
             "place": np.concatenate([place, none]),
@@ -201,7 +201,7 @@ def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     return np.asarray(matter)
 
 
-def _column_of(opened: Sequence[OpenSpan], name: str) -> Int64s:
+def _make_column(opened: Sequence[OpenSpan], name: str) -> Int64s:
     return np.array([getattr(span, name) for span in opened], np.int64)
 
 

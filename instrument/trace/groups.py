@@ -90,7 +90,7 @@ def distinct(numbers: NDArray[Any]) -> NDArray[Any]:
 
 
 def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
-    """Return the distinct numbers in order, and each number's index among them. It is fast for few distinct numbers."""
+    """Return the distinct numbers in order, and each number's index among them, fast for few distinct numbers."""
     values = distinct(numbers[::997])
     while True:
         places = np.searchsorted(values, numbers).clip(max=max(len(values) - 1, 0))

@@ -481,7 +481,7 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
 
 
 def trace_id_of(run: str, key: str) -> int:
-    """Return the 128-bit trace id for a key in a run. It is the same in all processes."""
+    """Return the 128-bit trace id for a key in a run, which is the same in all processes."""
     text = f"{run}\0{key}".encode(errors="surrogatepass")
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
 
@@ -499,7 +499,7 @@ def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
 
 
 def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
-    """Return the rows that serve a request and are above it. They cannot move below it."""
+    """Return the rows that serve a request and are above it, so that they cannot move below it."""
     rows_above = [np.zeros(0, dtype=np.int64)]
     places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
     while (goes_on := above != NONE).any():

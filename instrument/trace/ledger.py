@@ -102,7 +102,7 @@ def divide_shares(served: Served, amounts: Int64s) -> Int64s:
 
 
 def compute_portion(amounts: Int64s, weights: Int64s, sums: Int64s) -> Int64s:
-    """Return `amounts * weights // sums`. It is exact even if products exceed 64 bits. Sums must be positive."""
+    """Return `amounts * weights // sums`, exact even if products exceed 64 bits. Sums must be positive."""
     if int(amounts.max(initial=0)) * int(sums.max(initial=0)) < 1 << 62:
         return np.asarray(amounts * weights // sums)
     return np.asarray(amounts.astype(object) * weights.astype(object) // sums.astype(object), dtype=np.int64)

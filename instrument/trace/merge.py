@@ -125,7 +125,7 @@ def _bound_clock_error(files: Sequence[Saved]) -> int | None:
 
 
 def _join_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
-    """Return the attributes of the merged spans. They are decoded when they are read."""
+    """Return the attributes of the merged spans, which are decoded on access."""
     part, row_in_part = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int64)
     for number, file in enumerate(parts):
         rows = np.flatnonzero(file.is_kept)
@@ -142,7 +142,7 @@ def _join_attributes(parts: Sequence[MergedFile], count: int) -> Attributes:
 
 
 class _Merge:
-    """The merge of several files. Its attribute `saved` is the result."""
+    """Merges several files. The attribute `saved` is the result."""
 
     def __init__(self, groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) -> None:
         self._groups = groups

@@ -68,7 +68,7 @@ _SUMS = (
 _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, int)}
 
 
-def _facts(thing: Any) -> dict[str, Any]:
+def _encode_facts(thing: Any) -> dict[str, Any]:
     """Return the fields of a flat dataclass as JSON values, without empty defaults. `read_dataclass` is the inverse."""
     values = {item.name: (getattr(thing, item.name), item.default) for item in plain_fields(type(thing))}
     return {name: safe(value) for name, (value, default) in values.items() if value or value != default}
@@ -93,7 +93,7 @@ class Sites:
 
     def place(self, site: Site) -> int:
         """Return the index of a site. A new site is added."""
-        return self.entries.setdefault(encode(_facts(site)), len(self.entries))
+        return self.entries.setdefault(encode(_encode_facts(site)), len(self.entries))
 
 
 def encode_metadata(
@@ -112,7 +112,7 @@ def encode_metadata(
         **({"processes": list(map(_pack_merged_process, trace.processes))} if trace.processes else {}),
         "arrows_left_out": arrows_left_out,
         "gauges": {name: f"{GAUGES[name].unit} {GAUGES[name].about}" for name in GAUGES if name in read},
-        "gpus": [_facts(gpu) for gpu in trace.gpus],
+        "gpus": [_encode_facts(gpu) for gpu in trace.gpus],
         "not_told": [
             [clean(sample.name), sample.device, sample.at_ns - base_ns]
             for sample in trace.samples
@@ -130,7 +130,7 @@ def encode_metadata(
 def _pack_process(trace: Trace) -> dict[str, Any]:
     """Return the facts that a process's trace and a merged trace have in common."""
     return {
-        "origin": _facts(trace.origin),
+        "origin": _encode_facts(trace.origin),
         "window": trace.window,
         "start_ns": trace.start_ns,
         "end_ns": trace.end_ns,
@@ -140,7 +140,7 @@ def _pack_process(trace: Trace) -> dict[str, Any]:
         "notes": safe(list(trace.notes)),
         **({"died": clean(trace.died)} if trace.died else {}),
         **({"own_notes": safe(asdict(trace.own_notes))} if trace.own_notes != OwnNotes() else {}),
-        "cost": trace.cost and _facts(trace.cost),
+        "cost": trace.cost and _encode_facts(trace.cost),
     }
 
 

@@ -1,8 +1,8 @@
 """Computes self times of spans, and the innermost open span per thread and time.
 
 A self time is the part of a span's time that no child took on its thread and task. While coroutines are suspended, the
-innermost one has waiting time. While a generator is suspended between two items, its consumer runs, so this is no part
-of its self time.
+innermost one has waiting time. While a generator is suspended between two items, its consumer runs, so the generator
+has no self time.
 
 The innermost span is that of a thread, and of a task if several tasks alternate on the thread. A suspended generator is
 skipped, because its consumer may have run instead. Turns assign each instant to one of several overlapping intervals,

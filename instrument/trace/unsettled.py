@@ -313,8 +313,8 @@ class UnsettledRows:
         self.caller: RemoteParent | None = None
         """The remote parent of trees that began before the process served requests, or None."""
         self.served_from_ns = 1 << 62
-        """The time in ns of the first request or the first span with a key, from which on the process serves. It is
-        needed only with a `caller`."""
+        """The time in ns of the first request or the first span with a key, from which on the process serves, if there
+        is a `caller`."""
         self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Details whose rows are not read yet."""
         self._early_bytes = 0

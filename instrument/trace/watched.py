@@ -113,7 +113,7 @@ INT64 = np.iinfo(np.int64)
 
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
-"""The fields of an allocation that change in almost every row. They are stored as differences."""
+"""The fields of an allocation that are stored as differences, because they change in almost every row."""
 
 
 def move_watched(
