@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (136, 1),
     "instrumentors": (12_959, 49),
     "native": (9_222, 29),
-    "otlp": (5_518, 21),
+    "otlp": (5_517, 21),
     "profile": (2_615, 8),
     "proposal": (1_390, 4),
     "recorder": (2_654, 10),
