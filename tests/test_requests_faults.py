@@ -225,7 +225,7 @@ def test_a_request_whose_facts_cannot_be_reported_ends_all_the_same(
         raise RuntimeError("a fault of ours")
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    exchange = asgi.arrivals(exchanges)["http"].begin({"type": "http", "method": "GET", "path": "/", "headers": []})
+    exchange = asgi.get_arrivals(exchanges)["http"].begin({"type": "http", "method": "GET", "path": "/", "headers": []})
     assert exchange is not None
     if lost == "status":
         exchange.status = "200"  # type: ignore[assignment]

@@ -407,7 +407,7 @@ def test_results_of_a_coroutine_are_read_before_its_span_ends_and_attributes_at_
 def begun(recorder: Any) -> Exchange:
     """A request that has just arrived."""
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    exchange = asgi.arrivals(Exchanges(RequestsRule(), recorder))["http"].begin(scope)
+    exchange = asgi.get_arrivals(Exchanges(RequestsRule(), recorder))["http"].begin(scope)
     assert exchange is not None
     return exchange
 

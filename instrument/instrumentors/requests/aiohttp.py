@@ -18,7 +18,7 @@ def _attach_handler(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the requests that the handler of a connection passes to the application."""
     owner, base = module.RequestHandler, module.StreamWriter
     handle, handle_error = owner._handle_request, owner.handle_error
-    http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))
+    http, websocket = (exchanges.get_arrivals(kind, *READS) for kind in ("http", "websocket"))
 
     class StreamWriter(base):  # type: ignore[misc, valid-type]
         """The server's writer of an answer, which also counts the bytes and items of the exchange."""

@@ -134,7 +134,7 @@ class Exchanges:
         self.next: Exchanges | None = None
         """The settings of the rule that has replaced this one. Apps that a server still holds use them."""
 
-    def arrivals(self, protocol: str, *reads: Any) -> Arrivals:
+    def get_arrivals(self, protocol: str, *reads: Any) -> Arrivals:
         """Return the `Arrivals` of a protocol, which all apps share. `reads` are the functions that read a request."""
         key = (protocol, *reads)
         return self._arrivals.get(key) or self._arrivals.setdefault(key, Arrivals(self, protocol, *reads))
@@ -488,7 +488,7 @@ class Arrivals:
             return None
 
     def _of(self, exchanges: Exchanges) -> Arrivals:
-        return exchanges.arrivals(self._protocol, self._read_path, self._read_plain, self._read_all)
+        return exchanges.get_arrivals(self._protocol, self._read_path, self._read_plain, self._read_all)
 
     def _first_by(self, arrival: Arrival) -> Method:
         name, scheme, address, port = arrival

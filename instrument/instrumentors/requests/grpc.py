@@ -433,7 +433,7 @@ def _attach_interceptor(
         if arrivals in _attached:
             _attached.remove(arrivals)
 
-    arrivals = exchanges.arrivals("grpc", lambda call: _decode_text(call.details.method), None, _read_call)
+    arrivals = exchanges.get_arrivals("grpc", lambda call: _decode_text(call.details.method), None, _read_call)
     _attached.append(arrivals)
     return [forget, restore]
 

@@ -18,7 +18,7 @@ from instrument.recording.spans import OUTCOME
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the calls of all servers of grpclib."""
-    stream, arrivals = module.Stream, exchanges.arrivals("grpc", lambda call: call[0][":path"], None, _read_call)
+    stream, arrivals = module.Stream, exchanges.get_arrivals("grpc", lambda call: call[0][":path"], None, _read_call)
     handle, abort = module.request_handler, module._abort
     send, send_trailers, leave = stream.send_message, stream.send_trailing_metadata, stream.__aexit__
 

@@ -17,7 +17,7 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     handler = module.BaseHTTPRequestHandler
     handle, parse = handler.handle_one_request, handler.parse_request
     respond, flush = handler.send_response_only, handler.flush_headers
-    arrivals = exchanges.arrivals("wsgi", *READS)  # like an app of WSGI it has its thread for itself
+    arrivals = exchanges.get_arrivals("wsgi", *READS)  # like an app of WSGI it has its thread for itself
 
     @replaces(handler, "handle_one_request")
     def undo_handle(self: Any) -> None:

@@ -193,7 +193,7 @@ class _Batches:
                 self._begins.note(number, self._begin_ns)
         self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
 
-    def event(self, count: int) -> None:
+    def count_parts(self, count: int) -> None:
         """Count parts of streamed answers, which another thread sends."""
         self._events += count
 
@@ -240,7 +240,7 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
             try:
                 batches = of.get(self)
                 if batches is not None and flag == event:
-                    batches.event(len(ids))
+                    batches.count_parts(len(ids))
                 elif batches is not None:
                     batches.end(flag, ids, states)
             except Exception as fault:
@@ -292,8 +292,8 @@ def _attach_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     wrapper = module.UserCallableWrapper
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
-    arrivals = asgi.arrivals(exchanges)
-    calls = exchanges.arrivals("ray_serve", lambda call: "/" + _method_name(call), None, _read_call)
+    arrivals = asgi.get_arrivals(exchanges)
+    calls = exchanges.get_arrivals("ray_serve", lambda call: "/" + _method_name(call), None, _read_call)
 
     @replaces(wrapper, "call_http_entrypoint")
     async def undo_http(self: Any, metadata: Any, request: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:

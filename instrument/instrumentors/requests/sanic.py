@@ -26,7 +26,7 @@ def _attach_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the requests that a connection passes to the app."""
     mixin = module.HttpProtocolMixin
     setup = mixin._setup
-    http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))
+    http, websocket = (exchanges.get_arrivals(kind, *READS) for kind in ("http", "websocket"))
 
     @replaces(mixin, "_setup")
     def undo(self: Any) -> None:

@@ -32,7 +32,7 @@ def _web(module: Any, exchanges: Exchanges) -> list[Undo]:
     matcher = sys.modules["tornado.routing"].PathMatches
     execute, handle_exception, match = handler._execute, handler._handle_request_exception, matcher.match
     write_headers, write, finish = connection.write_headers, connection.write, connection.finish
-    http, websocket = (exchanges.arrivals(kind, *READS) for kind in ("http", "websocket"))
+    http, websocket = (exchanges.get_arrivals(kind, *READS) for kind in ("http", "websocket"))
 
     @replaces(matcher, "match")
     def undo_match(self: Any, request: Any) -> Any:

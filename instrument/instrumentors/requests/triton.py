@@ -115,7 +115,7 @@ class _Requests:
 
     def __init__(self, exchanges: Exchanges) -> None:
         self.recorder = exchanges.recorder
-        self.arrivals = exchanges.arrivals("triton", lambda request: "/" + _model_name(request), None, _read_request)
+        self.arrivals = exchanges.get_arrivals("triton", lambda request: "/" + _model_name(request), None, _read_call)
         self.executing: dict[int, tuple[Exchange, Context]] = {}
         self._answers: WeakKeyDictionary[Any, _Answer] = WeakKeyDictionary()
         self._steps: dict[str, Site] = {}
@@ -211,7 +211,7 @@ def _model_name(request: Any) -> str:
     return str(name()) if callable(name) else "model"
 
 
-def _read_request(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _read_call(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
     return (_model_name(request), None, None, None), _read_headers(request), {}
 
 

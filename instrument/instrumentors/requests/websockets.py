@@ -31,7 +31,7 @@ ROUTE = "__instrument_route__"
 
 def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the connections that the servers of a module accept, and those that they refuse."""
-    arrivals = exchanges.arrivals("websocket", *READS)
+    arrivals = exchanges.get_arrivals("websocket", *READS)
     is_older = hasattr(module, "Serve")
     entry = module.Serve if is_older else module.serve  # a class in some versions
     is_class = isinstance(entry, type)
