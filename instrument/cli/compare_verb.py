@@ -20,7 +20,7 @@ from instrument.cli.inputs import (
     limit_memory,
     list_runs,
     load_libraries,
-    merge_all,
+    merge_saved,
     read_saved,
 )
 from instrument.cli.option_values import Verbs, count, count_or_all, one_of, size_bytes
@@ -147,7 +147,7 @@ def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
         print(f"instrument: compare: {sentence}", file=sys.stderr)
 
     runs = list_runs(side) if options.all and Path(side).is_dir() else [expand_paths([side], None, False, say)]
-    return [Recording.of_saved(merge_all(list(map(read_saved, files)), options.clock)) for files in runs]
+    return [Recording.of_saved(merge_saved(list(map(read_saved, files)), options.clock)) for files in runs]
 
 
 def _gate_code(comparison: Comparison, limit: float | None) -> int:

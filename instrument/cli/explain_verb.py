@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from instrument.cli.inputs import add_files, find_files, limit_memory, load_libraries, merge_all, read_saved
+from instrument.cli.inputs import add_files, find_files, limit_memory, load_libraries, merge_saved, read_saved
 from instrument.cli.option_values import Verbs, count, count_or_all, one_of, time_ns
 from instrument.report.view import UNITS
 
@@ -59,7 +59,7 @@ def explain(options: argparse.Namespace, host: list[str]) -> int:
         options.request, options.slowest, options.endpoint or "", options.since, options.until
     )
     with limit_memory("explain", options.traces, options.memory):
-        recording = Recording.of_saved(merge_all(list(map(read_saved, options.traces)), options.clock))
+        recording = Recording.of_saved(merge_saved(list(map(read_saved, options.traces)), options.clock))
         explanations = explanation.explain(recording, choice, chosen)
     is_inconclusive = any(item.verdict == explanation.INCONCLUSIVE for item in explanations)
     code = INCONCLUSIVE if is_inconclusive else 0

@@ -212,10 +212,10 @@ def read_bounded(verb: str, paths: Sequence[str], memory: int | None) -> list[Sa
 
 def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
     """Read all files as one trace with one tree for each request. Raises `TraceError`."""
-    return merge_all(read_bounded(verb, paths, options.memory), options.clock)
+    return merge_saved(read_bounded(verb, paths, options.memory), options.clock)
 
 
-def merge_all(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
+def merge_saved(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
     """Merge recordings into one with one tree for each request. Raises `TraceError`."""
     from instrument.trace.joined import graft
     from instrument.trace.merge import merge

@@ -8,7 +8,7 @@ import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from instrument.cli.inputs import expand_paths, merge_all, read_saved
+from instrument.cli.inputs import expand_paths, merge_saved, read_saved
 from instrument.errors import InstrumentError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def load(
         raise InstrumentError("load: there is no path; give a file or a folder")
     names = [os.fspath(path) for path in paths]
     read = list(map(read_saved, expand_paths(names, run, all_runs, lambda text: warnings.warn(text, stacklevel=4))))
-    return LoadedTrace(merge_all(read, clock), frames)
+    return LoadedTrace(merge_saved(read, clock), frames)
 
 
 def compare(before: Source | Sources, after: Source | Sources, **options: Any) -> Comparison:

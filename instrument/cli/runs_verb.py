@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from instrument.agent import client
 from instrument.cli.convert_verb import form_of, write_trace
-from instrument.cli.inputs import merge_all
+from instrument.cli.inputs import merge_saved
 from instrument.cli.option_values import Verbs, seconds, time_ns
 from instrument.errors import InstrumentError, TraceError
 from instrument.recording import memory
@@ -158,7 +158,7 @@ def _add_dump(verbs: Verbs) -> None:
 def save_run(options: argparse.Namespace, host: list[str]) -> int:
     """Save all processes of a run as one trace. Returns the exit code."""
     run = read_run("dump", options.run, options.last)
-    saved = merge_all(run.read)
+    saved = merge_saved(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")
     write_trace(path, form_of(path), saved)
     print(f"{path}: {len(saved.trace.columns)} spans of {run.processes}")

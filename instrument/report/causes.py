@@ -98,7 +98,7 @@ class _Turns:
 
 
 class CauseTimes:
-    """The time that each cause took in the requests of a recording with the indices `places`."""
+    """The time that each cause took in requests of a recording. `places` are the indices of the requests."""
 
     def __init__(self, recording: Recording, places: Int64s) -> None:
         self.trace, self.joined = recording.columns, recording.once(joined_requests)
@@ -399,7 +399,7 @@ class CauseTimes:
     # ------------------------------------------------------------ proofs
 
     def proofs(self, place: int, cause: str, path: str = "", most: int = 3) -> list[Proof]:
-        """Return up to `most` spans with the largest time of a cause in a request."""
+        """Return up to `most` spans of a request, those in which a cause took the most time."""
         trace, root = self.trace, int(self.joined.rows[place])
         begin_ns, end_ns = int(trace.start_ns[root]), int(trace.end_ns[root])
         if cause in (COLLECTED, BLOCKED):

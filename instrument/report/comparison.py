@@ -50,7 +50,7 @@ LEAST_SHARE = 0.005
 """The minimum share of the time on one of the sides that a call path needs to be compared."""
 
 MAJOR_SHARE = 0.05
-"""The minimum share of the time with which an unclear call path makes the gate inconclusive. Start-up has less."""
+"""The minimum share of the time with which an unclear call path makes the gate inconclusive."""
 
 LEAST_CHANGE = 1e-4
 """The relative change up to which clocks and rounding may be the cause, so that it counts as no change."""
@@ -58,7 +58,7 @@ LEAST_CHANGE = 1e-4
 SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
 """A pattern for names of attributes that give the amount of work of a call or request."""
 
-NAMES_LOOKED_FOR_IN = 2_000
+SEARCHED_ROWS = 2_000
 """The number of rows that are searched for names of sizes. They are spread evenly over the recording."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
@@ -448,7 +448,7 @@ def _join_samples(samples: Sequence[CallSample]) -> CallSample:
 def size_names(trace: Columns) -> set[str]:
     """Return the names of the attributes that give an amount of work."""
     rows = trace.attributes.rows()
-    some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), NAMES_LOOKED_FOR_IN)).astype(np.int64))]
+    some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), SEARCHED_ROWS)).astype(np.int64))]
     names = set(chain.from_iterable(trace.attributes.distinct(some)[1]))
     return {name for name in names if SIZE.search(name)}
 

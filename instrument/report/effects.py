@@ -120,9 +120,9 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 
 
 class _LikeCalls:
-    """The calls of both samples in the strata that both share.
+    """The calls before and after a change, in the strata that have calls of both.
 
-    A call's cell is its stratum, plus the number of strata if the call belongs to the sample after the change.
+    `cells` is the stratum of each call. The number of strata is added to it for calls after the change.
     """
 
     def __init__(self, before: CallSample, after: CallSample) -> None:

@@ -58,7 +58,7 @@ MORE_STEPS = "more steps"
 """The path of the cause if a request had more engine steps than is typical of its endpoint."""
 
 NEARLY = 0.75
-"""The share of a slowdown from which on a pressure (a gauge of waits) counts as the cause of all of it."""
+"""The share of a slowdown, lost to waits for a processor or memory, from which on these waits explain all of it."""
 
 NOTABLE = 0.01
 """The minimum share of the excess that a cause needs for a row in the table of causes."""

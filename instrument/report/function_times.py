@@ -62,10 +62,10 @@ class Group(NamedTuple):
 
 
 class FunctionSums(NamedTuple):
-    """The sums of one function. `node` is its topmost node, `NONE` for the sum of all functions.
+    """The sums of one function. `node` is its topmost call node, `NONE` for the sum of all functions.
 
-    `outer_ns` is the time of its `calls`, and `own_ns` the part of it in no span inside. `work_ns` is the self time of
-    the work inside it, and `time_ns` the self time of all its lines. `first` and `rows` select its groups.
+    `outer_ns` is the time of its `calls`, and `own_ns` the part of it outside of inner spans. `work_ns` is the self
+    time of the work inside it, and `time_ns` the self time of all its lines. `first` and `rows` select its groups.
     """
 
     node: int

@@ -161,7 +161,7 @@ class CallBlock:
     rows: tuple[CallRow, ...]
 
 
-def call_blocks(
+def make_blocks(
     places: Sequence[PlaceCalls],
     names: Mapping[int, str],
     options: Options,

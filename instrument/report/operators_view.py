@@ -34,11 +34,11 @@ from instrument.report.operator_rows import (
     PlaceCalls,
     block_section,
     build_call_tree,
-    call_blocks,
     call_rows,
     describe_order,
     group_by_name,
     iterate_places,
+    make_blocks,
     remaining_note,
 )
 from instrument.report.section import Coverage, Section, View
@@ -361,7 +361,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     facts = recording.trace
     root = build_call_tree(recording.columns, OPERATORS, facts.coverage)
     places = [place for place in iterate_places(root) if place.site.kind in OPERATORS]
-    blocks = call_blocks(places, facts.threads, options, _make_block)
+    blocks = make_blocks(places, facts.threads, options, _make_block)
     in_order = _execution_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
     operations = flop_table(recording, OPERATORS, options)
     return Operators(Coverage.of_recording(recording), blocks, in_order, operations, options)
@@ -530,5 +530,5 @@ def user(recording: Recording, options: Options) -> User:
 
     root = build_call_tree(recording.columns, ("user",), window)
     places = [place for place in iterate_places(root) if place.site.kind == "user"]
-    blocks = call_blocks(places, recording.trace.threads, options, block)
+    blocks = make_blocks(places, recording.trace.threads, options, block)
     return User(Coverage.of_recording(recording), window_ns, blocks, options)
