@@ -7,10 +7,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from itertools import chain
+from functools import cached_property
+from itertools import compress
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -217,7 +219,14 @@ NO_ARGUMENTS = msgspec.Raw(b"{}")
 
 Scalar = int | str | float | bool | None
 
-_TS, _DUR, _ARGS = attrgetter("ts"), attrgetter("dur"), attrgetter("args")
+_PH, _TS, _DUR, _ARGS = map(attrgetter, ("ph", "ts", "dur", "args"))
+
+
+class ScopedId(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """The id of an async slice, for all processes or for one."""
+
+    local: Scalar = None
+    of_all: Scalar = msgspec.field(default=None, name="global")
 
 
 class TraceEvent(msgspec.Struct, gc=False):
@@ -230,9 +239,16 @@ class TraceEvent(msgspec.Struct, gc=False):
     tid: Scalar = None
     cat: Scalar = None
     name: Scalar = None
-    id: Any = None
-    id2: Any = None
+    id: Scalar = None
+    id2: ScopedId | Scalar = None
     args: msgspec.Raw = NO_ARGUMENTS
+
+
+class TimedEvent(TraceEvent, gc=False):
+    """An event whose times are numbers, NaN where it has none."""
+
+    ts: float = np.nan
+    dur: float = np.nan
 
 
 class ExactEvent(TraceEvent, gc=False):
@@ -296,13 +312,14 @@ class Arguments(msgspec.Struct, gc=False):
 
 
 _decode_arguments = msgspec.json.Decoder(list[Arguments]).decode
-_decode = msgspec.json.Decoder(list[TraceEvent]).decode
+_decode_timed = msgspec.json.Decoder(list[TimedEvent]).decode
+_decode_any_times = msgspec.json.Decoder(list[TraceEvent]).decode
 _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
 
 
-def decode_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Arguments]:
+def decode_arguments(texts: bytes) -> list[Arguments]:
     """Decode the arguments of slices that `dump` wrote. Raises `msgspec.MsgspecError` for invalid texts."""
-    return _decode_arguments(b"[%b]" % b",".join(texts))
+    return _decode_arguments(b"[%b]" % texts.replace(b"\0", b","))
 
 
 def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
@@ -350,13 +367,24 @@ def read_next_events(text: JsonText, first: int) -> list[TraceEvent]:
     return events
 
 
+def _decode(text: bytes) -> list[Any]:
+    try:
+        return _decode_timed(text)
+    except msgspec.ValidationError:  # some times are no numbers
+        return _decode_any_times(text)
+
+
 def _are_far(events: Sequence[TraceEvent]) -> bool:
     """Return True if a time of an event is beyond the precision of floats."""
-    times = [*filter(None, map(_TS, events)), *filter(None, map(_DUR, events))]
-    try:
-        return bool(times) and not -EXACT_US < min(times) <= max(times) < EXACT_US
-    except TypeError:  # some are texts
-        return any(type(time) is float and abs(time) >= EXACT_US for time in times)
+    if type(events[0]) is TimedEvent:
+        return any((np.abs(_floats(time, events)) >= EXACT_US).any() for time in (_TS, _DUR))
+    return any(
+        type(time) in (int, float) and abs(time) >= EXACT_US for event in events for time in (event.ts, event.dur)
+    )
+
+
+def _floats(time: Callable[[TraceEvent], float], events: Sequence[TraceEvent]) -> NDArray[np.float64]:
+    return np.fromiter(map(time, events), np.float64, len(events))
 
 
 def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
@@ -400,11 +428,19 @@ def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent 
     if not isinstance(value.get("ph", ""), str):
         left_out.add("events without a phase", place)
         return None
-    fields = {key: value[key] for key in ("ph", "ts", "dur", "id", "id2") if key in value}
+    fields = {key: value[key] for key in ("ph", "ts", "dur") if key in value}
+    fields |= {key: _id_of(value[key]) for key in ("id", "id2") if key in value}
     fields |= {key: text_of(value[key]) for key in ("cat", "name") if key in value}
     fields |= {key: lane_of(value[key]) for key in ("pid", "tid") if key in value}
     args = value.get("args", {})
     return TraceEvent(**fields, args=msgspec.Raw(to_json(args)) if isinstance(args, dict) else msgspec.Raw(b"0"))
+
+
+def _id_of(value: Any) -> Any:
+    try:
+        return msgspec.convert(value, ScopedId | Scalar)
+    except msgspec.ValidationError:
+        return text_of(value)
 
 
 def _with_valid_escapes(text: bytes) -> bytes:
@@ -415,39 +451,60 @@ def _with_valid_escapes(text: bytes) -> bytes:
 # Slices
 
 
-class SliceTimes(NamedTuple):
-    """The begins and lengths of slices. `has_parts` is True if a time has a fraction of a nanosecond."""
+@dataclass(frozen=True)
+class Block:
+    """Successive slices with their phases and times. `has_parts` is True if a time has a fraction of a nanosecond."""
 
+    slices: Sequence[TraceEvent]
+    phases: NDArray[np.bytes_]
     start_ns: NDArray[np.int64]
     length_ns: NDArray[np.int64]
     has_parts: bool
 
+    @cached_property
+    def are_begins(self) -> NDArray[np.bool_]:
+        """A mask of the complete slices and the begins."""
+        return np.asarray((self.phases != b"E") & (self.phases != b"e"))
 
-def times_of(slices: Sequence[TraceEvent], limit_ns: int) -> SliceTimes:
-    """Return the times of valid slices. Raises `ValueError` for a time of `limit_ns` or more."""
-    times_us = _times_us(slices)
+    @cached_property
+    def texts(self) -> bytes:
+        """The arguments, with a zero between them, which no JSON has."""
+        return b"\0".join(map(_ARGS, self.slices))
+
+    def select(self, are_chosen: NDArray[np.bool_]) -> Block:
+        """Return the chosen slices."""
+        if are_chosen.all():
+            return self
+        slices = [*compress(self.slices, are_chosen.tolist())]
+        times = self.start_ns[are_chosen], self.length_ns[are_chosen]
+        return Block(slices, self.phases[are_chosen], *times, self.has_parts)
+
+
+def block_of(slices: Sequence[TraceEvent], limit_ns: int) -> Block:
+    """Return valid slices with their times. Raises `ValueError` for a time of `limit_ns` or more."""
+    times_us = list(map(_TS, slices)), [event.dur if event.ph == "X" else 0 for event in slices]
     start_ns, length_ns = (times_ns(times, limit_ns) for times in times_us)
-    return SliceTimes(start_ns, length_ns, any(map(_has_parts, times_us, (start_ns, length_ns))))
+    has_parts = any(map(_has_parts, times_us, (start_ns, length_ns)))
+    return Block(slices, _phases(slices), start_ns, length_ns, has_parts)
 
 
-def read_sound_times(slices: Sequence[TraceEvent]) -> SliceTimes | None:
-    """Return the times of slices if a fast test finds all valid. Return None if `find_fault` must check or change
+def read_sound_block(slices: Sequence[TraceEvent]) -> Block | None:
+    """Return slices with their times if a fast test finds all valid. Return None if `find_fault` must check or change
     them."""
-    times_us = _times_us(slices)
-    if not {float, int}.issuperset(map(type, chain(*times_us))):
+    if not {TimedEvent}.issuperset(map(type, slices)):
         return None
-    with suppress(OverflowError):
-        starts, lengths = (np.array(times, dtype=np.float64) for times in times_us)
-        are_sound = (np.abs(starts) < EXACT_US) & (lengths >= 0) & (starts + lengths < EXACT_US)
-        # No JSON has a zero.
-        if are_sound.all() and b"\0".join([b"", *map(_ARGS, slices)]).count(b"\0{") == len(slices):
-            start_ns, length_ns = (np.rint(times * 1000).astype(np.int64) for times in (starts, lengths))
-            return SliceTimes(start_ns, length_ns, _has_parts(starts, start_ns) or _has_parts(lengths, length_ns))
-    return None
+    phases, starts, lengths = _phases(slices), _floats(_TS, slices), _floats(_DUR, slices)
+    lengths[phases != b"X"] = 0
+    if not ((np.abs(starts) < EXACT_US) & (lengths >= 0) & (starts + lengths < EXACT_US)).all():
+        return None
+    start_ns, length_ns = (np.rint(times * 1000).astype(np.int64) for times in (starts, lengths))
+    has_parts = _has_parts(starts, start_ns) or _has_parts(lengths, length_ns)
+    block = Block(slices, phases, start_ns, length_ns, has_parts)
+    return block if (b"\0" + block.texts).count(b"\0{") == len(slices) else None
 
 
-def _times_us(slices: Sequence[TraceEvent]) -> tuple[list[Any], list[Any]]:
-    return list(map(_TS, slices)), [event.dur if event.ph == "X" else 0 for event in slices]
+def _phases(slices: Sequence[TraceEvent]) -> NDArray[np.bytes_]:
+    return np.frombuffer("".join(map(_PH, slices)).encode(), "S1")
 
 
 _PARTS_NS = 1e-3

@@ -6,22 +6,24 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from itertools import count, filterfalse
 from math import prod
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from instrument.chrome import paddle_traces
-from instrument.chrome.events import LeftOut, TraceEvent, lane_of, text_of
+from instrument.chrome.events import Block, LeftOut, TraceEvent, lane_of, text_of
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.profile.model import KINDS
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest, topmost_rows
 from instrument.trace.intervals import lengths_by_group
-from instrument.trace.layout import GatheredAttributes, column, to_json
+from instrument.trace.layout import GatheredAttributes, column, extend, to_json
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 from instrument.trace.trace import Allocation, Allocations, SpanViews, Trace
 from instrument.trace.watched import KernelColumns
@@ -34,6 +36,8 @@ from instrument.trace.watched import KernelColumns
 # convolution counts the channels within groups; `flop_counter` (2.13) counts every pair of channels there.
 
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Shape = Sequence[int]
 _Formula = Callable[[Sequence[Shape], Sequence[str]], int]
 
@@ -190,16 +194,16 @@ time. Among times since 1970, slices at time 0 are invalid."""
 class _Facts(NamedTuple):
     """The properties that all slices of one category and name share.
 
-    `place` and `name` are those of the site. `step` is the number of a step, `work` the kind of device work. `launches`
-    is True for calls that may launch such work, `counts` for operators whose operations are counted, `is_plain` if the
-    arguments become attributes as text.
+    `place` and `name` are those of the site. `step` is the number of a step, `work` the kind of device work. `has_work`
+    is True for such work and calls that may launch it, `counts` for operators whose operations are counted, `is_plain`
+    if the arguments become attributes as text.
     """
 
     place: int
     name: str
     step: int | None
     work: str | None
-    launches: bool
+    has_work: bool
     counts: bool
     is_plain: bool
 
@@ -210,6 +214,19 @@ class _Lane(NamedTuple):
     row: tuple[Any, Any]
     thread_id: int
     is_paddles: bool
+
+
+_KIND, _PLACE, _THREAD_ID = attrgetter("cat", "name"), attrgetter("place"), attrgetter("thread_id")
+
+
+def look_up(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], Value]) -> list[Value]:
+    """Return the values of keys. Missing values are made and added."""
+    values = list(map(table.get, keys))
+    if None in values:
+        for key in filterfalse(table.__contains__, keys):
+            table[key] = make(key)
+        values = list(map(table.get, keys))
+    return cast("list[Value]", values)
 
 
 class Rows(NamedTuple):
@@ -238,7 +255,7 @@ class ForeignSlices:
         self._host = ""
         # Slices at time 0 with their numbers, valid unless later times are absolute; and the latest time.
         self._at_zero: list[tuple[int, TraceEvent]] | None = []
-        self._latest_us = 0.0
+        self._latest_ns = 0
         self._site = array("q")
         self._sites: dict[tuple[str, str, paddle_traces.Attributes], int] = {}
         self._facts: dict[tuple[Any, Any], _Facts] = {}
@@ -274,29 +291,31 @@ class ForeignSlices:
 
     def add(self, events: list[TraceEvent], first: int) -> None:
         """Read events other than slices. `first` is the number of the first event."""
+        if {"M", "i"}.isdisjoint(map(attrgetter("ph"), events)):
+            return
         for number, event in enumerate(events, first):
             if event.ph == "M" and event.name in ("process_name", "thread_name"):
                 self._add_name(event, number)
             elif event.ph == "i" and event.name == "[memory]":
                 self._add_allocation(event, number)
 
-    def hold_back_zeros(self, slices: list[TraceEvent], numbers: list[int]) -> list[TraceEvent]:
+    def hold_back_zeros(self, block: Block, events: Sequence[TraceEvent], first: int) -> Sequence[TraceEvent]:
         """Return the slices except those at time 0, which wait until a later time shows whether times are absolute."""
+        slices = block.slices
         if not slices or self._at_zero is None:
             return slices
-        starts_us = [event.ts for event in slices]
-        self._latest_us = max(self._latest_us, float(max(starts_us)))
-        zeros: list[TraceEvent] = []
-        if 0 in starts_us:
-            self._at_zero += [(number, event) for number, event in zip(numbers, slices, strict=True) if not event.ts]
+        self._latest_ns = max(self._latest_ns, int(block.start_ns.max()))
+        if not block.start_ns.all():
+            numbers = {id(event): number for number, event in enumerate(events, first)}
+            self._at_zero += [(numbers[id(event)], event) for event in slices if not event.ts]
             slices = [event for event in slices if event.ts]
-        if self._latest_us >= ABSOLUTE_US:
+        if self._latest_ns >= ABSOLUTE_US * 1000:
             for number, _ in self._at_zero:
                 self._left_out.add("slices at time 0 among absolute times", f"event {number}")
             self._at_zero = []
         elif len(self._at_zero) > MOST_AT_ZERO:
-            zeros, self._at_zero = self.waiting_zeros(), None
-        return zeros + slices
+            slices, self._at_zero = [*self.waiting_zeros(), *slices], None
+        return slices
 
     def waiting_zeros(self) -> list[TraceEvent]:
         """Return the waiting slices at time 0."""
@@ -304,7 +323,7 @@ class ForeignSlices:
 
     def _add_name(self, event: TraceEvent, number: int) -> None:
         """Add the name of a process or of a thread."""
-        args = json.loads(bytes(event.args)) if bytes(event.args).startswith(b"{") else {}
+        (args,) = _decode_arguments([event.args])
         name = args.get("name") if isinstance(args, dict) else None
         if not isinstance(name, str):
             self._left_out.add("names of threads and processes that are no text", f"event {number}")
@@ -312,33 +331,41 @@ class ForeignSlices:
         thread = paddle_traces.thread_of(lane_of(event.tid)) if event.name == "thread_name" else None
         self._names[lane_of(event.pid), thread] = paddle_traces.thread_name(name)
 
-    def add_rows(self, slices: list[TraceEvent], start_ns: Int64s, end_ns: Int64s) -> list[int]:
-        """Add complete slices and begins. Return the thread of each. Times are corrected in place."""
-        lanes = [self._lanes.get((e.pid, e.tid)) or self._assign_lane(e) for e in slices]
-        facts_by_row = [self._facts.get((e.cat, e.name)) or self._facts_of(e.cat, e.name) for e in slices]
-        texts = [bytes(e.args) for e in slices]
-        first = len(self._site)
-        rows: list[int] = []
-        for index, (event, facts, lane, text) in enumerate(zip(slices, facts_by_row, lanes, texts, strict=True)):
-            if facts.is_plain and not lane.is_paddles and are_attributes(text):
-                if len(text) > 2:
-                    rows.append(index)
-                continue
-            times = int(start_ns[index]), int(end_ns[index])
-            start_ns[index], end_ns[index] = self._add_arguments(first + index, lane, facts, event, *times)
-        self._attributes.add_all([first + index for index in rows], [texts[index] for index in rows])
-        self._site.extend([facts.place for facts in facts_by_row])
-        return [lane.thread_id for lane in lanes]
+    def add_rows(self, block: Block, keys: Sequence[tuple[Any, Any]], start_ns: Int64s, end_ns: Int64s) -> list[int]:
+        """Add complete slices and begins, with their processes and threads. Return the thread of each. Times are
+        corrected in place."""
+        slices, first = block.slices, len(self._site)
+        lanes = look_up(self._lanes, keys, self._assign_lane)
+        facts_by_row = look_up(self._facts, list(map(_KIND, slices)), self._facts_of)
+        texts = block.texts.split(b"\0")
+        all_flat = block.texts if b"\\" in block.texts else _LISTS.sub(b"", block.texts)
+        flat = all_flat.split(b"\0")
+        are_all = all_flat.count(b"{") == len(flat) and not _has_marks(all_flat) and max(map(len, flat)) < LONGEST_PLAIN
+        are_flat = [
+            facts.is_plain and not lane.is_paddles and (are_all or are_attributes(text))
+            for facts, lane, text in zip(facts_by_row, lanes, flat, strict=True)
+        ]
+        rows = [row for row, is_flat in enumerate(are_flat) if is_flat and len(flat[row]) > 2]
+        self._attributes.add_all([first + row for row in rows], [flat[row] for row in rows])
+        rows = [row for row, is_flat in enumerate(are_flat) if not is_flat]
+        for row, args in zip(rows, _decode_arguments([texts[row] for row in rows]), strict=True):
+            times = int(start_ns[row]), int(end_ns[row])
+            times = self._add_arguments(first + row, lanes[row], facts_by_row[row], slices[row].ph, args, *times)
+            start_ns[row], end_ns[row] = times
+        rows = [row for row, facts in enumerate(facts_by_row) if facts.has_work and slices[row].ph == "X"]
+        for row, args in zip(rows, _decode_arguments([texts[row] for row in rows], list[_WorkArguments]), strict=True):
+            self._add_work(first + row, facts_by_row[row], args, lanes[row], int(start_ns[row]), int(end_ns[row]))
+        extend(self._site, list(map(_PLACE, facts_by_row)))
+        return list(map(_THREAD_ID, lanes))
 
     def _add_arguments(
-        self, at: int, lane: _Lane, facts: _Facts, event: TraceEvent, start_ns: int, end_ns: int
+        self, at: int, lane: _Lane, facts: _Facts, phase: str, args: dict[str, Any], start_ns: int, end_ns: int
     ) -> tuple[int, int]:
         """Add the arguments of a slice that is not plain. Return its times in ns."""
-        args = _decode_arguments(event)
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
         if lane.is_paddles:
             exact = self._clock_of_paddle.times(start_ns, attributes)
-            start_ns, end_ns = (start_ns, end_ns) if exact is None or event.ph != "X" else exact
+            start_ns, end_ns = (start_ns, end_ns) if exact is None or phase != "X" else exact
         if facts.step is not None:
             attributes["step"] = facts.step
         flops = count_flops(facts.name, args) if facts.counts else None
@@ -349,12 +376,11 @@ class ForeignSlices:
             self._with_flops[at] = to_json(attributes)
         elif attributes:
             self._attributes.add(at, to_json(attributes))
-        if event.ph == "X":
-            self._add_work(at, facts, args, lane, start_ns, end_ns)
         return start_ns, end_ns
 
-    def _facts_of(self, category: object, label: object) -> _Facts:
+    def _facts_of(self, key: tuple[object, object]) -> _Facts:
         """Return the properties that all slices of a category and name share."""
+        category, label = key
         kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
@@ -365,30 +391,28 @@ class ForeignSlices:
         elif paddles is not None:
             name, (span_kind, attributes, work) = paddles
         launches, counts = LAUNCHES.fullmatch(kind) is not None, kind == OPERATOR and is_counted(name)
-        facts = self._facts[category, label] = _Facts(
+        return _Facts(
             place=self._sites.setdefault((name, span_kind, attributes), len(self._sites)),
             name=name,
             step=None if step is None else int(step[2]),
             work=work,
-            launches=launches,
+            has_work=work is not None or launches,
             counts=counts,
-            is_plain=step is None and work is None and not counts and not launches,
+            is_plain=step is None and not counts,
         )
-        return facts
 
-    def _add_work(
-        self, row: int, facts: _Facts, args: Mapping[str, Any], lane: _Lane, start_ns: int, end_ns: int
-    ) -> None:
+    def _add_work(self, row: int, facts: _Facts, args: _WorkArguments, lane: _Lane, start_ns: int, end_ns: int) -> None:
         """Add device work, or a host call that launches device work. A correlation number joins the two."""
-        number = args.get("correlation", args.get("correlation id"))
-        correlation = number if _is_number(number) else None
+        correlation = args.paddles if args.correlation is UNSET else args.correlation
+        correlation = correlation if _is_number(correlation) else None
         if facts.work is not None:
             self._device_rows.add(lane.row)
-            device, stream = args.get("device", lane.row[0]), args.get("stream", lane.row[1])
+            device = lane.row[0] if args.device is UNSET else args.device
+            stream = lane.row[1] if args.stream is UNSET else args.stream
             if _is_number(device) and _is_number(stream):
                 work = self._work.setdefault((facts.name, facts.work), len(self._work))
                 self._work_numbers.extend((work, device, stream, start_ns, end_ns, correlation or 0))
-        elif correlation is not None and facts.launches:
+        elif correlation is not None:
             self._launches[correlation] = row
 
     def _add_allocation(self, event: TraceEvent, number: int) -> None:
@@ -405,23 +429,21 @@ class ForeignSlices:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
     def _read_allocation(self, event: TraceEvent) -> Allocation | None:
-        event.pid, event.tid = lane_of(event.pid), lane_of(event.tid)
-        lane = self._lanes.get((event.pid, event.tid)) or self._assign_lane(event)
-        args = _decode_arguments(event) if bytes(event.args).startswith(b"{") else {}
+        (lane,) = look_up(self._lanes, [(event.pid, event.tid)], self._assign_lane)
+        (args,) = _decode_arguments([event.args]) if bytes(event.args).startswith(b"{") else [{}]
         if "Bytes" in args:
             return _torch_allocation(event, args, lane.thread_id)
         return paddle_traces.allocation({"cat": event.cat, "args": args, "ts": event.ts}, lane.thread_id)
 
-    def _assign_lane(self, event: TraceEvent) -> _Lane:
-        event.pid, event.tid = lane_of(event.pid), lane_of(event.tid)
-        row: tuple[Any, Any] = event.pid, paddle_traces.thread_of(event.tid)
+    def _assign_lane(self, key: tuple[Any, Any]) -> _Lane:
+        pid, tid = map(lane_of, key)
+        row: tuple[Any, Any] = pid, paddle_traces.thread_of(tid)
         if row not in self._thread_ids:
             usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
             self._thread_ids[row] = row[1] if usable else next(self._spare_ids)
             self._taken.add(row[1])
         thread_id = self._thread_ids[row]
-        lane = self._lanes[event.pid, event.tid] = _Lane(row, thread_id, row[1] is not event.tid)
-        return lane
+        return _Lane(row, thread_id, row[1] is not tid)
 
     # Results
 
@@ -514,28 +536,40 @@ class ForeignSlices:
 
 
 _VALUES = frozenset((str, int, float, bool))
-_NOT_PLAIN = (b"[", b"\\", b"null", b'"flops"')
-"""The substrings of arguments in JSON that prevent their use as attributes without decoding."""
+_LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
+"""A key with a list, behind another key of arguments without escapes. No match begins within a text, because a comma,
+a colon or a bracket follows the end of each text."""
 
 
 def are_attributes(args: bytes) -> bool:
     """Return True if arguments can stay text: numbers, texts and booleans, without escapes or `flops`."""
-    is_flat = args.startswith(b"{") and args.find(b"{", 1) < 0 and len(args) < LONGEST_PLAIN
-    return is_flat and not any(mark in args for mark in _NOT_PLAIN)
+    return not args.rfind(b"{") and len(args) < LONGEST_PLAIN and not _has_marks(args)
+
+
+def _has_marks(text: bytes) -> bool:
+    return b"[" in text or b"\\" in text or b"null" in text or b'"flops"' in text
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and -INT64 <= value < INT64
 
 
-def _decode_arguments(event: TraceEvent) -> dict[str, Any]:
-    """Return the arguments of an event, also with numbers beyond 64 bits."""
-    raw = event.args
+class _WorkArguments(msgspec.Struct, gc=False):
+    """The arguments of device work and of its launches. Paddle has a key of its own for correlation numbers."""
+
+    correlation: Any = UNSET
+    paddles: Any = msgspec.field(default=None, name="correlation id")
+    device: Any = UNSET
+    stream: Any = UNSET
+
+
+def _decode_arguments(texts: Sequence[bytes | msgspec.Raw], kind: Any = list[Any]) -> list[Any]:
+    """Return the arguments of events, also with numbers beyond 64 bits."""
     try:
-        args = msgspec.json.decode(raw)
+        decoded: list[Any] = msgspec.json.decode(b"[%b]" % b",".join(texts), type=kind)
     except msgspec.MsgspecError:
-        args = json.loads(bytes(raw))
-    return args if isinstance(args, dict) else {}
+        decoded = msgspec.convert([json.loads(bytes(text)) for text in texts], kind)
+    return decoded
 
 
 def _torch_allocation(event: TraceEvent, args: Mapping[str, Any], thread_id: int) -> Allocation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +84,7 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
         why, cause = f"{problem.strerror or problem}; give a trace file that may be read", problem
     except ValueError as problem:
         why, cause = str(problem), problem
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as problem:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, struct.error) as problem:
         why, cause = f"a part is missing or of a wrong type ({problem!r:.80}); write or copy it again", problem
     raise TraceError(f"cannot read the trace {os.fspath(path)}: {why}") from cause
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, count
 from operator import attrgetter
-from struct import pack
 from typing import Any
 
 import numpy as np
@@ -21,22 +20,23 @@ from numpy.typing import NDArray
 
 from instrument.chrome.events import (
     Arguments,
+    Block,
     LeftOut,
-    SliceTimes,
     TraceEvent,
+    block_of,
     decode_arguments,
     find_fault,
-    read_sound_times,
-    times_of,
+    lane_of,
+    read_sound_block,
 )
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
-from instrument.chrome.others import ForeignSlices, Rows
+from instrument.chrome.others import ForeignSlices, Rows, look_up
 from instrument.chrome.paddle_traces import thread_of
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
 from instrument.trace.forest import NONE, rows_of, topmost_rows
-from instrument.trace.layout import GatheredAttributes, column, convert_lists, rank_of, to_json
+from instrument.trace.layout import GatheredAttributes, column, convert_lists, extend, rank_of, to_json
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 from instrument.trace.trace import SpanViews, Trace
@@ -50,6 +50,7 @@ UNTOLD = -INT64
 """The placeholder for a number that a slice's arguments omit."""
 
 _SLICES = frozenset("XBEbe")
+_LANE, _ASYNC = attrgetter("pid", "tid"), attrgetter("pid", "cat", "id", "id2")
 _NUMBERS = ("id", "site", "parent", "root", "own_id", "task", "self_ns", "active_ns")
 _OF_INTERVALS = ("owner", "place", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
 
@@ -66,7 +67,6 @@ class Slices:
         # Begins with their rows, and ends without one. `_mark_of` has the line, a thread or an async key.
         self._mark_ns, self._mark_row, self._mark_of = array("q"), array("q"), array("q")
         self._lines: dict[tuple[Any, ...], int] = {}
-        self._lanes: dict[tuple[Any, Any], int] = {}
         self._tasks: dict[int, int] = {}
 
     def add(self, events: list[TraceEvent]) -> None:
@@ -75,81 +75,71 @@ class Slices:
         if self._seen > LIMIT_EVENTS:
             raise ValueError(f"it has more than {LIMIT_EVENTS} events; record less into one file")
         # The slice of "Trace" is the time of torch.profiler itself, no call.
-        numbered = [
-            (number, event)
-            for number, event in enumerate(events, first)
-            if event.ph in _SLICES and not (event.cat == "Trace" and event.pid == "Spans")
-        ]
-        slices = [event for _, event in numbered]
-        times = read_sound_times(slices)
-        if times is None:
-            numbered = [pair for pair in numbered if not self._is_left_out(*pair)]
-            slices = [event for _, event in numbered]
-            times = times_of(slices, _LIMIT_NS)
+        are_slices = [event.ph in _SLICES and not (event.cat == "Trace" and event.pid == "Spans") for event in events]
+        slices = [*compress(events, are_slices)]
+        block = read_sound_block(slices)
+        if block is None:
+            numbers = compress(count(first), are_slices)
+            slices = [
+                event for event, number in zip(slices, numbers, strict=False) if not self._is_left_out(number, event)
+            ]
+            block = block_of(slices, _LIMIT_NS)
         self.count += len(slices)
         if self.count > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} events; record less into one file")
         if self._ours is None:
-            whole = slices
-            slices = self.others.hold_back_zeros(slices, [number for number, _ in numbered])
-            self._add(slices, times if slices is whole else times_of(slices, _LIMIT_NS))
+            remaining = self.others.hold_back_zeros(block, events, first)
+            self._add(block if remaining is block.slices else block_of(remaining, _LIMIT_NS))
             self.others.add(events, first)
         else:
-            self._add(*self._ours.add(events, slices, times))
+            self._add(self._ours.add(events, block))
 
     def _is_left_out(self, number: int, event: TraceEvent) -> bool:
         if fault := find_fault(event, self._left_out, number):
             self._left_out.add(fault, f"event {number}")
         return bool(fault)
 
-    def _add(self, slices: list[TraceEvent], times: SliceTimes) -> None:
-        are_begins = [event.ph != "E" and event.ph != "e" for event in slices]
-        begins = slices if all(are_begins) else [*compress(slices, are_begins)]
-        if begins:
-            self._add_rows(begins, _select_times(times, are_begins))
-        if any(event.ph != "X" for event in slices):
-            self._add_marks(slices, np.array(are_begins), times.start_ns)
+    def _add(self, block: Block) -> None:
+        if block.are_begins.any():
+            self._add_rows(block.select(block.are_begins))
+        are_marks = block.phases != b"X"
+        if are_marks.any():
+            self._add_marks(block, are_marks)
 
-    def _add_rows(self, slices: list[TraceEvent], times: SliceTimes) -> None:
+    def _add_rows(self, block: Block) -> None:
         """Add complete slices, and slices whose end comes later."""
-        self._rounding_ns = max(self._rounding_ns, int(times.has_parts))
-        start_ns, end_ns = times.start_ns.copy(), times.start_ns + times.length_ns
+        self._rounding_ns = max(self._rounding_ns, int(block.has_parts))
+        start_ns, end_ns = block.start_ns.copy(), block.start_ns + block.length_ns
+        lanes = list(map(_LANE, block.slices))
         if self._ours is None:
-            self._thread_id.extend(self.others.add_rows(slices, start_ns, end_ns))
+            extend(self._thread_id, self.others.add_rows(block, lanes, start_ns, end_ns))
         else:
-            self._thread_id.extend(self._ours.add_rows(slices))
-        keys, lanes = [(event.pid, event.tid) for event in slices], self._lanes
-        _extend(self._line, [lanes[key] if key in lanes else self._line_of(key) for key in keys])
+            extend(self._thread_id, self._ours.add_rows(block.slices))
+        extend(self._line, look_up(self._lines, lanes, self._line_of))
         self._start_ns.frombytes(start_ns.tobytes())
         self._end_ns.frombytes(end_ns.tobytes())
 
-    def _line_of(self, key: tuple[Any, Any]) -> int:
-        pid, tid = key
-        line = self._lanes[key] = self._lines.setdefault((pid, thread_of(tid)), len(self._lines))
-        return line
+    def _line_of(self, key: tuple[Any, ...]) -> int:
+        """Return the line of slices of a process and thread, or of an async key."""
+        key = key if len(key) > 2 else (lane_of(key[0]), thread_of(lane_of(key[1])))
+        return self._lines.setdefault(key, len(self._lines))
 
-    def _add_marks(self, slices: list[TraceEvent], are_begins: Bools, start_ns: Int64s) -> None:
+    def _add_marks(self, block: Block, are_marks: Bools) -> None:
         """Add the begins and ends of slices. The begins are the last rows of the columns."""
+        are_begins = block.are_begins
         rows = np.cumsum(are_begins)
         rows += len(self._start_ns) - 1 - rows[-1]
-        for event, row, at_ns in zip(slices, rows.tolist(), start_ns.tolist(), strict=True):
-            if event.ph == "X":
-                continue
-            phase = event.ph
-            if phase == "b" or phase == "e":
-                key: tuple[Any, ...] = event.pid, f"{event.cat}", f"{event.id}", f"{event.id2}"
-            else:
-                key = event.pid, thread_of(event.tid)
-            line = self._lines.setdefault(key, len(self._lines))
-            self._mark_ns.append(at_ns)
-            self._mark_of.append(line)
-            if phase == "b":
-                self._tasks.setdefault(line, 1 + len(self._tasks))
-            if phase == "B" or phase == "b":
-                self._mark_row.append(row)
-                self._line[row] = line
-            else:
-                self._mark_row.append(NONE)
+        phases = block.phases[are_marks]
+        are_async = ((phases == b"b") | (phases == b"e")).tolist()
+        marks = zip(compress(block.slices, are_marks.tolist()), are_async, strict=True)
+        keys = [_ASYNC(event) if is_async else _LANE(event) for event, is_async in marks]
+        lines = look_up(self._lines, keys, self._line_of)
+        self._mark_ns.frombytes(block.start_ns[are_marks].tobytes())
+        self._mark_row.frombytes(np.where(are_begins, rows, NONE)[are_marks].tobytes())
+        extend(self._mark_of, lines)
+        column(self._line)[rows[are_marks & are_begins]] = np.array(lines)[are_begins[are_marks]]
+        for line in compress(lines, (phases == b"b").tolist()):
+            self._tasks.setdefault(line, 1 + len(self._tasks))
 
     # Results
 
@@ -157,7 +147,7 @@ class Slices:
         """Return the trace of the slices, with all other facts."""
         if self._ours is None:
             zeros = self.others.waiting_zeros()
-            self._add(zeros, times_of(zeros, _LIMIT_NS))
+            self._add(block_of(zeros, _LIMIT_NS))
         rows = self._rows()
         return self.others.trace(rows) if self._ours is None else self._ours.trace(rows)
 
@@ -179,37 +169,36 @@ class Slices:
         return column(vars(self).pop(name))
 
     def _close_marks(self, end_ns: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Match begins with ends by a stack per line, in the order of time. Return the order of rows in the file, with
-        incomplete slices last, and the number of ends without a begin."""
+        """Match begins with ends as a stack per line does, in the order of time. Return the order of rows in the file,
+        with incomplete slices last, and the number of ends without a begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
         if not len(self._mark_ns):
             return place, 0
         at_ns, of, rows = map(self._column, ("_mark_ns", "_mark_of", "_mark_row"))
         last_ns = max(int(at_ns.max()), int(end_ns.max(initial=int(at_ns[0]))))
         order = np.lexsort((at_ns, of))
-        opened: list[int] = []
-        strays, next_place, before = 0, len(place), NONE
-        for mark_ns, line, row in iterate_rows(at_ns[order], of[order], rows[order]):
-            if line != before:
-                end_ns[opened], clipped[opened] = last_ns, True
-                opened, before = [], line
-            if row != NONE:
-                opened.append(row)
-                place[row] = next_place
-                next_place += 1
-            elif opened:
-                end_ns[opened.pop()] = mark_ns
-            else:
-                strays += 1
+        at_ns, of, rows = at_ns[order], of[order], rows[order]
+        are_begins = rows != NONE
+        place[rows[are_begins]] = len(place) + np.arange(np.count_nonzero(are_begins))
+        firsts = np.flatnonzero(np.diff(of, prepend=-1))
+        line = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(of)))
+        steps = np.where(are_begins, 1, -1)
+        depth = np.cumsum(steps)
+        depth -= (depth - steps)[firsts][line]
+        # An end below the least depth of its line before has no begin.
+        offset = line * (len(of) + 1)
+        least = np.minimum.accumulate(np.minimum(depth, 0) - offset) + offset
+        before = np.roll(least, 1)
+        before[firsts] = 0
+        matched = np.flatnonzero(least == before)
+        # Begins and ends of a depth take turns.
+        matched = matched[np.lexsort(((depth - least + ~are_begins)[matched], of[matched]))]
+        begins = are_begins[matched]
+        closed = np.append(begins[:-1] & ~begins[1:], [False] * len(begins[:1]))
+        end_ns[rows[matched[closed]]] = at_ns[matched[np.roll(closed, 1)]]
+        opened = rows[matched[begins & ~closed]]
         end_ns[opened], clipped[opened] = last_ns, True
-        return place, strays
-
-
-def _select_times(times: SliceTimes, are_chosen: Sequence[bool]) -> SliceTimes:
-    if all(are_chosen):
-        return times
-    places = np.flatnonzero(are_chosen)
-    return SliceTimes(times.start_ns[places], times.length_ns[places], times.has_parts)
+        return place, len(of) - len(matched)
 
 
 def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
@@ -281,25 +270,24 @@ class OwnSlices:
         self._labels: dict[str, int] = {}
         self._waiting: list[Arguments] = []
 
-    def add(
-        self, events: list[TraceEvent], slices: list[TraceEvent], times: SliceTimes
-    ) -> tuple[list[TraceEvent], SliceTimes]:
-        """Read events and slices' arguments. Return the slices of spans, and their times, for `add_rows`."""
+    def add(self, events: list[TraceEvent], block: Block) -> Block:
+        """Read events and slices' arguments. Return the slices of spans for `add_rows`."""
         for event in events:
             if event.ph == "C":
                 self._add_sample(event)
         if len(self._samples) > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
-        are_ends = [event.ph == "E" or event.ph == "e" for event in slices]
-        arguments = decode_arguments([event.args for event, is_end in zip(slices, are_ends, strict=True) if not is_end])
-        self._waiting = [entry for entry in arguments if entry.owner is UNSET]
-        if len(self._waiting) == len(arguments):
-            return slices, times
-        of_begin = iter(arguments)
-        of_spans = [is_end or next(of_begin).owner is UNSET for is_end in are_ends]
-        of_device = [not is_of_span for is_of_span in of_spans]
-        self._add_intervals([entry for entry in arguments if entry.owner is not UNSET], _select_times(times, of_device))
-        return [*compress(slices, of_spans)], _select_times(times, of_spans)
+        begins = block.select(block.are_begins)
+        arguments = decode_arguments(begins.texts)
+        of_device = np.array([entry.owner is not UNSET for entry in arguments], dtype=np.bool_)
+        self._waiting = arguments
+        if not of_device.any():
+            return block
+        self._waiting = [*compress(arguments, (~of_device).tolist())]
+        self._add_intervals([*compress(arguments, of_device.tolist())], begins.select(of_device))
+        of_spans = ~block.are_begins
+        of_spans[block.are_begins] = ~of_device
+        return block.select(of_spans)
 
     def _add_sample(self, event: TraceEvent) -> None:
         pid = checked(event.pid, int)
@@ -308,41 +296,45 @@ class OwnSlices:
         at_ns = self._metadata.base_ns + nanoseconds(event.ts)
         self._samples.append(Sample(checked(event.name, str), device, at_ns, checked(value, float, int)))
 
-    def add_rows(self, slices: list[TraceEvent]) -> list[int]:
+    def add_rows(self, slices: Sequence[TraceEvent]) -> list[int]:
         """Add the arguments of complete slices and begins of spans. Return the thread of each."""
         arguments, self._waiting = self._waiting, []
         first = len(self._numbers["error"])
         for name in _NUMBERS:
-            _extend(self._numbers[name], _numbers(arguments, name))
-        errors, names = self._errors, map(attrgetter("error"), arguments)
-        _extend(self._numbers["error"], [
+            extend(self._numbers[name], _numbers(arguments, name))
+        errors, names = self._errors, _values(arguments, "error") or [None] * len(arguments)
+        extend(self._numbers["error"], [
             NONE if name is UNSET or name is None else errors.setdefault(name, len(errors) - 1) for name in names
         ])  # fmt: skip
-        for row, entry in enumerate(arguments, first):
-            if entry.clipped is True:
+        for row, is_clipped in enumerate(_values(arguments, "clipped"), first):
+            if is_clipped is True:
                 self._clipped.append(row)
-            if entry.attributes is not UNSET:
-                text = bytes(entry.attributes)
+        for row, attributes in enumerate(_values(arguments, "attributes"), first):
+            if attributes is not UNSET:
+                text = bytes(attributes)
                 self._attributes.add(row, to_json(json.loads(text)) if b"\\" in text else text)
-            if entry.remote:
-                self._remote[row] = entry.remote.parent()
-        tids: list[Any] = [event.tid for event in slices]
-        return [tid if entry.thread is UNSET else entry.thread for tid, entry in zip(tids, arguments, strict=True)]
+        for row, remote in enumerate(_values(arguments, "remote"), first):
+            if remote:
+                self._remote[row] = remote.parent()
+        tids, threads = list[Any](map(attrgetter("tid"), slices)), _values(arguments, "thread")
+        if not threads:
+            return tids
+        return [tid if thread is UNSET else thread for tid, thread in zip(tids, threads, strict=True)]
 
-    def _add_intervals(self, arguments: list[Arguments], times: SliceTimes) -> None:
+    def _add_intervals(self, arguments: Sequence[Arguments], block: Block) -> None:
         columns, labels = self._intervals, list(map(attrgetter("label"), arguments))
         number_by_label = {
             label: self._labels.setdefault("exclusive" if label is UNSET else label, len(self._labels))
             for label in dict.fromkeys(labels)
         }
         for name in ("owner", "place", "uncertainty_ns"):
-            _extend(columns[name], _numbers(arguments, name, 0))
-        _extend(columns["device"], _numbers(arguments, "device"))
+            extend(columns[name], _numbers(arguments, name, 0))
+        extend(columns["device"], _numbers(arguments, "device"))
         streams = zip(_numbers(arguments, "stream"), _numbers(arguments, "enclosing_stream"), strict=True)
-        _extend(columns["stream"], [enclosing if stream == UNTOLD else stream for stream, enclosing in streams])
-        _extend(columns["label"], list(map(number_by_label.__getitem__, labels)))
-        columns["start_ns"].frombytes(times.start_ns.tobytes())
-        columns["end_ns"].frombytes((times.start_ns + times.length_ns).tobytes())
+        extend(columns["stream"], [enclosing if stream == UNTOLD else stream for stream, enclosing in streams])
+        extend(columns["label"], list(map(number_by_label.__getitem__, labels)))
+        columns["start_ns"].frombytes(block.start_ns.tobytes())
+        columns["end_ns"].frombytes((block.start_ns + block.length_ns).tobytes())
 
     def trace(self, rows: Rows) -> Trace:
         """Return the trace of the spans, with all other facts."""
@@ -399,17 +391,17 @@ class OwnSlices:
         return DeviceIntervals(row=rows[order], **ordered, label=label, labels=tuple(self._labels))
 
 
-def _numbers(arguments: list[Arguments], name: str, otherwise: int = UNTOLD) -> list[int]:
-    numbers = list(map(attrgetter(name), arguments))
-    unset = numbers.count(UNSET)
-    if unset == len(numbers):
-        return [otherwise] * unset
-    return [otherwise if number is UNSET else number for number in numbers] if unset else numbers
+def _numbers(arguments: Sequence[Arguments], name: str, otherwise: int = UNTOLD) -> list[int]:
+    numbers = _values(arguments, name)
+    if UNSET not in numbers:
+        return numbers or [otherwise] * len(arguments)
+    return [otherwise if number is UNSET else number for number in numbers]
 
 
-def _extend(column: array[int], numbers: Sequence[int]) -> None:
-    """Append 64-bit numbers to a column. `array.extend` takes four times as long."""
-    column.frombytes(pack(f"{len(numbers)}q", *numbers))
+def _values(arguments: Sequence[Arguments], name: str) -> list[Any]:
+    """Return an argument of slices, and nothing if no slice has it."""
+    values = list(map(attrgetter(name), arguments))
+    return values if values.count(UNSET) < len(values) else []
 
 
 def _with_default(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from struct import pack
 from typing import Any
 
 import msgspec
@@ -392,6 +393,11 @@ def column(numbers: array[int]) -> Int64s:
     return np.frombuffer(numbers, dtype=np.int64)
 
 
+def extend(column: array[int], numbers: Sequence[int]) -> None:
+    """Append 64-bit numbers to a column. `array.extend` takes four times as long."""
+    column.frombytes(pack(f"{len(numbers)}q", *numbers))
+
+
 def rank_of(order: NDArray[np.int64]) -> Int32s:
     """Return the index of each row in an order."""
     rank = np.empty(len(order), dtype=np.int32)
@@ -427,11 +433,10 @@ class GatheredAttributes:
     def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
         """Add the attributes of new rows. Equal texts are rare here, so each is stored on its own."""
         number = len(self._ends)
-        self._ends.extend(accumulate(map(len, texts), initial=len(self._texts)))
-        del self._ends[number]  # the begin of the first one
+        extend(self._ends, [*accumulate(map(len, texts), initial=len(self._texts))][1:])
         self._texts += b"".join(texts)
-        self._rows.extend(rows)
-        self._numbers.extend(range(number, number + len(rows)))
+        extend(self._rows, rows)
+        extend(self._numbers, range(number, number + len(rows)))
 
     def packed(self, rank: Int32s) -> PackedAttributes:
         """Return the attributes of rows, which get the numbers in `rank`."""
