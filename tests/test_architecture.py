@@ -342,7 +342,7 @@ SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (321, 4),
     "agent": (4_609, 15),
-    "chrome": (3_177, 9),
+    "chrome": (3_261, 9),
     "cli": (2_990, 16),
     "compat": (1_181, 6),
     "device": (3_710, 11),
@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (14_876, 46),
     "runtime": (2_820, 18),
     "sessions": (6_771, 23),
-    "trace": (10_800, 35),
+    "trace": (10_805, 35),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
