@@ -322,7 +322,7 @@ def test_a_route_is_named_within_its_mount_and_the_address_stays() -> None:
     async def routed(scope: Any, receive: Any, send: Any) -> None:
         exchange = CURRENT.get()
         assert exchange is not None
-        exchange.enter("/api/")
+        exchange.add_prefix("/api/")
         exchange.set_route("/items/{id}")
         await answering(START, part(b""))(scope, receive, send)
 
