@@ -168,7 +168,7 @@ class JsonForm:
             ]
         if members.events:
             facts["events"] = [
-                {"timeUnixNano": str(time_ns), "name": name, "attributes": _encode_attributes(values)}
+                {"timeUnixNano": str(time_ns), "name": make_plain(name), "attributes": _encode_attributes(values)}
                 for time_ns, name, values in members.events
             ]
         if members.dropped:
