@@ -239,7 +239,7 @@ class Anchors:
 
     @property
     def stream(self) -> Any:
-        """The stream of the anchors, which has no other use; None before the first anchor."""
+        """The stream on which only anchors are recorded, None before the first anchor."""
         return self._stream
 
     @property

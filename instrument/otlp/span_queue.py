@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 QUEUE_BYTES = 16 << 20
-"""The maximum number of bytes of requests that wait for delivery. Above that the oldest requests are dropped."""
+"""The most bytes of requests that wait for delivery. Above that, the oldest requests are dropped."""
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6

@@ -93,7 +93,7 @@ def find_first_request(mapped: Mapped) -> int:
 
 
 def read_origin(header: Header) -> Origin:
-    """Return the description of the process from the fields of its recording's header."""
+    """Return the origin of a process from the fields of its recording's header."""
     values: dict[str, Any] = {}
     for item in fields(Origin):
         kind = int if item.type == "int" else str

@@ -309,7 +309,7 @@ class Settling:
         self.taken: Sequence[Callable[[Decisions, int], object]] = ()
         """The functions that are called with the decisions and the time of each round, before rows are released."""
         self.settled_ns = 0
-        """The time up to which ended requests are settled, except those that wait for others."""
+        """The time in ns up to which ended requests are settled, except requests that wait for others."""
         self.has_more = False
         """True if the last round left due requests unsettled."""
 

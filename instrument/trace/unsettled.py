@@ -309,7 +309,7 @@ class UnsettledRows:
         self.adopted = 0
         """The number of rows that an earlier reader had read but not settled."""
         self.adopted_until_ns = 0
-        """The time up to which the earlier reader had settled requests."""
+        """The time in ns up to which the earlier reader had settled requests."""
         self.caller: RemoteParent | None = None
         """The remote parent of trees that began before the process served requests, or None."""
         self.served_from_ns = 1 << 62
