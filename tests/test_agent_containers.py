@@ -149,7 +149,9 @@ def test_an_agent_next_to_services_that_begins_again_reports_those_that_ended_be
     how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
-    first = beside("--socket", str(path))
+    with monkeypatch.context() as patch:
+        patch.setenv("IMPATIENT", "agents")  # else it would wait a minute for the service to end
+        first = beside("--socket", str(path))
     monkeypatch.setenv(run_folder.VARIABLE, str(path))
     service = begin("""
         import engine, subprocess, sys
