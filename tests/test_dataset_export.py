@@ -29,6 +29,7 @@ from instrument.cli import main
 from instrument.otlp import dataset_export
 from instrument.otlp.dataset_export import DatasetExport
 from instrument.profile.model import Capture, Parquet
+from instrument.recording.export_checkpoint import Progress
 from instrument.recording.spans import BATCH_KEYS, DeviceInterval, Span
 from instrument.trace.columns import LABELS, device_intervals
 from instrument.trace.dataset import DatasetProcess, DatasetRows, definition
@@ -248,7 +249,12 @@ def test_lost_rows_of_a_dataset_are_in_the_metrics_of_the_process_and_none_count
         Path("main.py").write_text(SERVICE)
         service = begin(SERVICE)
         say(service, "ask")
-        until(lambda: [place.read().fates["unstored"] > 500 for place, _ in recordings()] == [True])
+
+        def is_told(progress: Progress) -> bool:
+            is_sent = progress.fates["exported"] >= 500 and not progress.unsettled
+            return progress.fates["unstored"] > 500 and (is_sent or not sends)
+
+        until(lambda: [is_told(place.read()) for place, _ in recordings()] == [True])
         say(service, "scrape")
         _, errors = service.communicate(timeout=240)
         until(lambda: not agents())
