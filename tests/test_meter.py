@@ -28,6 +28,7 @@ from test_requests import FLASK, STARLETTE, ask_all, gunicorn, uvicorn
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
+from instrument.otlp import exporter
 from instrument.otlp.points import make_exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
@@ -52,6 +53,12 @@ def profile(endpoint: str, more: str = "") -> Profile:
 
 def url(server: Collector) -> str:
     return f"http://127.0.0.1:{server.server_port}"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for a collector's answer to metrics as long as to spans. Metrics are sent again after a late answer."""
+    monkeypatch.setattr(exporter, "PATIENCE_NS", 60 * 10**9)
 
 
 class Served:
@@ -359,8 +366,6 @@ def test_without_a_collector_what_was_not_reported_is_counted_and_the_end_is_not
 
 
 def test_a_collector_that_never_answers_leaves_the_newest_totals_alone_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    from instrument.otlp import exporter
-
     monkeypatch.setattr(exporter, "PATIENCE_NS", 10**8)
     with collecting(take, metrics=swallow) as server:
         session = instrument.start(profile(url(server)))
