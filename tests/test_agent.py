@@ -24,7 +24,7 @@ import pytest
 from instrument import chrome, clock
 from instrument.agent import departure
 from instrument.agent.processes import Process, Run, exit_fd_of, missed_processes, write_note
-from instrument.agent.runs import ENDED, GRACE_S
+from instrument.agent.runs import MOST_ENDED, RUN_END_S
 from instrument.runtime import packets, run_folder
 from instrument.trace import file
 
@@ -44,11 +44,11 @@ if "IMPATIENT" not in os.environ:
 
     from instrument.runtime import agent_launch, run_folder
 
-    agent_launch.ENTRY, run_folder.ANSWER_S = Path(%r), 60
+    agent_launch.AGENT_SCRIPT, run_folder.ANSWER_S = Path(%r), 60
 if os.environ.get("IMPATIENT") != "all" and "instrument.sessions.membership" in sys.modules:
     from instrument.sessions import exporting, gauge_watch, handover, leaving, membership
 
-    membership.ALIVE_S = membership.SCRAPE_S = exporting.SCRAPE_WAIT_S = 60
+    membership.ANSWER_LIMIT_S = membership.SCRAPE_LIMIT_S = exporting.SCRAPE_WAIT_S = 60
     gauge_watch.LAST_READING_S = handover.LAST_READ_S = 60
     leaving.EXIT_LIMIT_NS = 60 * 10**9
 elif "IMPATIENT" not in os.environ and sys.orig_argv[1:3] == ["-m", "instrument"]:
@@ -56,7 +56,7 @@ elif "IMPATIENT" not in os.environ and sys.orig_argv[1:3] == ["-m", "instrument"
     from instrument.cli import control_verb, run_verb
 
     control_verb.WAIT_S = run_verb.AGENT_WAIT_S = 60
-    service.END_S = service.LIVE_S = service.SEND_S = 60
+    service.STOP_LIMIT_S = service.STOP_WAIT_S = service.LAST_SEND_S = 60
 """
 """The first lines of all processes of a test's runs: other work on the machine makes no process slow or gone.
 
@@ -84,7 +84,7 @@ def serve_patiently(connection):
     serve_exports(connection)
 
 exporter_process._serve = serve_patiently
-service.END_S = service.LIVE_S = service.SEND_S = 60
+service.STOP_LIMIT_S = service.STOP_WAIT_S = service.LAST_SEND_S = 60
 entry._main()
 """
 """The program of an agent that waits for a collector, and after SIGTERM for processes, as long as tests wait."""
@@ -333,7 +333,7 @@ sys.stdin.readline()
 def test_ended_workers_with_many_spans_leave_few_files_while_the_run_goes_on() -> None:
     service = begin(RECYCLED_WITH_MANY_SPANS)
     left = until(lambda: [path for path in run_folder.list_runs() if run_folder.paths_in(path, "before-*-left.npz")])
-    until(lambda: len([*left[0].glob("*-left.npz")]) <= ENDED)
+    until(lambda: len([*left[0].glob("*-left.npz")]) <= MOST_ENDED)
     _, errors = service.communicate("\n", timeout=240)
     (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
     assert row.split()[3] == "220000"
@@ -392,7 +392,7 @@ def test_a_report_names_processes_that_ended_under_a_killed_agent(goes_on: str) 
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
     (run,) = run_folder.list_runs()
-    until(lambda: any(run.glob("before-*")) and len([*run.glob("*-left.npz")]) == 20 - ENDED // 2 + 1)
+    until(lambda: any(run.glob("before-*")) and len([*run.glob("*-left.npz")]) == 20 - MOST_ENDED // 2 + 1)
     (agent,) = until(agents)
     kill(agent)
     until(lambda: [one for one in agents() if one != agent])
@@ -539,7 +539,7 @@ os.wait()
     _, errors = service.communicate(timeout=240)
     assert "Summary of shop" in errors
     (agent,) = until(agents)
-    time.sleep(3 * GRACE_S)
+    time.sleep(3 * RUN_END_S)
     assert until(agents) == [agent]
     Path("go").touch()
     (capture,) = until(lambda: [*Path("traces").glob("*-died.npz")])
@@ -593,7 +593,7 @@ import sys
 from instrument.agent import runs
 from instrument.cli import main
 
-runs.STATUS_S = 600
+runs.EXIT_STATUS_WAIT_S = 600
 sys.exit(main(["agent", "--socket", sys.argv[1]]))
 """
 

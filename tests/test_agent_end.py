@@ -18,7 +18,7 @@ from otlp_collectors import Handler, collecting, drip, refuse_with, swallow, tak
 from test_agent import INSTRUMENT, agents, asked, folder, kill, until
 from test_agent_export import ENGINE, PROFILE, spans_of
 
-from instrument.agent.service import END_S
+from instrument.agent.service import STOP_LIMIT_S
 from instrument.runtime import run_folder
 
 __all__ = ["folder"]
@@ -44,7 +44,7 @@ import time
 from engine import serve
 from instrument.sessions import leaving
 
-leaving.UNSEEN_S = 60  # a machine with other work is no agent that is stopped
+leaving.STALLED_AGENT_S = 60  # a machine with other work is no agent that is stopped
 
 for x in range(5000):
     serve(x)
@@ -88,7 +88,7 @@ def test_an_agent_ends_within_five_seconds_of_a_request_and_reports_its_losses(
     collector: Callable[[], AbstractContextManager[int]], requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("IMPATIENT", "agents")
-    assert END_S < 5
+    assert STOP_LIMIT_S < 5
     Path("engine.py").write_text(ENGINE)
     Path("main.py").write_text(SERVICE % requests)
     with collector() as port, Path("errors").open("w") as errors:

@@ -18,8 +18,8 @@ from otlp_collectors import collecting, take
 from test_agent import agents, begin, children_of, folder, run, until
 from test_agent_containers import ALONE, INSTRUMENT, needs_namespaces
 
-from instrument.agent.export_loop import SILENT_S, GaugeThread
-from instrument.agent.exporter_process import ELSEWHERE, EXPORTER
+from instrument.agent.export_loop import HANG_S, GaugeThread
+from instrument.agent.exporter_process import ELSEWHERE, EXPORTER_NAME
 from instrument.device.gauges import GaugeSources
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import GAUGES as EVERY_GAUGE
@@ -187,7 +187,7 @@ def test_a_run_whose_gauges_alone_are_read_has_an_exporter_without_numpy() -> No
     service = serve(FUNCTIONS + GAUGES)
     do(service, "until(samples)")
     (agent,) = agents()
-    (exporter,) = children_of(agent, EXPORTER)
+    (exporter,) = children_of(agent, EXPORTER_NAME)
     assert "numpy" not in Path(f"/proc/{exporter}/maps").read_text()
     end(service)
 
@@ -238,14 +238,14 @@ def test_a_driver_that_hangs_keeps_the_gauge_thread_alone_and_its_silence_is_nam
         assert inside.acquire(timeout=240)
         gauges.thread.report_silence(time.monotonic())  # a short silence is none
         for _ in range(2):  # it is named once
-            gauges.thread.report_silence(time.monotonic() + 2 * SILENT_S)
+            gauges.thread.report_silence(time.monotonic() + 2 * HANG_S)
         (note,) = gauges.next(1)["notes"]
         assert f"read no gauges for more than 10 s{often}: a driver did not answer" in note
         answers.release()
     gauges.ask(2, {"gauges": {"host_ns": 10**6}})
     assert inside.acquire(timeout=240)
     gauges.thread.report_silence(time.monotonic())
-    gauges.thread.report_silence(time.monotonic() + 2 * SILENT_S)
+    gauges.thread.report_silence(time.monotonic() + 2 * HANG_S)
     assert {gauges.next(number)["notes"][0][-50:] for number in (1, 2)} == {note[-50:]}, "also who has come meanwhile"
     is_over.set()
     answers.release()
@@ -260,7 +260,7 @@ def test_the_next_agent_reads_the_gauges_of_a_killed_agents_processes(hangs: boo
     do(service, "until(samples); until(lambda: threads() == ['instrument-control'])")
     (agent,) = agents()
     if hangs:
-        (exporter,) = children_of(agent, EXPORTER)
+        (exporter,) = children_of(agent, EXPORTER_NAME)
         os.kill(exporter, signal.SIGSTOP)
     os.kill(agent, signal.SIGKILL)
     until(lambda: [one for one in agents() if one != agent])

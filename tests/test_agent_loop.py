@@ -83,7 +83,7 @@ def test_a_first_process_that_ends_without_a_span_has_joined_all_the_same(
 ) -> None:
     """It may take a while to end, as it waits for the report of the run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "START_S", 0.0)
+    monkeypatch.setattr(runs, "NONE_JOINED_S", 0.0)
     run = Run("run", first=os.getpid())
     if has_joined:
         left = Process(run=run, pid=run.first, started=1, facts={}, joined_ns=1, goodbye={})
@@ -165,8 +165,8 @@ def test_the_next_agent_reports_a_process_that_ended_before_it_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "AGAIN_S", 0.01)
-    monkeypatch.setattr(runs, "STATUS_S", 0.01)
+    monkeypatch.setattr(runs, "CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(runs, "EXIT_STATUS_WAIT_S", 0.01)
     with subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL) as other:
         started = clock.start_ticks(Path(f"/proc/{other.pid}/stat"))
         known = Process(

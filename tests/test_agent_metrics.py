@@ -19,7 +19,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from otlp_collectors import Collector, collecting, refuse_with, take
 from test_agent import INSTRUMENT, agents, begin, children_of, folder, run, until
 
-from instrument.agent.exporter_process import EXPORTER
+from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.otlp import export_facts
 from instrument.otlp.export_facts import Ids, MeteredFacts
 from instrument.profile.model import Capture
@@ -187,7 +187,7 @@ def test_the_next_exporter_continues_the_counts_of_a_killed_one(collector: Colle
     service = started()
     do(service, "ask 200 10", "ask 404 5", "flush", "ask 404 2")
     (agent,) = agents()
-    (exporter,) = children_of(agent, EXPORTER)
+    (exporter,) = children_of(agent, EXPORTER_NAME)
     time.sleep(0.3)  # it has read what was asked last
     os.kill(exporter, signal.SIGKILL)
     do(service, "ask 503 3", "flush", "ask 200 1")

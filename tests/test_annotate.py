@@ -25,7 +25,7 @@ from readback import spans_in
 import instrument
 from instrument import chrome
 from instrument.recorder import span_attributes
-from instrument.recorder.span_attributes import NAMES_OF_PLACE, rename, set_status
+from instrument.recorder.span_attributes import MOST_NAMES_PER_SITE, rename, set_status
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     BATCH_KEYS,
@@ -331,12 +331,12 @@ def test_a_renamed_span_and_what_is_below_it_count_under_the_new_name(recorder: 
 
 
 def test_a_place_has_so_many_names_and_no_more(recorder: Any) -> None:
-    for number in range(NAMES_OF_PLACE + 3):
+    for number in range(MOST_NAMES_PER_SITE + 3):
         with recorder.make_scope("scope") as span:
             span.rename("first")
             span.rename(f"name {number}")
     found = {row.path[-1].name: row.totals.calls for row in recorder.tally().rows()}
-    assert len(found) == NAMES_OF_PLACE
+    assert len(found) == MOST_NAMES_PER_SITE
     assert found["scope"] == 4
     beyond = "span names beyond the limit of their place, counted under the name that it has"
     assert recorder.counts() == {beyond: 4}

@@ -24,7 +24,7 @@ from test_agent_export import recordings
 from test_grafted import saved
 from test_settling import ENGINE, FRONT, Run, S, Told, run_of, with_nested, with_slots, with_strays
 
-from instrument.agent.exporter_process import EXPORTER
+from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.cli import main
 from instrument.otlp import dataset_export
 from instrument.otlp.dataset_export import DatasetExport
@@ -207,7 +207,7 @@ def test_a_dataset_grows_while_services_run_and_a_killed_exporter_loses_what_it_
     until(lambda: (len(read("requests", "span_id")), len(read("spans", "span_id"))) == (70, 700))
     until(lambda: set(TABLES) == {path.name for path in Path("data").iterdir()})
     (agent,) = agents()
-    (exporter,) = children_of(agent, EXPORTER)
+    (exporter,) = children_of(agent, EXPORTER_NAME)
     os.kill(exporter, signal.SIGSTOP)
     say(service, "ask")
     os.kill(exporter, signal.SIGKILL)

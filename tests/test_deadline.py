@@ -23,7 +23,7 @@ from instrument import clock as clocks
 from instrument.clock import LEAST_S, Deadline
 from instrument.runtime import run_folder
 from instrument.sessions import leaving
-from instrument.sessions.membership import ALIVE_S, Membership
+from instrument.sessions.membership import ANSWER_LIMIT_S, Membership
 
 __all__ = ["agent", "collector", "folder", "listener"]
 
@@ -46,11 +46,11 @@ def test_the_waits_of_an_end_take_no_longer_together_than_it_may(
         return wait_s
 
     def answer(_: Membership, name: str, wait_s: float) -> Mapping[str, Any]:
-        return {name: {"wait": True} if wait_s == ALIVE_S and spend(wait_s) else {"report": "that of the run"}}
+        return {name: {"wait": True} if wait_s == ANSWER_LIMIT_S and spend(wait_s) else {"report": "that of the run"}}
 
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
     monkeypatch.setattr(clocks, "time", SimpleNamespace(**{**vars(time), "monotonic": lambda: clock.now}))
-    monkeypatch.setattr(leaving, "UNSEEN_S", 0.01)
+    monkeypatch.setattr(leaving, "STALLED_AGENT_S", 0.01)
     monkeypatch.setattr(Membership, "await_message", answer)
     running = begin(collector, ", summary: {to: stderr}")
     serve(3)

@@ -89,5 +89,5 @@ def test_a_meter_takes_no_state_that_is_damaged(make_recorder: Any, what: dict[s
     meter = Meter(make_recorder(), 7)
     before = meter.state()
     with pytest.raises(DAMAGED):
-        meter.go_on({**before, **what})
+        meter.restore({**before, **what})
     assert meter.state() == before

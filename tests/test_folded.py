@@ -138,7 +138,7 @@ def test_a_report_of_many_processes_lists_abnormal_ends_first(tmp_path: Path) ->
     parts = [ReportedProcess(f"{pid} (in order)", path if pid == 1 else "") for pid in range(1, 30)]
     parts.append(ReportedProcess("30 (without a goodbye (SIGKILL))", "", is_notable=True))
     lines = report(parts).partition("Processes: 30\n")[2].splitlines()
-    assert len(lines) == departure.NAMED_PROCESSES + 1
+    assert len(lines) == departure.MOST_NAMED_PROCESSES + 1
     assert lines[-2].strip().startswith("30 (without a goodbye (SIGKILL))")
     assert lines[-1].strip() == "and 18 more"
 

@@ -166,7 +166,7 @@ def test_a_run_without_a_summary_says_what_was_unsent_at_its_end(
 ) -> None:
     monkeypatch.setattr(leaving, "target_of", lambda _: stderr)
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
-    monkeypatch.setattr(leaving, "UNSEEN_S", 0.01)
+    monkeypatch.setattr(leaving, "STALLED_AGENT_S", 0.01)
     monkeypatch.setattr(session_threads, "START_DELAY_S", 0)
     begin(collector)
     place = taken()
@@ -188,7 +188,7 @@ def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
 
     monkeypatch.setattr(SessionThreads, "_start_threads", begin_late)
     monkeypatch.setattr(SessionThreads, "start", lambda _: may_begin.wait(60))
-    monkeypatch.setattr(session_threads, "START_LIMIT_S", 0.0)
+    monkeypatch.setattr(session_threads, "START_WAIT_S", 0.0)
     monkeypatch.setattr(session_threads, "START_DELAY_S", 0.0)
     monkeypatch.setenv("INSTRUMENT_RUN_PID", "1")  # as in a process that begins them with its first span
     session = begin(collector)

@@ -11,7 +11,7 @@ import pytest
 from otlp_spans import ORIGIN
 from test_agent import agents, begin, children_of, folder, until
 
-from instrument.agent.exporter_process import EXPORTER
+from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.otlp import kept_files
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.kept_files import REMOVED, KeptFiles
@@ -79,7 +79,7 @@ def test_kept_requests_are_in_files_while_the_service_runs_and_after_a_kill_of_t
     do("child")
     until(lambda: kept() == {"broken": 1, "child": 1})
     (agent,) = agents()
-    (exporter,) = children_of(agent, EXPORTER)
+    (exporter,) = children_of(agent, EXPORTER_NAME)
     os.kill(exporter, signal.SIGKILL)
     do("ask")
     _, errors = service.communicate(timeout=240)

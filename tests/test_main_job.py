@@ -26,7 +26,7 @@ from otlp_receiver import Received, receiver
 
 from instrument import chrome
 from instrument.profile.model import VIEWS
-from instrument.recorder.recorder import LIMIT_NS
+from instrument.recorder.recorder import MOST_DEVIATION_NS
 from instrument.recording.spans import Span, covered_ns, is_interruption
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
@@ -145,7 +145,7 @@ def test_spans_arrive_as_recorded_to_the_nanosecond(run: Run) -> None:
     mine = sorted(shape(span.site.name, span.start_ns, span.end_ns, first_recorded) for span in recorded)
     theirs = sorted(shape(span.name, span.start_ns, span.end_ns, first_received) for span in received)
     assert [(name, length_ns) for name, _, length_ns in theirs] == [(name, length_ns) for name, _, length_ns in mine]
-    assert max(abs(one[1] - other[1]) for one, other in zip(theirs, mine, strict=True)) < LIMIT_NS
+    assert max(abs(one[1] - other[1]) for one, other in zip(theirs, mine, strict=True)) < MOST_DEVIATION_NS
 
 
 def test_the_resource_and_the_code_of_a_span_arrive(run: Run) -> None:

@@ -294,10 +294,10 @@ def test_a_look_at_a_run_reports_the_age_also_of_a_request_that_began_as_others_
 
 def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: Any) -> None:
     readings, mapped = Readings(partial(recorder.room_for, "samples")), read(recorder)
-    told = [Sample("power", 0, at_ns, at_ns / 8) for at_ns in range(1, memory_layout.SAMPLES + 10)]
+    told = [Sample("power", 0, at_ns, at_ns / 8) for at_ns in range(1, memory_layout.MOST_SAMPLES + 10)]
     told.append(Sample("temperature", 3, 1 << 40, None))
     readings.add(told)
-    assert mapped.samples() == told[-memory_layout.SAMPLES + 1 :]
+    assert mapped.samples() == told[-memory_layout.MOST_SAMPLES + 1 :]
 
 
 def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: Any) -> None:

@@ -34,7 +34,7 @@ from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
 from instrument.recorder import meter
 from instrument.recorder.meter import queued_tasks
-from instrument.recording.distributions import EXEMPLARS, Distribution, Exemplar, Exemplars, bucket
+from instrument.recording.distributions import MOST_EXEMPLARS, Distribution, Exemplar, Exemplars, bucket
 
 DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
 DELTA, CUMULATIVE = 1, 2
@@ -757,7 +757,7 @@ def test_a_series_has_few_exemplars_of_which_the_longest_stay() -> None:
     held = Exemplars()
     for number in range(10_000):
         held.add(Exemplar(number * number, number, number, 1, number))
-    assert len(held.all()) == EXEMPLARS
+    assert len(held.all()) == MOST_EXEMPLARS
     assert held.all()[-1].span_id == 9_999
     assert [one.value_ns for one in held.all()] == sorted(one.value_ns for one in held.all())
 

@@ -1074,7 +1074,7 @@ def test_the_export_next_to_a_service_rests_between_stretches_of_work_and_that_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rests: list[float] = []
-    monkeypatch.setattr(threads, "WORK_S", -1)
+    monkeypatch.setattr(threads, "WORK_SLICE_S", -1)
     monkeypatch.setattr(threads, "sleep", rests.append)
     with collecting(take) as server:
         for detects in (True, False):

@@ -25,7 +25,7 @@ from instrument.recorder import own_numbers as numbers
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import Metric, bucket_middle
 from instrument.recording.mapped import numbers_in
-from instrument.recording.numbers import LARGEST, metrics_of, samples_of
+from instrument.recording.numbers import LARGEST_MIDDLE, metrics_of, samples_of
 from instrument.runtime.faults import FAULTS
 
 
@@ -106,7 +106,7 @@ def test_a_histogram_has_each_value_within_an_eighth(session: None, values: list
     middles = sorted(
         bucket_middle(bucket) / 10**9 for bucket, count in distribution.buckets.items() for _ in range(count)
     )
-    expected = sorted(min(max(value, 0), LARGEST) for value in values)
+    expected = sorted(min(max(value, 0), LARGEST_MIDDLE) for value in values)
     assert middles == pytest.approx(expected, rel=0.14, abs=2e-9)
 
 

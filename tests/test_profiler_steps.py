@@ -43,7 +43,7 @@ from instrument.profile.model import Schedule
 from instrument.recorder.recorder import RECORDER
 from instrument.sessions import torch_profiler
 from instrument.sessions.handlers import Window
-from instrument.sessions.window import RECORDING, Loop, State, Step, Windows
+from instrument.sessions.window import RECORDING_STATES, Loop, State, Step, Windows
 
 GOLDEN = Path(__file__).parent / "golden"
 LETTERS = {State.CLOSED: "-", State.READY: "w", State.RECORD: "R", State.RECORD_AND_RETURN: "S"}
@@ -108,7 +108,9 @@ def test_any_function_of_steps_gives_windows_that_hold_each_recorded_step_once(s
             assert window[1] // 10 == first
             found.append(range(first, end))
         windows.begin_window(end * 10 + 5)
-    assert [step for steps in found for step in steps] == [n for n, state in enumerate(states) if state in RECORDING]
+    assert [step for steps in found for step in steps] == [
+        n for n, state in enumerate(states) if state in RECORDING_STATES
+    ]
     for steps in found:
         assert State.RECORD_AND_RETURN not in [states[step] for step in steps[:-1]]
 

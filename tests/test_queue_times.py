@@ -16,7 +16,7 @@ from engine_service import beside_engine
 from otlp_collectors import Collector, collecting, take
 from test_agent import agents, begin, children_of, folder, until
 
-from instrument.agent.exporter_process import EXPORTER
+from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.recorder.meter import Meter
 from instrument.recording.distributions import Distribution, Metric
 from instrument.recording.rows import Row
@@ -205,9 +205,9 @@ def test_requests_that_an_exporter_had_counted_that_was_killed_are_reported_by_t
             assert points(collector)[-1].count == 30
     time.sleep(0.5)  # what was served last has been read
     (agent,) = agents()
-    (exporter,) = children_of(agent, EXPORTER)
+    (exporter,) = children_of(agent, EXPORTER_NAME)
     os.kill(exporter, signal.SIGKILL)
-    until(lambda: set(children_of(agent, EXPORTER)) - {exporter})
+    until(lambda: set(children_of(agent, EXPORTER_NAME)) - {exporter})
     _, errors = service.communicate("8\n", timeout=240)
     assert service.returncode == 0, errors
     until(lambda: not run_folder.list_runs())

@@ -38,7 +38,14 @@ from instrument.recorder.wrapping import bare_function
 from instrument.sessions import control
 from instrument.sessions.control import ControlThread
 from instrument.sessions.membership import Membership
-from instrument.sessions.profile_reload import AT_START, MOST_NAMES, Reload, Request, refusals, with_start_settings
+from instrument.sessions.profile_reload import (
+    FIXED_SETTINGS,
+    MOST_NAMES,
+    Reload,
+    Request,
+    refusals,
+    with_start_settings,
+)
 from instrument.sessions.session import Session
 
 WORK = """
@@ -612,7 +619,7 @@ def test_the_answer_to_a_caller_names_so_many_and_counts_the_rest() -> None:
     assert (facts["undone"], facts["refused"]) == (["m:g"], ["clock keeps its"])
 
 
-@pytest.mark.parametrize("name", AT_START)
+@pytest.mark.parametrize("name", FIXED_SETTINGS)
 def test_a_reload_applies_all_of_a_profile_that_needs_no_start(name: str) -> None:
     now = loads("", environ={})
     other = {

@@ -22,7 +22,7 @@ from server_programs import serving
 from service_log import BATCHES, LoggedRequest, parts_of, read_log
 from trees import queue_times
 
-from instrument.recorder.recorder import LIMIT_NS
+from instrument.recorder.recorder import MOST_DEVIATION_NS
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
 from instrument.trace.ledger import ledger
@@ -32,7 +32,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 REQUESTS, AT_ONCE, LIMIT_S = 80, 8, 200
 TOLERANCE = 0.01
-CLOCK_NS = LIMIT_NS
+CLOCK_NS = MOST_DEVIATION_NS
 """The maximum number of ns that the recording's clock may be from that of the log: its time stamp counter is used."""
 
 SPANS = {

@@ -29,8 +29,8 @@ from otlp_collectors import collecting, take
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from test_agent import agents, begin, children_of, folder, kill, run, until
 
-from instrument.agent.exporter_process import EXPORTER
-from instrument.agent.scrapes import APART, EndedMetrics, Scrapes
+from instrument.agent.exporter_process import EXPORTER_NAME
+from instrument.agent.scrapes import MOST_SEPARATE, EndedMetrics, Scrapes
 from instrument.otlp.exposition import Metered, metrics_of_run, text_of
 from instrument.otlp.protobuf_exposition import CONTENT_TYPE, is_preferred
 from instrument.recording.distributions import COUNTER, HISTOGRAM, UPDOWN, Distribution, Exemplar, Metric, Snapshot
@@ -177,11 +177,11 @@ def test_any_process_of_a_run_reports_the_metrics_of_all_and_so_does_the_agent_o
 
             (agent,), (home,) = agents(), run_folder.list_runs()
             until((home / "metrics.ended").exists)
-            (exporter,) = children_of(agent, EXPORTER)
+            (exporter,) = children_of(agent, EXPORTER_NAME)
             os.kill(exporter, signal.SIGKILL)
             do(service, "child 1000")
             assert sum(values(scraped_once(service, 1131), f"{REQUESTS}_count").values()) == 5  # no counter falls
-            assert children_of(agent, EXPORTER) != [exporter]
+            assert children_of(agent, EXPORTER_NAME) != [exporter]
             url = f"http://127.0.0.1:{port}/metrics"
             with urlopen(url) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain")
@@ -207,7 +207,7 @@ def test_a_run_that_exports_nothing_is_scraped_from_the_first_call_on() -> None:
         scraped_once(service, 121)
         (agent,), (home,) = agents(), run_folder.list_runs()
         with (home / agent_launch.BEGINNINGS).open("a") as beginnings:  # no other agent may begin
-            beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.AGENTS)
+            beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.MOST_AGENTS)
         kill(agent)
         alone = scraped(service)
         assert calls(alone) == 1
@@ -276,13 +276,13 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
 def test_counts_of_ended_processes_are_in_a_bounded_file(tmp_path: Path) -> None:
     home = tmp_path / "run"
     scopes = [("run", "r"), ("listen", "here")]
-    for at in range(APART + 5):
+    for at in range(MOST_SEPARATE + 5):
         EndedMetrics(home).add(f"{at}-0", scopes, Metered(origin(at), of_one(1, 10**9)))
     ended = EndedMetrics(home)
     for scope in (("run", "r"), ("listen", "here")):
-        (lost, taken) = ended.totals_of(scope, [f"{APART + 4}-0"])["shop"]  # one is read anew, and so not of those
-        assert list(lost.series.values()) == [APART + 4]
-        assert [one.count for one in taken.series.values() if isinstance(one, Distribution)] == [APART + 4]
+        (lost, taken) = ended.totals_of(scope, [f"{MOST_SEPARATE + 4}-0"])["shop"]  # one is read anew
+        assert list(lost.series.values()) == [MOST_SEPARATE + 4]
+        assert [one.count for one in taken.series.values() if isinstance(one, Distribution)] == [MOST_SEPARATE + 4]
     assert ended.totals_of(("run", "another"), []) == {}
     (path,) = home.iterdir()
     path.write_text("[1, 2]")

@@ -32,7 +32,7 @@ from instrument.profile.model import Schedule
 from instrument.recorder.own_recording import Cursor
 from instrument.recorder.recorder import CHECK_NS, RECORDER, Ticks
 from instrument.recording.spans import Cost
-from instrument.sessions.account import COMPLAINTS_KEPT
+from instrument.sessions.account import MOST_COMPLAINTS
 from instrument.sessions.session import Session
 from instrument.sessions.window import Windows
 
@@ -352,7 +352,7 @@ def test_a_session_that_complains_for_weeks_keeps_the_newest_complaints() -> Non
     request(30)
     session.flush(100)
     notes = [note for note in session.notes() if "blocked" in note]
-    assert 0 < len(notes) <= COMPLAINTS_KEPT
+    assert 0 < len(notes) <= MOST_COMPLAINTS
     assert "29.json" in notes[-1]
 
 

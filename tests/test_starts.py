@@ -182,7 +182,7 @@ def test_a_small_dataclass_is_as_one_of_the_standard_library(options: dict[str, 
     told = []
     for decorate in (cheap_start.dataclass, dataclasses.dataclass):
         kind = made(decorate)
-        firsts = [kind("a", size=1) for _ in range(cheap_start.COMPILED_AT + 1)]
+        firsts = [kind("a", size=1) for _ in range(cheap_start.CALLS_BEFORE_COMPILING + 1)]
         one = firsts[0]
         assert {repr(first) for first in firsts} == {repr(one)}
         same, other = kind("a", [1], 1), dataclasses.replace(one, name="b")
@@ -221,7 +221,7 @@ def test_a_cheap_named_tuple_is_as_one_of_the_standard_library() -> None:
         facts = [
             part,
             repr(part),
-            [Part(f"{number}") for number in range(cheap_start.COMPILED_AT + 1)],
+            [Part(f"{number}") for number in range(cheap_start.CALLS_BEFORE_COMPILING + 1)],
             Part._fields,
             Part.__match_args__,
             part._asdict(),

@@ -1,1 +1,1 @@
-"""The agent of a run: a process that maps the memory of all recordings, so that these outlive their processes."""
+"""The agent: one process per run that maps the recordings of all its processes, so that they outlive them."""

@@ -1,7 +1,7 @@
-"""Child processes of the agent, and the jobs that they do for it.
+"""Child processes in which the agent reads recordings, because a damaged recording may crash its reader.
 
-A recording of a crashed process may be damaged: a fault in its reader ends only the child. Each child has a time-out,
-and few run at a time. One child saves many recordings, because a start takes longer than a save.
+A `Jobs` child does one job, such as saving recordings, and ends. A `Child` serves the agent until it is stopped. One
+job saves many recordings, because the start of a child takes longer than a save.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from instrument.agent.loop import Connection
 from instrument.agent.processes import Process
 from instrument.runtime import packets
 
-AT_ONCE = 2
-LIMIT_S = 60
+MOST_CHILDREN = 2
+JOB_LIMIT_S = 60
 
-RESULT_BYTES = 4 << 20
+MOST_ANSWER_BYTES = 4 << 20
 
 Answer = Mapping[str, Any]
 Job = Callable[[], Answer]
@@ -46,7 +46,7 @@ class _Child:
 
 
 class Jobs:
-    """The children of the agent that do jobs. `selector` is the agent's own."""
+    """A queue of jobs that run in children of the agent. `selector` is the one of the agent's event loop."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -64,7 +64,7 @@ class Jobs:
         self._start_waiting()
 
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._running) < AT_ONCE:
+        while self._waiting and len(self._running) < MOST_CHILDREN:
             job, done_callback = self._waiting.popleft()
             try:
                 child = self._start_child(job, done_callback)
@@ -85,11 +85,11 @@ class Jobs:
             os.close(write_fd)
 
     def _run_job(self, job: Job, write_fd: int) -> None:
-        """Do a job in its child, and write the answer."""
+        """Run a job in the child process, and write its answer to the pipe."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)  # or others would hear nothing of the agent's end, or that it has hung up, until then
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(LIMIT_S)
+        signal.alarm(JOB_LIMIT_S)
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
         try:
             answer = job()
@@ -103,15 +103,15 @@ class Jobs:
         child = self._running[descriptor]
         data = os.read(descriptor, 1 << 16)
         child.received += data
-        if data and len(child.received) <= RESULT_BYTES:
+        if data and len(child.received) <= MOST_ANSWER_BYTES:
             return
         self._selector.unregister(descriptor)
         del self._running[descriptor]
         os.close(descriptor)
         if data:
-            _kill(child.pid)
+            _kill_process(child.pid)
         _, status = os.waitpid(child.pid, 0)
-        child.on_answer(_result(child.received, status))
+        child.on_answer(_decode_answer(child.received, status))
         self._start_waiting()
 
     def stop(self) -> None:
@@ -120,17 +120,17 @@ class Jobs:
         for child in self._running.values():
             self._selector.unregister(child.read_fd)
             os.close(child.read_fd)
-            _kill(child.pid)
+            _kill_process(child.pid)
             os.waitpid(child.pid, 0)
         self._running.clear()
 
 
-def _kill(pid: int) -> None:
+def _kill_process(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
-def _result(received: bytearray, status: int) -> Answer:
+def _decode_answer(received: bytearray, status: int) -> Answer:
     if status:
         return {"error": f"what was to read it ended with {os.waitstatus_to_exitcode(status)}"}
     try:
@@ -140,14 +140,14 @@ def _result(received: bytearray, status: int) -> Answer:
     return answer if isinstance(answer, dict) else {"error": "what was to read it gave no answer"}
 
 
-SAVED_AT_ONCE = 64
-"""The maximum number of processes whose recordings one child saves."""
+MOST_SAVES_PER_CHILD = 64
+"""The maximum number of recordings that one child saves."""
 
 
 class Saves:
-    """The processes whose recordings are to be saved, each to its path `saved`.
+    """A queue of processes whose recordings children save. `Process.saved` is the path to write.
 
-    `folder` has their notes. `on_saved` is called with each process afterwards; its `saved` is "" after a failure.
+    `folder` has the processes' notes. `on_saved` is called with each saved process; a failure clears its `saved`.
     """
 
     def __init__(self, jobs: Jobs, folder: Path, on_saved: Callable[[Process], object]) -> None:
@@ -158,13 +158,13 @@ class Saves:
         self._running = 0
 
     def add(self, process: Process) -> None:
-        """Save a process's recording: at once, or with others after the running job."""
+        """Save a process's recording at once, or after the running job together with other recordings."""
         self._waiting.append(process)
         self._start_waiting()
 
     def _start_waiting(self) -> None:
         if not self._running and self._waiting:
-            self._start([self._waiting.popleft() for _ in range(min(len(self._waiting), SAVED_AT_ONCE))])
+            self._start([self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_SAVES_PER_CHILD))])
 
     def _start(self, batch: Sequence[Process]) -> None:
         self._running += 1
@@ -183,27 +183,28 @@ class Saves:
 
 
 MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
-"""The most starts of a child within this many seconds. With more starts, the next one waits until they have passed."""
+"""The maximum number of restarts of a child within a window of this many seconds. Further starts in it are refused."""
 
-REAP_S, LOOK_S = 2.0, 0.001
-"""The maximum number of seconds to wait for the end of a killed child, and the seconds between two checks of it."""
+REAP_LIMIT_S, REAP_POLL_S = 2.0, 0.001
+"""Seconds after which the agent leaves a killed child that has not ended, and seconds between two checks for its
+end."""
 
 PIPE_BYTES = 1 << 16
 
 _SET_PARENT_DEATH_SIGNAL = 1
 
 _MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
-"""The options of glibc's allocator (malloc.h): it returns free memory beyond 128 KiB (M_TRIM_THRESHOLD) and each array
-of 64 KiB (M_MMAP_THRESHOLD), and threads share one arena (M_ARENA_MAX)."""
+"""Options of glibc's `mallopt` that keep a child small. The allocator returns free memory beyond 128 KiB
+(M_TRIM_THRESHOLD) and arrays from 64 KiB (M_MMAP_THRESHOLD), and threads share one arena (M_ARENA_MAX)."""
 
 
 @dataclass(eq=False)
 class Child:
-    """A child process, started on its first task, and the agent's end of the connection to it.
+    """A child process that serves the agent, and the agent's end of the connection to it. `begin` starts the child.
 
-    `selector` is the agent's own. `serve` runs in the child until the child ends. `ps` shows the first 15 characters of
-    `name`. `heard` is called with each message of the child, `has_ended` at its end, and `has_sent_all` once all
-    waiting messages are sent.
+    `selector` is the one of the agent's event loop. The child calls `serve`, and ends when that returns. `ps` shows the
+    first 15 characters of `name`. The agent calls `heard` with each message of the child, `has_ended` at the child's
+    end, and `has_sent_all` once all waiting messages are sent.
     """
 
     selector: selectors.BaseSelector
@@ -220,7 +221,7 @@ class Child:
 
     @property
     def is_there(self) -> bool:
-        """Return True from the child's start until its end is noticed."""
+        """Return True from the child's start until the agent notices its end."""
         return self._connection is not None
 
     @property
@@ -229,7 +230,7 @@ class Child:
         return self._connection is not None and self._connection.has_waiting
 
     def begin(self) -> str:
-        """Start a child unless one runs. Return the reason of a failure, "" after success."""
+        """Start a child unless one runs. Return why that failed, "" on success."""
         if self._connection is not None:
             return ""
         now = time.monotonic()
@@ -244,15 +245,15 @@ class Child:
         return ""
 
     def send(self, message: packets.Message, *descriptors: int) -> None:
-        """Send the child a message, now or once there is room. A hanging child does not block the caller."""
+        """Send the child a message, or queue it if the socket is full. A hanging child does not block the caller."""
         if self._connection is not None:
             self._connection.send(message, descriptors)
             self._watch(self._connection)
 
     def _watch(self, connection: Connection) -> None:
-        """Read from a connection, and write to it while messages wait.
+        """Watch a connection for messages, and for room to send while messages wait.
 
-        Kill a child whose queue is full, so that another child starts.
+        Kill a child that has let its queue overflow, so that another child starts.
         """
         if connection.is_broken:
             os.kill(self._pid, signal.SIGKILL)
@@ -278,9 +279,9 @@ class Child:
             self.heard(message)
 
     def end(self) -> None:
-        """Kill the child, reap it, and handle the messages that it sent before.
+        """Kill the child, wait for its end, and handle the messages that it had sent.
 
-        After `REAP_S` leave a child that hangs in a driver.
+        A child that hangs in a driver may not end. It is left after `REAP_LIMIT_S`.
         """
         connection, self._connection = self._connection, None
         if connection is None:
@@ -288,9 +289,9 @@ class Child:
         self.selector.unregister(connection.fileno())
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
-        until = time.monotonic() + REAP_S
+        until = time.monotonic() + REAP_LIMIT_S
         while os.waitpid(self._pid, os.WNOHANG) == (0, 0) and time.monotonic() < until:
-            time.sleep(LOOK_S)
+            time.sleep(REAP_POLL_S)
         with suppress(BlockingIOError):  # it hangs in a driver
             while (message := _receive_next(connection)) is not None:
                 self.heard(message)
@@ -298,7 +299,7 @@ class Child:
 
 
 def _receive_next(connection: Connection) -> packets.Message | None:
-    """Return the next message of a child, None after its last one. Raises `BlockingIOError` if there is none yet."""
+    """Return a child's next message, None after its last one. Raises `BlockingIOError` if none has arrived."""
     try:
         message, descriptors = connection.receive()
     except packets.PacketError:
@@ -309,7 +310,7 @@ def _receive_next(connection: Connection) -> packets.Message | None:
 
 
 class AgentEnd:
-    """The child's end of the connection to the agent."""
+    """The connection to the agent, as seen from a child."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -321,7 +322,8 @@ class AgentEnd:
         self.has_gone = False
 
     def receive(self, wait_s: float) -> Iterator[tuple[packets.Message, list[int]]]:
-        """Wait at most `wait_s` for messages of the agent. Yield all that are there, with their descriptors."""
+        """Wait up to `wait_s` seconds for messages of the agent, and yield those that arrived with their
+        descriptors."""
         if not self._waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)):
             return
         with suppress(BlockingIOError):
@@ -341,18 +343,18 @@ class AgentEnd:
                 yield message, descriptors
 
     def wake(self) -> None:
-        """End the wait in `receive`, from another thread."""
+        """Wake a thread that waits in `receive`."""
         with suppress(BlockingIOError):
             os.write(self._waker, b".")
 
     def send(self, message: packets.Message) -> None:
-        """Send the agent a message. Ignore errors: `receive` notices the end of the connection."""
+        """Send the agent a message. Ignore errors, because `receive` notices a closed connection."""
         with suppress(OSError):
             packets.send(self._connection, message)
 
 
 def run_in_child(work: Callable[[], object]) -> int:
-    """Fork a child that calls `work` and ends. Return its process id. Raises `OSError`."""
+    """Fork a child that calls `work` and then exits. Return its process id. Raises `OSError`."""
     pid = os.fork()
     if pid:
         return pid
@@ -365,7 +367,7 @@ def run_in_child(work: Callable[[], object]) -> int:
 
 
 def _fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
-    """Fork a child. Return the agent's end of the connection to it, and its process id. Raises `OSError`."""
+    """Fork a child that calls `serve`. Return a connection to it and its process id. Raises `OSError`."""
     ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
     with theirs:
         try:
@@ -377,13 +379,13 @@ def _fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Co
 
 
 def _serve_in_child(connection: socket.socket, serve: Callable[[socket.socket], object], name: str, agent: int) -> None:
-    """Serve in the child, with all other descriptors of the agent closed."""
+    """Close the agent's other descriptors in the forked child, then serve."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for the agent, which ends this one in its time
     descriptor = 3
     os.dup2(connection.fileno(), descriptor)
     os.closerange(descriptor + 1, min(1 << 16, os.sysconf("SC_OPEN_MAX")))
-    _prepare(agent)
+    _set_up_child_process(agent)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name, "ascii")
@@ -391,9 +393,8 @@ def _serve_in_child(connection: socket.socket, serve: Callable[[socket.socket], 
     serve(socket.socket(packets.FAMILY, packets.KIND, fileno=descriptor))
 
 
-def _prepare(agent: int) -> None:
-    """Have the kernel kill this child when the agent dies, so that its locks are freed. Have its allocator return
-    unused memory."""
+def _set_up_child_process(agent: int) -> None:
+    """Have the kernel kill this child when the agent dies, so that its locks are freed. Set `_MALLOC_OPTIONS`."""
     with suppress(ImportError, OSError, AttributeError):
         import ctypes
 

@@ -1,4 +1,4 @@
-"""The client of agents: commands query the agents of the same user's runs, by the socket in each run's folder."""
+"""The client side of an agent's socket: commands find this user's runs with it, and query their agents."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from instrument.runtime import packets, run_folder
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process of a run: the facts from the run's agent, and the descriptor of the recording, -1 for none."""
+    """A process of a run, as the agent describes it, and the descriptor of its recording, -1 for none."""
 
     facts: Mapping[str, Any]
     memory: int = -1
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
         return int(self.facts["pid"])
 
     @property
     def lives(self) -> bool:
-        """Return True if the process has not ended."""
         return not self.facts["ended_ns"]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The answer of an agent on one run: its socket, its name and its processes, or the `problem` if it did not answer.
+    """A run and its processes, as its agent answered a query, or the `problem` if the agent did not answer.
 
     `folded` counts ended processes that are not in `members`. `unseen` is a sentence on processes that record nothing.
-    The path of the socket is the name if the agent has no run yet.
+    `name` is the path of the socket while the agent has no run.
     """
 
     socket: Path
@@ -53,7 +51,6 @@ class Asked:
 
     @property
     def living(self) -> list[Member]:
-        """The processes of the run that have not ended."""
         return [member for member in self.members if member.lives]
 
     @property
@@ -69,7 +66,7 @@ class Asked:
 
     @property
     def none_joined(self) -> str:
-        """A sentence on an answering run without processes, "" for other runs."""
+        """A sentence that says no process has joined, "" if one has or the agent did not answer."""
         if self.problem or self.members:
             return ""
         if self.name != str(self.socket):
@@ -79,10 +76,10 @@ class Asked:
 
 @contextmanager
 def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
-    """Yield the runs of this user that match `name`, with descriptors of their recordings if `memory`.
+    """Yield this user's runs that match `name`. With `memory`, open their recordings until the block ends.
 
-    `name` is a run's name or its beginning, a service, a process id, or the path of an agent's socket. The default is
-    the run in `INSTRUMENT_AGENT`, or all. Raises `InstrumentError` for no match.
+    `name` is a prefix of a run's name, a service, a process id, or the path of an agent's socket. The default is the
+    run in `INSTRUMENT_AGENT`, else all runs. Raises `InstrumentError` if no run matches.
     """
     own_agent = os.environ.get(run_folder.VARIABLE, "")
     asked_name = name or own_agent
@@ -92,7 +89,7 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
         sockets = [Path(asked_name)]
     elif "/" in own_agent:
         sockets.append(Path(own_agent).resolve())
-    runs = [run for socket in dict.fromkeys(sockets) for run in _runs_at(socket, memory=memory)]
+    runs = [run for socket in dict.fromkeys(sockets) for run in _query_agent(socket, memory=memory)]
     try:
         matches = runs if is_socket or not asked_name else [match for run in runs for match in _select(run, asked_name)]
         if not matches:
@@ -108,8 +105,8 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
 
 
 def single_run(verb: str, runs: Sequence[Asked]) -> Asked:
-    """Return the only run whose agent answers, or the only one with living processes. Raises `InstrumentError` for none
-    or several."""
+    """Return the only run whose agent answers. If several answer, return the only one with living processes. Raises
+    `InstrumentError` for none or several."""
     answering = [run for run in runs if not run.problem]
     if len(answering) > 1:
         answering = [run for run in answering if run.living] or answering
@@ -128,8 +125,8 @@ def _select(run: Asked, name: str) -> list[Asked]:
     return [replace(run, members=members, folded=0)] if members else []
 
 
-def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
-    """Return the runs that the agent at a socket serves."""
+def _query_agent(socket: Path, *, memory: bool) -> list[Asked]:
+    """Return the runs of the agent at a socket, from its answer to a query."""
     members: list[Member] = []
     try:
         with run_folder.connect_to_agent(socket, run_folder.ANSWER_S) as caller:
@@ -160,7 +157,7 @@ def _runs_at(socket: Path, *, memory: bool) -> list[Asked]:
 
 
 def _why_silent(socket: Path, error: Exception) -> str:
-    """Return the reason why a socket does not answer, and the user's next step."""
+    """Return why the agent at a socket does not answer, and what the user can do."""
     if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
         holder = run_folder.listener_pid(socket)
         if isinstance(error, TimeoutError) and holder is not None:
@@ -182,9 +179,9 @@ def _why_silent(socket: Path, error: Exception) -> str:
 def request_of(
     run: Asked, do: Mapping[str, Any], pids: Sequence[int], wait_s: float
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Send the request `do` to processes of a run. Yield each one's id and answer, for at most `wait_s` seconds."""
+    """Send the request `do` to processes of a run. Yield their process ids and answers for up to `wait_s` seconds."""
     end = time.monotonic() + wait_s
-    with run_folder.connect_to_agent(run.socket, min(LOOK_S, wait_s)) as caller:
+    with run_folder.connect_to_agent(run.socket, min(ANSWER_POLL_S, wait_s)) as caller:
         packets.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
         while time.monotonic() < end:
             try:
@@ -196,5 +193,5 @@ def request_of(
             yield int(message["pid"]), message["answer"]
 
 
-LOOK_S = 0.2
-"""The maximum number of seconds of one wait for an answer. After each wait the client checks its time limit."""
+ANSWER_POLL_S = 0.2
+"""Seconds that the client waits for an answer before it checks its time limit again."""

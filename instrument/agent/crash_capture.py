@@ -1,6 +1,6 @@
-"""Captures: the recording of an ended process as a file, with the cause of the end and the open spans.
+"""The captures of ended processes: recordings saved as files, with the cause of the end and the open spans.
 
-Readers of recordings are imported on demand, in a child of the agent or in a command. The agent imports none.
+A child of the agent or a command makes them. The agent itself never imports the readers of recordings.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 RECORDING = ".npz"
-"""The suffix of a recording's file."""
+"""The file suffix of a saved recording."""
 
 LAST_GAUGES = " Its last gauges, "
 
-MOST_REQUESTS = 5
-"""The maximum number of open requests in the message on an ended process. The capture has all of them."""
+MOST_OPEN_REQUESTS = 5
+"""The maximum number of open requests that the message on a died process lists. The capture has all of them."""
 MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
-"""The most attributes of a span in the message on an ended process, and the most characters of a value."""
-OF_TRANSPORT = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
-"""The prefixes of attributes that are left out of the message on an ended process. The capture has them."""
+"""The maximum number of attributes per span in the message on a died process, and of characters per value."""
+TRANSPORT_PREFIXES = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
+"""Prefixes of attributes that the message on a died process omits. The capture has them."""
 NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
-"""The gauges whose last readings are in the message on an ended process. The capture has the readings of all gauges."""
+"""The gauges whose last readings the message on a died process shows. The capture has all gauges."""
 
 
 def capture(
@@ -42,12 +42,12 @@ def capture(
     goodbye: Mapping[str, Any] | None = None,
     copies: Sequence[str] = (),
 ) -> Mapping[str, Any]:
-    """Save the spans and totals of a recording in memory.
+    """Save the recording behind the descriptor `fd` to a file, and return a summary of what was saved.
 
-    `end_kind` describes the end of an ended process. It ended at `end_ns`, or after its last row if that is None. The
-    file and the answer then name the open spans, under `died`. Both have the costs and losses of the process's
-    `goodbye`. `copies` are paths of further recordings and Chrome traces; the answer names the written ones. Raises
-    `TraceError` for an invalid recording.
+    `end_kind` says how a process died; file and summary then name its open spans under `died`. The process ended at
+    `end_ns`, or at an unknown time after its last row if None. `goodbye` has its costs and losses, which the file gets.
+    `copies` are paths of further recordings and Chrome traces; the summary lists the written ones. Raises `TraceError`
+    for an invalid recording.
     """
     from dataclasses import replace
 
@@ -59,16 +59,16 @@ def capture(
         saved = saved_of(mapped, end_ns=end_ns)
         facts, died, least = saved.trace, "", "at least " if end_ns is None else ""
         if end_kind:
-            died = death_of(mapped.open_spans(), saved.trace.end_ns, end_kind, newest_errors(saved.trace), least)
+            died = describe_death(mapped.open_spans(), saved.trace.end_ns, end_kind, newest_errors(saved.trace), least)
             gauges = last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
         facts = _with_goodbye(facts, goodbye or {})
         file.dump(path, facts, saved.tally)
-        written = [copy for copy in copies if _is_written(copy, facts, saved.tally)]
+        written = [copy for copy in copies if _write_copy(copy, facts, saved.tally)]
     return {"path": path, "died": died, "spans": len(saved.trace.columns), "copies": written}
 
 
-def _is_written(path: str, trace: Trace, tally: Tally | None) -> bool:
+def _write_copy(path: str, trace: Trace, tally: Tally | None) -> bool:
     from instrument.chrome import writing
     from instrument.errors import TraceError
     from instrument.trace import file
@@ -81,7 +81,7 @@ def _is_written(path: str, trace: Trace, tally: Tally | None) -> bool:
 
 
 def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
-    """Return the answer of `capture` from its file for a process of a run; None without such a file."""
+    """Return the summary that `capture` returned for the file at `path`, None unless it is a capture of this run."""
     from instrument.errors import TraceError
     from instrument.trace import file
 
@@ -96,7 +96,8 @@ def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
 
 
 def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
-    """Return a trace with the costs, losses and notes of its process's goodbye. Raises `TraceError` if malformed."""
+    """Return the trace with the costs, losses and notes from its process's goodbye. Raises `TraceError` if
+    malformed."""
     from dataclasses import replace
 
     from instrument.errors import TraceError
@@ -114,7 +115,7 @@ def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
 
 
 def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
-    """Return the error and the name of the newest failed span of each tree, by the root's id."""
+    """Return the newest failed span of each span tree, as its error and its name, by the root's id."""
     columns, failed = trace.columns, (trace.columns.error >= 0).nonzero()[0]
     failed = failed[columns.end_ns[failed].argsort(kind="stable")]
     roots, errors, sites = (column[failed].tolist() for column in (columns.root_id, columns.error, columns.site))
@@ -123,7 +124,7 @@ def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
 
 
 def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
-    """Return a sentence with the newest readings of memory and load, "" for none."""
+    """Return a sentence with the newest readings of `NAMED_GAUGES`, "" if there are none."""
     newest = {(sample.device, sample.name): sample for sample in samples if sample.value is not None}
     texts: dict[int, list[str]] = {}
     for (device, name), sample in newest.items():
@@ -136,20 +137,20 @@ def last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
     age_ns = end_ns - max(sample.at_ns for sample in newest.values())
     names = {device: "" if device == HOST else f"device {device}: " for device in texts}
     text = "; ".join(f"{names[device]}{', '.join(sorted(texts[device]))}" for device in sorted(texts))
-    return f"{LAST_GAUGES}{_length(age_ns)} before: {text}."
+    return f"{LAST_GAUGES}{_format_duration(age_ns)} before: {text}."
 
 
-def death_of(
+def describe_death(
     open_spans: Sequence[OpenSpan],
     end_ns: int,
     end_kind: str,
     errors: Mapping[int, tuple[str, str]] | None = None,
     least: str = "",
 ) -> str:
-    """Return a sentence on the end of a process, with its open spans by request, newest first.
+    """Return a sentence that says how a process died, and in which open requests and spans, newest first.
 
-    `errors` has the newest error of ended spans by root id; the sentence has that of the first request. `least`
-    precedes each age, for a process whose end may be long after `end_ns`.
+    `errors` has the newest failed span of each tree; the sentence names that of the first request. `least` is put
+    before each age, such as "at least " for a process that may have ended long after `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
@@ -157,8 +158,8 @@ def death_of(
     if not by_root:
         return f"{end_kind}; no span was open"
     first, *requests = sorted(by_root.values(), key=lambda spans: -spans[-1].start_ns)
-    names = [_describe_shortly(spans, end_ns, least) for spans in requests[:MOST_REQUESTS]]
-    more = len(requests) - MOST_REQUESTS
+    names = [_describe_shortly(spans, end_ns, least) for spans in requests[:MOST_OPEN_REQUESTS]]
+    more = len(requests) - MOST_OPEN_REQUESTS
     names += [f"{more} more"] if more > 0 else []
     also = f"; {len(requests)} more {'was' if len(requests) == 1 else 'were'} open: {', '.join(names)}" if names else ""
     error, site = (errors or {}).get(first[0].root_id, ("", ""))
@@ -167,7 +168,7 @@ def death_of(
 
 
 def _outer_and_inner(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
-    """Return the outermost and the innermost span of a tree's open spans."""
+    """Return the outermost and the innermost of one tree's open spans."""
     return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
 
 
@@ -175,13 +176,13 @@ def _describe_tree(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
     first, last = _outer_and_inner(spans)
     kind = "request " if first.site.kind == "request" else ""
     inner = "" if last is first else f"`{last.site.name}`{attributes_text(last)} of "
-    age = f"{least}{_length(end_ns - first.start_ns)}"
+    age = f"{least}{_format_duration(end_ns - first.start_ns)}"
     return f"{inner}{kind}`{first.site.name}`{attributes_text(first)}, {age} after it began"
 
 
 def attributes_text(span: OpenSpan) -> str:
-    """Return the first attributes of a span in brackets, without those of `OF_TRANSPORT`."""
-    names = [name for name in span.attributes if name != REMOTE and not name.startswith(OF_TRANSPORT)]
+    """Return the first attributes of a span in brackets, without those that begin with `TRANSPORT_PREFIXES`."""
+    names = [name for name in span.attributes if name != REMOTE and not name.startswith(TRANSPORT_PREFIXES)]
     texts = [f"{name}={span.attributes[name]!s:.{VALUE_LENGTH}}" for name in names]
     more = [f"{len(texts) - MOST_ATTRIBUTES} more"] if len(texts) > MOST_ATTRIBUTES else []
     return f" ({', '.join([*texts[:MOST_ATTRIBUTES], *more])})" if texts else ""
@@ -190,10 +191,10 @@ def attributes_text(span: OpenSpan) -> str:
 def _describe_shortly(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
     first, last = _outer_and_inner(spans)
     inner = "" if last is first else f", in `{last.site.name}`"
-    return f"`{first.site.name}` ({least}{_length(end_ns - first.start_ns)}{inner})"
+    return f"`{first.site.name}` ({least}{_format_duration(end_ns - first.start_ns)}{inner})"
 
 
-def _length(time_ns: int) -> str:
+def _format_duration(time_ns: int) -> str:
     for unit, ns in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
         if time_ns >= ns:
             return f"{time_ns / ns:.3g} {unit}"

@@ -1,9 +1,9 @@
-"""The ends of processes and of runs: captures of vanished processes, and one report of each run.
+"""The agent's work at the end of a process or a run: messages, files for the report of the run, and captures.
 
-Only children of the agent import readers of recordings. The agent never keeps a service's output open, because a reader
-may wait for its end. So it opens the standard error of a living process, writes, and closes it again. Without such a
-process it opens a file or a terminal by name. If no process has the pipe any more, the message goes to the system's
-log. Without a log, a message on a capture goes to a text file next to it.
+The agent never keeps a service's output open, because a reader of that output may wait for its end. It opens the
+standard error of a living process for each message, else the file or terminal by name. If neither exists, the message
+goes to the system's log. Without a log, a message on a capture goes to a text file next to the capture. Only children
+of the agent import the readers of recordings.
 """
 
 from __future__ import annotations
@@ -28,33 +28,34 @@ from instrument.runtime.cheap_start import NamedTuple
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A function that prints a message if no process of the run has a standard error for it. None prints nothing."""
+"""A function that prints a message which could not be written to any process's standard error. None prints nothing."""
 
-WAIT_MS = 50
-"""The maximum number of milliseconds that a message to a process's standard error waits for room in a full pipe."""
+PIPE_WAIT_MS = 50
+"""Milliseconds to wait for room in a full pipe of a process's standard error. Then the message is cut."""
 
 MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file with a message next to a capture."""
 
 _PIDFD_GETFD = 438
-"""The number of the system call (man 2 pidfd_getfd), the same on all machines; Python has no function for it."""
+"""The number of the system call pidfd_getfd(2), the same on all architectures. Python has no function for it."""
 
 
 def write_message(run: Run, text: str, of: Process | None = None) -> bool:
-    """Write a text to the standard error of a process, else of the service, else to the log. Return True on success."""
+    """Write a text to the standard error of process `of`, by default of the run, else to the system's log. Return True
+    on success."""
     text = text if text.endswith("\n") else f"{text}\n"
     data = text.encode(errors="backslashreplace")
     targets = [run.stderr, *(str(process.facts.get("stderr", "")) for process in run.processes)]
     ordered = dict.fromkeys(targets if of is None else [str(of.facts.get("stderr", ""))])
     for target in ordered or [""]:
-        for path in _paths_of(run, target):
-            if _write(path, data):
+        for path in _paths_to_stderr(run, target):
+            if _write_to_path(path, data):
                 return True
     return _write_syslog(text)
 
 
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
-    """Write a message to the standard error of a process or its run. If that fails, pass it to `says`, or save it."""
+    """Write a message to the standard error of a process or its run. On failure pass it to `says`, else to a file."""
     if write_message(run, text, process):
         return
     if says is not None:
@@ -63,8 +64,8 @@ def deliver_message(says: Says, run: Run, text: str, process: Process | None = N
         save_message(process.saved, text)
 
 
-def _paths_of(run: Run, target: str) -> Iterator[str]:
-    """Yield the paths by which the standard error `target` can be opened now."""
+def _paths_to_stderr(run: Run, target: str) -> Iterator[str]:
+    """Yield paths that open the standard error `target`: those of living processes that have it, then its own."""
     elsewhere = {process.pid for process in run.processes if process.is_elsewhere}
     numbers = {process.pid for process in run.processes if not process.ended_ns} | {run.first}
     for pid in numbers - elsewhere - {0}:
@@ -76,7 +77,7 @@ def _paths_of(run: Run, target: str) -> Iterator[str]:
         yield target
 
 
-def _write(path: str, data: bytes) -> bool:
+def _write_to_path(path: str, data: bytes) -> bool:
     try:
         descriptor = _open_descriptor(path)
     except OSError:
@@ -88,7 +89,7 @@ def _write(path: str, data: bytes) -> bool:
         waiting = select.poll()
         waiting.register(descriptor, select.POLLOUT)
         unwritten = memoryview(data)
-        while unwritten and waiting.poll(WAIT_MS):  # so much then fits without a wait
+        while unwritten and waiting.poll(PIPE_WAIT_MS):  # so much then fits without a wait
             unwritten = unwritten[os.write(descriptor, unwritten[: select.PIPE_BUF]) :]
         return len(unwritten) < len(data)
     except OSError:
@@ -98,7 +99,7 @@ def _write(path: str, data: bytes) -> bool:
 
 
 def _open_descriptor(path: str) -> int:
-    """Return a duplicate of a process's descriptor, which shares its offset in a file; without one, open the path."""
+    """Open a path for writing. A path of a process's descriptor is duplicated, so that its file offset is shared."""
     parts = Path(path).parts
     if parts[1:2] == ("proc",):
         with suppress(OSError, AttributeError, ImportError):
@@ -115,7 +116,7 @@ def _open_descriptor(path: str) -> int:
 
 
 def save_message(saved: str, text: str) -> None:
-    """Write a line into a text file next to `saved`. Raise nothing."""
+    """Write a message to a text file next to the capture `saved`. Raises nothing."""
     with suppress(OSError), atomic.replacing(Path(saved).with_suffix(MESSAGE_SUFFIX)) as file:
         file.write(f"{text}\n".encode(errors="backslashreplace"))
 
@@ -136,18 +137,20 @@ Answer = Mapping[str, Any]
 CAPTURE = "-died.npz"
 """The end of a capture's file name."""
 
-FOR_REPORT = "-left.npz"
-"""The end of the name of a file for a run's report. Such a file is removed with the run."""
+REPORT_SUFFIX = "-left.npz"
+"""The file suffix of a recording that is saved only for a run's report, and removed with the run."""
 
 ENDED_BEFORE = "ended under an agent before this one"
 
-_LEFT = re.compile(rf"(before-(?P<count>\d+)|(?P<pid>\d+))-\d+-(?P<run>[\w.-]*){re.escape(FOR_REPORT)}", re.ASCII)
+_REPORT_FILE = re.compile(
+    rf"(before-(?P<count>\d+)|(?P<pid>\d+))-\d+-(?P<run>[\w.-]*){re.escape(REPORT_SUFFIX)}", re.ASCII
+)
 
-_RUN, _NUMBERS = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
+_RUN_IN_NAME, _NUMBER_IN_NAME = re.compile(r"\d{8}T\d{6}-\d+"), re.compile(r"-?\d+(T\d+)?")
 
 
 def facts_of(process: Process) -> dict[str, Any]:
-    """Return the facts of a process for a command's query."""
+    """Return a process's values for the query of a command such as `instrument ps`."""
     names = ("service", "profile", "digest", "generation", "run", "recorder", "folder", "call_ns", "request_ns")
     return {
         **{name: process.facts.get(name) for name in names},
@@ -165,11 +168,11 @@ def facts_of(process: Process) -> dict[str, Any]:
 
 
 def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
-    """Return a job that makes the report of a run, from files of its processes and of `left_before`."""
+    """Return a job that makes a run's report. `left_before` are its processes that ended under an earlier agent."""
     of = next((process.facts["report"] for process in reversed(run.recorded()) if process.facts.get("report")), None)
     settings = of or {"views": ["brief"], "options": {}}
     parts = [
-        ReportedProcess(_line_in_report(process), process.saved, _is_notable(process), is_reported=process.is_reported)
+        ReportedProcess(_report_line(process), process.saved, _is_notable(process), is_reported=process.is_reported)
         for process in run.recorded()
     ]
     if run.folded_ends:
@@ -181,14 +184,14 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
 
 
 def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes of a run that ended under an earlier agent, from their files in a folder.
+    """Return the processes of a run that ended under an earlier agent, found by their files in a folder.
 
-    Only a capture shows that its process vanished.
+    A process with a capture vanished. The end of the others is unknown.
     """
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
-        if of["run"] != _as_file_name(run) or saved in known_paths:
+        if of["run"] != _safe_name(run) or saved in known_paths:
             continue
         if path.is_symlink():
             name = f"{of['pid']} (without a goodbye; {ENDED_BEFORE}), {saved:.200}"
@@ -200,30 +203,30 @@ def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
 
 
 def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
-    """Return the files in a folder for reports of runs, each with the match of its name."""
-    paths = run_folder.paths_in(folder, f"*{FOR_REPORT}")
-    return [(path, of) for path in paths if (of := _LEFT.fullmatch(path.name)) is not None]
+    """Return the files in a folder that were saved for reports of runs, with the `_REPORT_FILE` match of each name."""
+    paths = run_folder.paths_in(folder, f"*{REPORT_SUFFIX}")
+    return [(path, of) for path in paths if (of := _REPORT_FILE.fullmatch(path.name)) is not None]
 
 
-def _as_file_name(run: Run) -> str:
-    """Return the name of a run for use in a file name."""
+def _safe_name(run: Run) -> str:
+    """Return a run's name with only the characters that file names allow."""
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
 
 def _is_notable(process: Process) -> bool:
-    """Return True if a process vanished, or ended with another exit code than 0."""
+    """Return True if a process vanished or failed, so that the report names it first."""
     return process.end_kind == VANISHED or bool(process.status)
 
 
-def _line_in_report(process: Process) -> str:
+def _report_line(process: Process) -> str:
     files = process.files or (process.goodbye or {}).get("files", ())
     if process.saved.endswith(CAPTURE):
         files = [process.saved]
-    return "".join([f"{process.pid} ({end_of(process)})", *(f", {name!s:.200}" for name in files[:2])])
+    return "".join([f"{process.pid} ({describe_end(process)})", *(f", {name!s:.200}" for name in files[:2])])
 
 
 def captures_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
-    """Return a job that saves the recordings of ended processes for the run's report."""
+    """Return a job that saves the recordings of several ended processes for their run's report."""
     jobs = [capture_job(process, process.saved, folder) for process in processes]
 
     def attempt(job: Callable[[], Answer]) -> Answer:
@@ -236,13 +239,13 @@ def captures_job(processes: Sequence[Process], folder: Path) -> Callable[[], Ans
 
 
 def capture_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
-    """Return a job that saves the recording of a process, with the open spans if it vanished.
+    """Return a job that saves the recording of an ended process, with the open spans if it vanished.
 
-    The job goes on if the agent is killed meanwhile. The next agent waits for it and uses its file. For a process that
-    exited without a goodbye, the job also writes the files of its profile.
+    The job goes on if the agent is killed. The next agent waits for it and uses its file. If the process exited without
+    a goodbye, the job also writes the files that its profile asks for.
     """
     copies = process.facts.get("files", ()) if process.end_kind == EXITED else ()
-    end_kind = _end_text(process) if process.end_kind == VANISHED else ""
+    end_kind = _describe_vanishing(process) if process.end_kind == VANISHED else ""
     end_ns, goodbye = None if process.is_missed else process.ended_ns or None, process.goodbye or {}
 
     def job() -> Answer:
@@ -258,17 +261,17 @@ def capture_job(process: Process, path: str, folder: Path) -> Callable[[], Answe
 
 
 def path_for_report(folder: Path, process: Process) -> str:
-    """Return the path of a process's file for the report of its run."""
-    return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_as_file_name(process.run)}{FOR_REPORT}")
+    """Return the path at which to save a process's recording for the report of its run."""
+    return str(folder / f"{process.pid}-{time.monotonic_ns()}-{_safe_name(process.run)}{REPORT_SUFFIX}")
 
 
 def path_for_merged(folder: Path, run: Run) -> str:
-    """Return the path of the file that keeps, for a run's report, the totals of ended processes without their spans."""
-    return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_as_file_name(run)}{FOR_REPORT}")
+    """Return the path of the recording into which a run's oldest ended processes are merged, for the run's report."""
+    return str(folder / f"before-{run.folded_ends.total()}-{time.monotonic_ns()}-{_safe_name(run)}{REPORT_SUFFIX}")
 
 
 def link_to_capture(folder: Path, process: Process) -> str:
-    """Make a link to a process's capture in the run's folder, for a later agent. Return its path, "" if that fails."""
+    """Link to a process's capture in the run's folder, where a later agent finds it. Return the link, "" on failure."""
     link = path_for_report(folder, process)
     try:
         Path(link).symlink_to(process.saved)
@@ -278,29 +281,28 @@ def link_to_capture(folder: Path, process: Process) -> str:
 
 
 def captures_for_reports(folder: Path) -> set[str]:
-    """Return the captures that future reports need."""
+    """Return the paths of the captures to which a folder has links for reports."""
     return {str(path.readlink()) for path, _ in _report_files(folder) if path.is_symlink()}
 
 
 def remove_for_report(folder: Path, run: Run) -> None:
-    """Remove the files in a folder for the report of a run. Raises nothing."""
-    remove_saved(folder, [str(path) for path, of in _report_files(folder) if of["run"] == _as_file_name(run)])
+    remove_saved(folder, [str(path) for path, of in _report_files(folder) if of["run"] == _safe_name(run)])
 
 
 def remove_saved(folder: Path, paths: Iterable[str]) -> None:
-    """Remove the given files that are in a folder and for a run's report. Raises nothing."""
+    """Remove those of the given paths that are files for a report in `folder`. Raises nothing."""
     for path in paths:
-        if path.endswith(FOR_REPORT) and Path(path).parent == folder:
+        if path.endswith(REPORT_SUFFIX) and Path(path).parent == folder:
             with suppress(OSError):
                 Path(path).unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
-    """Remove the files of an earlier agent for reports of runs that have not come back.
+    """Remove the report files of an earlier agent whose runs have not joined this agent.
 
-    Print the count of such a run's unreported processes.
+    Pass `says` a line per such run, with the count of processes that no report covers.
     """
-    living_runs, counts = {_as_file_name(run) for run in runs}, Counter[str]()
+    living_runs, counts = {_safe_name(run) for run in runs}, Counter[str]()
     for path, of in _report_files(folder):
         if of["run"] not in living_runs:
             counts[of["run"]] += int(of["count"] or 1)
@@ -313,14 +315,14 @@ def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], ob
 
 
 def why_unread(process: Process) -> str:
-    """Return the reason why the recording of a process cannot be saved."""
+    """Return why the recording of a process cannot be saved."""
     if process.is_missed:
         return "the agent of its run had gone before that was done, and what it recorded went with it"
     return "it recorded where nobody else can read"
 
 
 def path_of_capture(process: Process, folder: Path | None) -> str:
-    """Return the path of a process's capture: in `folder`, or next to the process's own files if None."""
+    """Return the path at which to save a process's capture: in `folder`, or next to the process's files if None."""
     path = Path(str(process.facts["captures"]))
     path = path if folder is None else folder / path.name
     number = "" if f"-{process.pid}" in path.stem else f"-{process.pid}"
@@ -328,13 +330,13 @@ def path_of_capture(process: Process, folder: Path | None) -> str:
 
 
 def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
-    """Remove the oldest files of a service until all fit into `disk_bytes`.
+    """Remove a service's oldest files next to `saved` until the rest fits into `disk_bytes`.
 
-    Return the number of removed files. `saved` remains, and so do `kept_paths`, which a run's report still needs.
+    `saved` and `kept_paths` remain, because a run's report needs them. Return the count of removed files.
     """
-    service_part, files = _without_numbers(saved.name, service), []
+    service_part, files = _mask_numbers(saved.name, service), []
     for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
-        if _without_numbers(path.name, service) != service_part:
+        if _mask_numbers(path.name, service) != service_part:
             continue
         with suppress(OSError):  # another agent has just removed it
             facts = path.stat()
@@ -347,33 +349,33 @@ def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes
     return len(removed)
 
 
-def _without_numbers(name: str, service: str) -> str:
-    """Return a capture's file name without the numbers of run and process: all captures of a service share the rest."""
-    run = _RUN.search(name)
+def _mask_numbers(name: str, service: str) -> str:
+    """Return a file name with the numbers of run and process masked. The files of one service then have equal names."""
+    run = _RUN_IN_NAME.search(name)
     at = run.start() if run is not None else len(service) if name.startswith(service) else 0
-    return f"{name[:at]}*{_NUMBERS.sub('', name[at:])}"
+    return f"{name[:at]}*{_NUMBER_IN_NAME.sub('', name[at:])}"
 
 
 def end_line(process: Process, answer: Answer) -> str:
-    """Return the line on the end of a process: its kind, the open spans, and the saved file."""
+    """Return the message on a vanished process: how it ended, its open spans, and the saved file."""
     service = f" of {process.facts['service']}" if process.facts.get("service") else ""
     saved = f"saved as {answer['path']}" if answer.get("path") else f"nothing of it is saved: {answer.get('error')}"
-    return f"instrument: process {process.pid}{service} {answer.get('died') or _end_text(process)}; {saved}"
+    return f"instrument: process {process.pid}{service} {answer.get('died') or _describe_vanishing(process)}; {saved}"
 
 
-def _end_text(process: Process) -> str:
+def _describe_vanishing(process: Process) -> str:
     if oom_kills(process.memory_events) > process.oom_kills and process.status in (None, signal.SIGKILL):
         return "ended without a goodbye (killed by the OOM killer, as its control group reports)"
-    return f"ended without a goodbye{_status_text(process.status)}"
+    return f"ended without a goodbye{_describe_status(process.status)}"
 
 
-def end_of(process: Process) -> str:
-    """Return the kind of a process's end, in a word or two."""
+def describe_end(process: Process) -> str:
+    """Return a few words that say how a process ended, such as "in order (exit code 0)"."""
     words = {GOODBYE: "in order", EXITED: "in order", REPLACED: "became another program", VANISHED: "without a goodbye"}
-    return f"{words.get(process.end_kind, 'runs')}{_status_text(process.status)}"
+    return f"{words.get(process.end_kind, 'runs')}{_describe_status(process.status)}"
 
 
-def _status_text(status: int | None) -> str:
+def _describe_status(status: int | None) -> str:
     if status is None:
         return ""
     code = os.waitstatus_to_exitcode(status)
@@ -385,28 +387,28 @@ def _status_text(status: int | None) -> str:
 
 
 def export_loss_line(lost: Mapping[str, int]) -> str:
-    """Return the line on spans of a run that reached neither the collector nor the dataset."""
+    """Return the message that counts a run's spans that reached neither the collector nor the dataset."""
     counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
     return f"instrument: some data of this run has not arrived at its destination: {counts}"
 
 
 def unrecorded_text(process: Process) -> str:
-    """Return a sentence on connections to a process without a recorded request, "" for none."""
+    """Return a sentence on the ports of a process that got connections but recorded no request, "" for none."""
     ports = ", ".join(map(str, sorted(process.ports)))
     return f"connections came to its port {ports}, and it has recorded no request" if ports else ""
 
 
 def none_joined_text(pid: int, after_s: float) -> str:
-    """Return the line on a run without a recording process, with the reason from the first process's environment."""
+    """Return the message on a run in which no process records, with a cause from the environment of process `pid`."""
     return (
-        f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unloaded(pid)}. "
+        f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unrecorded(pid)}. "
         "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
         "service"
     )
 
 
-def _why_unloaded(pid: int) -> str:
-    """Return the reason why the program of a process does not load our autostart."""
+def _why_unrecorded(pid: int) -> str:
+    """Return the reason why a process did not load this package's `sitecustomize`, from its environment."""
     try:
         environ = dict(line.partition(b"=")[::2] for line in (PROC / str(pid) / "environ").read_bytes().split(b"\0"))
     except OSError:
@@ -421,16 +423,16 @@ def _why_unloaded(pid: int) -> str:
     return ": something on the way has taken our folder off PYTHONPATH"
 
 
-LONGEST_BYTES = 100_000
-"""The maximum number of bytes of a report. It must fit into one packet of a socket."""
+MOST_REPORT_BYTES = 100_000
+"""The maximum size of a report in bytes, because it must fit into one packet of a socket. A longer one is cut."""
 
-CUT = "\n\n(The rest is left out here; `instrument report FILE...` has all of what processes have saved.)\n"
+CUT_NOTE = "\n\n(The rest is left out here; `instrument report FILE...` has all of what processes have saved.)\n"
 
-NAMED_PROCESSES = 12
+MOST_NAMED_PROCESSES = 12
 
 
 class ReportedProcess(NamedTuple):
-    """A process of a run, or a group of `processes`: its name in the report, and the path of its recording ("": none).
+    """A line of a run's report on one process, or on a group of `processes`. `path` is the recording, "" for none.
 
     A process `is_notable` if it vanished or failed, `is_reported` if it printed its own report before others joined.
     """
@@ -445,7 +447,7 @@ class ReportedProcess(NamedTuple):
 def combined_report(
     parts: Sequence[ReportedProcess], views: Sequence[str], options: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return one report on all processes, as text. Raises `InstrumentError` if no report can be made."""
+    """Return one report on all processes of a run, with a list of the processes. Raises `InstrumentError`."""
     from instrument.errors import TraceError
     from instrument.report.summary import summary
     from instrument.report.view import Options, Recording
@@ -466,9 +468,9 @@ def combined_report(
     if not read:
         raise TraceError("no process of the run has a recording")
     text = summary(views, Recording.of_saved(merge(read).saved), Options.of(options))
-    if len(text.encode()) > LONGEST_BYTES:
-        text = text.encode()[:LONGEST_BYTES].decode(errors="ignore").rpartition("\n")[0] + CUT
-    places = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:NAMED_PROCESSES])
+    if len(text.encode()) > MOST_REPORT_BYTES:
+        text = text.encode()[:MOST_REPORT_BYTES].decode(errors="ignore").rpartition("\n")[0] + CUT_NOTE
+    places = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:MOST_NAMED_PROCESSES])
     more = len(parts) - len(places)
     text += f"\nProcesses: {sum(part.processes for part in parts)}\n"
     text += "".join(f"  {lines[place]}\n" for place in places)
@@ -476,8 +478,8 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into one of bounded size at `into`, and remove those in the same folder. Return its path, and
-    the count of unreadable files."""
+    """Merge recordings into one of bounded size at `into`, and remove the merged files from its folder. Return the path
+    and the count of unreadable files."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold

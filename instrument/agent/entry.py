@@ -1,4 +1,4 @@
-"""The program of an agent's process, a script that `instrument.runtime.agent_launch` starts."""
+"""The script of the agent's process. `instrument.runtime.agent_launch` starts it."""
 
 import json
 import os

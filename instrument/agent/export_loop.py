@@ -1,10 +1,11 @@
-"""The program of the agent's exporter: a child of the agent, which reads recordings and gauges, and sends spans.
+"""The main loop of the exporter process, a child of the agent that reads recordings and gauges, and sends spans.
 
-The agent sends it the descriptor of each recording, and reports the end of its process. The exporter ends within a time
-limit on the agent's request, and at once if the agent is gone. The next exporter continues from the recordings.
+The agent sends the exporter a descriptor of each recording, and a message at the end of each process. The exporter ends
+within a time limit when the agent asks for that, and at once if the agent is gone. Its successor continues from the
+progress stored in the recordings.
 
-Readings go into the recordings, like those of the process itself. If a driver hangs, neither a service nor the export
-waits for it, and each process gets a note about it.
+Readings of gauges are written into the recording of the process they belong to. A thread of its own takes them, so that
+a hanging driver delays neither a service nor the export.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from instrument.runtime.faults import logger
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 
-AGAIN_S = 1.0
-"""Seconds between two attempts to read a process's gauges, while the process still reads them itself."""
+CLAIM_RETRY_S = 1.0
+"""Seconds between two attempts to take over a process's gauges while the process still reads them itself."""
 
-SILENT_S = 10.0
-"""Seconds after which a reading is reported as hanging, in a note to each process."""
+HANG_S = 10.0
+"""Seconds after which a reading counts as hanging, and each process gets a note about it."""
 
-SHORTEST_NS = 10**6
-"""The shortest interval of readings, in nanoseconds."""
+SHORTEST_INTERVAL_NS = 10**6
+"""The shortest allowed time between two readings of a gauge, in nanoseconds."""
 
 MOST_DEVICES = 1024
 
@@ -50,12 +51,14 @@ PROC = "/proc"
 Send = Callable[[packets.Message], object]
 
 
-class _Watched:
-    """A process whose gauges are read into its recording."""
+class _WatchedProcess:
+    """A process whose gauges this exporter reads into the process's recording."""
 
     def __init__(self, pid: int, facts: Mapping[str, Any], fd: int) -> None:
         self._pid = pid
-        self._wanted = Device(nvml_ns=_interval(facts.get("nvml_ns")), host_ns=_interval(facts.get("host_ns")))
+        self._wanted = Device(
+            nvml_ns=_parse_interval(facts.get("nvml_ns")), host_ns=_parse_interval(facts.get("host_ns"))
+        )
         self._environ: dict[str, str] = {}
         self._sources: GaugeSources | None = None
         self._begin_at = 0.0
@@ -63,12 +66,11 @@ class _Watched:
         self._place = GaugePlace(fd)
 
     def change(self, facts: Mapping[str, Any]) -> None:
-        """Replace the environment variables by those that the process has now."""
+        """Replace the process's environment variables, which may name its devices, by its current ones."""
         self._environ.clear()
         self._environ.update({str(name): str(value) for name, value in dict(facts.get("environ") or {}).items()})
 
     def close(self) -> None:
-        """End the readings."""
         if self._sources is not None:
             self._sources.close()
         self._place.close()
@@ -81,9 +83,9 @@ class _Watched:
         return math.inf if wait_ns is None else wait_ns / 1e9
 
     def read_due(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
-        """Read the gauges that are due. Returns the devices and notes on unreadable gauges, None before the start.
+        """Read the gauges that are due. Return the devices and notes on unreadable gauges, None before the start.
 
-        Raises `_LeftError` with the reason if the process must read them itself, and `Gone` if it has ended.
+        Raises `_UnreadableHereError` if the process must read its gauges itself, and `Gone` if the process has ended.
         """
         if self._sources is None and time.monotonic() >= self._begin_at:
             self._begin()
@@ -95,23 +97,25 @@ class _Watched:
         return {"gpus": [asdict(gpu) for gpu in sources.gpus()], "notes": sources.notes()}
 
     def add(self, rows: Sequence[Any]) -> None:
-        """Add readings that only the process itself can take."""
+        """Store readings that the process has taken itself."""
         if self._sources is not None:
             now_ns = time.monotonic_ns()
-            self._store([Sample(str(name), int(device), now_ns, _number(value)) for device, name, value in rows])
+            self._store([Sample(str(name), int(device), now_ns, _parse_reading(value)) for device, name, value in rows])
 
     def _begin(self) -> None:
         if not self._place.take():
-            self._begin_at = time.monotonic() + AGAIN_S
+            self._begin_at = time.monotonic() + CLAIM_RETRY_S
             return
         if problem := why_in_process(self._pid):
-            raise _LeftError(problem)
+            raise _UnreadableHereError(problem)
         sources = GaugeSources(self._wanted, self._store, self._pid, self._environ)
         sources.prepare()
         is_open = sources.open()
         if self._wanted.nvml_ns is not None and not is_open:
             sources.close()
-            raise _LeftError(f"the agent cannot read GPUs ({'; '.join(sources.notes()) or 'there is no driver'})")
+            raise _UnreadableHereError(
+                f"the agent cannot read GPUs ({'; '.join(sources.notes()) or 'there is no driver'})"
+            )
         self._sources = sources
 
     def _store(self, samples: Sequence[Sample]) -> None:
@@ -121,14 +125,14 @@ class _Watched:
             raise Gone  # another session records there
 
 
-class _LeftError(Exception):
-    """The agent cannot read a process's gauges, so the process must. The message says why."""
+class _UnreadableHereError(Exception):
+    """An error that says why a process must read its gauges itself: the agent cannot."""
 
 
 class GaugeThread:
-    """Reads the gauges of numbered processes.
+    """A thread that reads the gauges of processes, which the agent numbers.
 
-    `send` sends the agent a message about one of them. The agent's server thread calls `ask` and `report_silence`.
+    `send` sends a message to the agent. The exporter's main thread calls `ask` and `report_silence`.
     """
 
     def __init__(self, send: Send) -> None:
@@ -136,7 +140,7 @@ class GaugeThread:
         self._asked: SimpleQueue[tuple[packets.Message, Sequence[int]] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._is_over = False
-        self._watched: dict[int, _Watched] = {}
+        self._watched: dict[int, _WatchedProcess] = {}
         self._busy_at = math.inf
         self._reports: dict[int, Mapping[str, Any]] = {}
         """The last report on each process, by number, without the sentence on a hanging driver."""
@@ -145,7 +149,7 @@ class GaugeThread:
         """The processes that were sent a note about the current hang of a driver."""
 
     def ask(self, message: packets.Message, descriptors: Sequence[int]) -> None:
-        """Handle a message of the agent about the gauges of a process."""
+        """Queue a message of the agent about a process's gauges for the thread, and start the thread if needed."""
         if descriptors:
             self._reports[int(message["process"])] = {"gpus": [], "notes": []}
         self._asked.put((message, descriptors))
@@ -154,8 +158,8 @@ class GaugeThread:
             self._thread.start()
 
     def report_silence(self, now: float) -> None:
-        """Send each process a note if a reading takes more than `SILENT_S`: the thread hangs in a driver."""
-        if now - self._busy_at <= SILENT_S:
+        """Send each process a note if the thread hangs in a driver: one reading takes longer than `HANG_S`."""
+        if now - self._busy_at <= HANG_S:
             self._silent.clear()
             return
         for number in [number for number in list(self._reports) if number not in self._silent]:
@@ -164,7 +168,7 @@ class GaugeThread:
             self._report(number)
 
     def stop(self) -> None:
-        """End the thread after its current call of a driver."""
+        """Have the thread end once its current call of a driver returns."""
         self._is_over = True
         self._asked.put(None)
 
@@ -194,7 +198,7 @@ class GaugeThread:
         if descriptors:
             self._forget(number)
             try:
-                self._watched[number] = _Watched(int(message["pid"]), message["gauges"], descriptors[0])
+                self._watched[number] = _WatchedProcess(int(message["pid"]), message["gauges"], descriptors[0])
                 self._reports[number] = {}
             finally:
                 os.close(descriptors[0])
@@ -216,7 +220,7 @@ class GaugeThread:
             report = self._watched[number].read_due(is_last=is_last)
         except Gone:
             self._forget(number)
-        except _LeftError as problem:
+        except _UnreadableHereError as problem:
             self._return_to_process(number, str(problem))
         except Exception as problem:
             self._return_to_process(number, f"{type(problem).__name__}: {problem!s:.200}")
@@ -232,13 +236,13 @@ class GaugeThread:
         if count:
             often = "" if count == 1 else f", {count} times"
             notes.append(
-                f"device: the agent's exporter read no gauges for more than {SILENT_S:g} s{often}: a driver did not "
+                f"device: the agent's exporter read no gauges for more than {HANG_S:g} s{often}: a driver did not "
                 "answer; look for messages of the driver in the system's log"
             )
         self._send_gauges(number, {"gpus": report.get("gpus", []), "notes": notes})
 
     def _return_to_process(self, number: int, why: str) -> None:
-        """Have the process read its gauges itself."""
+        """Stop reading a process's gauges, and have the process read them itself."""
         self._forget(number)
         self._send_gauges(number, {"yours": why})
 
@@ -253,9 +257,9 @@ class GaugeThread:
 
 
 def why_in_process(pid: int) -> str:
-    """Return the reason why a reading here may differ from one in the process, "" if it is the same.
+    """Return why readings here may differ from readings within a process, "" if they cannot.
 
-    Each container has its own devices, groups and files, but containers may share process ids.
+    Processes of another container have other devices, control groups and files, even if they share our process ids.
     """
     try:
         own_namespace, namespace = (os.readlink(f"{PROC}/{name}/ns/mnt") for name in ("self", pid))  # noqa: PTH115 - no file to find
@@ -264,12 +268,12 @@ def why_in_process(pid: int) -> str:
     return "" if own_namespace == namespace else "it is in another container"
 
 
-def _interval(stored: Any) -> int | None:
+def _parse_interval(stored: Any) -> int | None:
     interval_ns = None if stored is None else int(stored)
-    return interval_ns and max(interval_ns, SHORTEST_NS)
+    return interval_ns and max(interval_ns, SHORTEST_INTERVAL_NS)
 
 
-def _number(reading: Any) -> float | None:
+def _parse_reading(reading: Any) -> float | None:
     value = None if reading is None else float(reading)
     if value is not None and not math.isfinite(value):
         raise ValueError("a reading without an end")
@@ -289,35 +293,35 @@ else:  # a run that has only its gauges read needs no numpy
     exporter, kept_files = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.kept_files")
     dataset_export = LazyModule("instrument.otlp.dataset_export")
 
-LOOK_S = 0.2
-"""Seconds between two reads of all recordings. Rows that a thread's ring overwrites within that time are lost."""
+READ_INTERVAL_S = 0.2
+"""Seconds between two reads of all recordings. Rows that a ring overwrites in less time are lost."""
 
-BEHIND_S = 0.02
-"""Seconds between two reads while recordings have spans that wait to be sent."""
+BUSY_READ_INTERVAL_S = 0.02
+"""Seconds between two reads of all recordings while spans wait to be sent."""
 
-EXPORTERS = 8
-"""The number of exporters, one thread each, above which unused ones are stopped."""
+MOST_EXPORTERS = 8
+"""The number of exporters, one thread each, from which on unused ones are stopped."""
 
-SCRAPE_LOOKS = 20
-"""The maximum number of reads of all recordings for one scrape, or for settling all ended requests."""
+MOST_SETTLING_READS = 20
+"""The maximum number of reads of all recordings before a scrape is answered or a window is sent."""
 
-SAID = 1000
-"""The maximum number of characters of a message of the exporter process that the agent prints."""
+MOST_MESSAGE_CHARACTERS = 1000
+"""The maximum number of characters of a warning that the exporter has the agent print."""
 
 
-class _Teller(logging.Handler):
-    """A logging handler that sends warnings to the agent, which prints them to the services' standard error."""
+class _AgentLogHandler(logging.Handler):
+    """A logging handler that sends warnings to the agent, which prints them to the standard error of the runs."""
 
     def __init__(self, send: Callable[[packets.Message], object]) -> None:
         super().__init__(logging.WARNING)
         self._send = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._send({"said": record.getMessage()[:SAID]})
+        self._send({"said": record.getMessage()[:MOST_MESSAGE_CHARACTERS]})
 
 
 class ExportLoop:
-    """Serves the agent at the other end of `connection` until the connection ends."""
+    """The main loop of the exporter, which serves the agent at the other end of `connection`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
@@ -326,22 +330,22 @@ class ExportLoop:
         self._recordings: dict[int, recording_export.RecordingExport] = {}
         self._settings: dict[int, Otlp | None] = {}
         self._scopes: dict[int, list[scrapes.Scope]] = {}
-        """The scopes of scrapes to which each recording belongs, by the recording's number."""
+        """The scrape scopes of each recording, by the recording's number."""
         self._scrapes: scrapes.Scrapes | None = None
         self._datasets: dict[tuple[str, str], dataset_export.DatasetExport] = {}
-        """The dataset of each run, by the settings as text."""
+        """The datasets, by run and by their settings as text."""
         self._folder: Path | None = None
         self._ends_at = 0.0
-        logger.addHandler(_Teller(self._agent.send))
+        logger.addHandler(_AgentLogHandler(self._agent.send))
         logger.propagate = False
         self._is_behind = False
         self.faults = 0
 
     def serve(self) -> None:
-        """Serve until the agent asks for the end or is gone."""
+        """Serve until the agent asks the exporter to end, or until the agent is gone."""
         has_more = False
         while not self._ends_at:
-            wait_s = BEHIND_S if self._is_behind else LOOK_S
+            wait_s = BUSY_READ_INTERVAL_S if self._is_behind else READ_INTERVAL_S
             for message, descriptors in self._agent.receive(0 if has_more else wait_s):
                 self._handle_message(message, descriptors)
             if self._agent.has_gone:
@@ -352,7 +356,7 @@ class ExportLoop:
             has_more = self._read_all()
         while (self._read_all() or self._is_behind) and time.monotonic() < self._ends_at:
             if self._is_behind:  # what was recorded last, as there is room for it
-                time.sleep(BEHIND_S)
+                time.sleep(BUSY_READ_INTERVAL_S)
         while self._read_all(is_last=True) and time.monotonic() < self._ends_at:
             pass
         for sender in self._exporters.values():
@@ -371,7 +375,6 @@ class ExportLoop:
 
     @cached_property
     def _ended_metrics(self) -> scrapes.EndedMetrics:
-        """The metrics of processes that have ended."""
         return scrapes.EndedMetrics(self._folder)
 
     # ---------------------------------------------------------------- the agent
@@ -422,13 +425,13 @@ class ExportLoop:
             self._scrapes.answer_on(descriptor, str(message["scrape"]))
 
     def _scrape_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
-        """Return the current metrics of a scope's recordings, and the totals of its ended processes."""
+        """Return the metrics of a scope's living processes, and its ended processes' totals by service."""
         numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
         for export in [self._recordings[number] for number in numbers if number in self._recordings]:
             export.is_scraped = True
             export.before_scrape()
         looks = 0
-        while self._read_all() and looks < SCRAPE_LOOKS:
+        while self._read_all() and looks < MOST_SETTLING_READS:
             looks += 1
         living = {
             member.key: member.metered() for number in numbers if (member := self._recordings.get(number)) is not None
@@ -449,7 +452,7 @@ class ExportLoop:
             os.close(fd)
 
     def _begin_dataset(self, export: recording_export.RecordingExport, message: Mapping[str, Any]) -> None:
-        """Have the settled requests of a recording written into the dataset of its run."""
+        """Begin to write the settled requests of a recording into the dataset of its run."""
         settings, run = message["settings"]["parquet"], str(message["run"])
         place = run, repr(settings)
         if place not in self._datasets:
@@ -460,7 +463,7 @@ class ExportLoop:
         export.dataset = self._datasets[place]
 
     def _attempt_dataset(self, action: Callable[[], object]) -> None:
-        """Call an action on a dataset. Report its failure and the lost rows to the agent."""
+        """Call an action on a dataset, and report its failure and its lost rows to the agent."""
         try:
             action()
         except Exception as problem:
@@ -470,7 +473,7 @@ class ExportLoop:
             self._agent.send({"dataset": lost})
 
     def _exporter(self, settings: Otlp | None) -> exporter.Exporter:
-        """Return the exporter for a collector. With None it has no collector and is never started."""
+        """Return the exporter for a collector, and start it. For None, return one that sends nothing."""
         if settings not in self._exporters:
             self._stop_unused()
             origin = Origin(os.getpid(), "", 0, 0)
@@ -482,16 +485,16 @@ class ExportLoop:
         return self._exporters[settings]
 
     def _stop_unused(self) -> None:
-        """Stop the oldest exporters that no recording uses, until fewer than `EXPORTERS` remain."""
+        """Stop the oldest exporters without a recording until fewer than `MOST_EXPORTERS` remain."""
         used = set(self._settings.values())
         unused = [
             otlp for otlp, sender in self._exporters.items() if otlp not in used and not sender.counts()["pending"]
         ]
-        for settings in unused[: max(len(self._exporters) - EXPORTERS + 1, 0)]:
+        for settings in unused[: max(len(self._exporters) - MOST_EXPORTERS + 1, 0)]:
             self._exporters.pop(settings).stop(0)
 
     def _note_settled(self, source: Source) -> None:
-        """Note the progress of sending a source's spans. The sending thread calls this."""
+        """Store how far the spans of a recording (`source`) have been sent. The sending thread calls this."""
         for export in list(self._recordings.values()):
             if export.owns_source(source):
                 export.note_sent()
@@ -501,7 +504,7 @@ class ExportLoop:
     # ---------------------------------------------------------------- recordings
 
     def _attempt(self, number: int, action: Callable[[], object]) -> None:
-        """Run an action on a recording. If it fails, only the export of that recording ends."""
+        """Run an action on a recording. If it fails, end the export of that recording only."""
         try:
             action()
         except Exception as problem:  # what another process has recorded may be anything
@@ -511,7 +514,8 @@ class ExportLoop:
     def _read_all(
         self, *, is_last: bool = False, at_once: bool = False, metered: recording_export.RecordingExport | None = None
     ) -> bool:
-        """Read and settle all recordings once, and take the metrics of `metered`. Return True if more rows are left."""
+        """Read and settle all recordings once. Return True if rows are left. Settle ended requests without waiting if
+        `at_once`, all requests if `is_last`. Send the metrics of `metered`."""
         has_more = bool(self._recordings) and self._run.look(
             self._attempt, is_last=is_last, at_once=at_once, metered=metered
         )
@@ -533,26 +537,26 @@ class ExportLoop:
             self._end_export(number)
 
     def _send_window(self, message: Mapping[str, Any], _: int, export: recording_export.RecordingExport) -> None:
-        """Send all spans of an interval. Open requests are kept until they end."""
+        """Send all spans of a process in the message's interval. Requests that are still open follow once they end."""
         spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
         export.keep_open(spans)
         self._settle_all()
         export.send(export.unsent(spans))
 
     def _settle_all(self) -> None:
-        """Settle all requests that have ended by now, in at most `SCRAPE_LOOKS` reads."""
-        for _ in range(SCRAPE_LOOKS):
+        """Settle all requests that have ended, in at most `MOST_SETTLING_READS` reads of all recordings."""
+        for _ in range(MOST_SETTLING_READS):
             if not self._read_all(at_once=True):
                 return
 
     def _send_now(self, _: int, export: recording_export.RecordingExport) -> None:
-        """Send the spans that a process has recorded so far."""
+        """Send all spans and metrics that a process has recorded so far."""
         self._settle_all()
         self._read_all(at_once=True, metered=export)
         export.is_settled()
 
     def _end_export(self, number: int, problem: str = "") -> None:
-        """Finish a recording, report the outcome of its spans to the agent, and close it."""
+        """End the export of a recording, and report to the agent how many spans were sent and lost."""
         export, fates = self._recordings.pop(number, None), {}
         is_sent, scopes = self._settings.pop(number, None) is not None, self._scopes.pop(number, [])
         try:

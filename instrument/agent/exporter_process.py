@@ -1,7 +1,8 @@
-"""The agent's side of its exporter: a child that starts with the first recording to export or gauge to read.
+"""The agent's handle on its exporter, the child process that reads recordings, collectors and drivers for it.
 
-The child reads recordings, and calls collectors and drivers. So the agent stays small, answers meanwhile, and survives
-the child's faults. After a crash another child continues from the progress in the recordings.
+The child starts with the first recording to export or the first gauge to read. Because the child does this work, the
+agent stays small, never blocks, and survives faults of readers. After a crash of the child, another one continues from
+the progress stored in the recordings.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from instrument.recording.export_checkpoint import ExportCheckpoint, losses_by_n
 from instrument.recording.memory_layout import generation_of
 from instrument.runtime import atomic, packets, run_folder
 
-EXPORTER = "instr-exporter"
-"""The name of the child."""
+EXPORTER_NAME = "instr-exporter"
+"""The process name of the exporter, as `ps` shows it."""
 
 ELSEWHERE = "the processes of its container are not to be seen from that of the agent"
 
 
 class Exports:
-    """The recordings that are exported, the processes whose gauges are read, and the child that does both.
+    """The exporter child, with the recordings that it exports and the processes whose gauges it reads.
 
-    A file in `folder` has the count of ended processes' spans that may be unsent, in case the agent is killed. The
-    count of an earlier agent is added to `fates`. `selector` is the agent's own, `send` sends a message to a process.
-    `changed` is called when a recording needs no more export, and `says` with each line about the export. A process
-    whose export fails or ends early is sent `unexported`.
+    A file in `folder` counts ended processes' spans that may be unsent, in case the agent is killed. `fates` counts
+    spans by outcome, and starts with an earlier agent's file. `selector` is the one of the event loop, `send` sends a
+    message to a process. `changed` is called after the export of a recording, `says` with each message about exports.
+    A process whose export fails is sent `unexported`.
     """
 
     def __init__(
@@ -44,20 +45,22 @@ class Exports:
         says: Callable[[str], object],
         send: Callable[[Process, packets.Message], object],
     ) -> None:
-        self._child = Child(selector, _serve, EXPORTER, self._take_message, self._restart_exporter, self._flush_waiting)
+        self._child = Child(
+            selector, _serve, EXPORTER_NAME, self._handle_message, self._restart_exporter, self._flush_waiting
+        )
         self._changed = changed
         self._send = send
         self._says = says
         self.is_ending = False
-        """True once the child was asked to end."""
+        """True once the agent has asked the child to end."""
         self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
         self._gauged: dict[int, Process] = {}
-        """The processes whose gauges are read, by the number that the child uses."""
+        """The processes whose gauges the child reads, by the number that it uses for them."""
         self._to_flush: set[int] = set()
         self._next = 0
         self._folder = folder
         self._unsent: dict[Process, int] = {}
-        """The most spans of each ended process that may be unsent."""
+        """The number of spans of each ended process that may be unsent."""
         self._listeners: dict[str, socket.socket | None] = {}
         """The listening socket of each address for scrapes, None if it cannot be opened."""
         self._handed_over: set[str] = set()
@@ -68,7 +71,7 @@ class Exports:
         self.problem = ""
 
     def waits_for(self, run: Run) -> bool:
-        """Return True while recordings of a run's ended processes are still exported."""
+        """Return True while the child still exports recordings of a run's ended processes."""
         return any(process.run is run and not process.lives for process, *_ in self._recordings.values())
 
     @property
@@ -78,24 +81,24 @@ class Exports:
 
     @property
     def lost(self) -> Mapping[str, int]:
-        """Return the counts of ended processes' losses, by the reasons in messages."""
+        """Return the counts of ended processes' lost spans, by the reason that messages give."""
         return losses_by_name(self.fates)
 
     def add(self, process: Process) -> None:
-        """Export the recording of a process or read it for scrapes, if the process or a scrape asks for that."""
+        """Have the child read a process's recording, if its profile exports it or its run is scraped."""
         if not self._numbers_of(process):
             self._add(process)
 
     def scrape(self, run: Run, connection: socket.socket) -> None:
-        """Answer a scrape of a run on a connection. From now on the run's recordings are read for scrapes."""
+        """Have the child answer a scrape of a run on a connection, and read the run's recordings from now on."""
         run.is_scraped = True
         for process in run.living():
             self.add(process)
-        if not self.is_ending and not self._why_not_begun():
+        if not self.is_ending and not self._try_to_begin_child():
             self._child.send({"scrape": run.name}, connection.fileno())
 
     def _listen(self, address: str) -> None:
-        """Have scrapes answered at an address from now on."""
+        """Have the child answer scrapes at an address from now on."""
         if address in self._listeners:
             return
         try:
@@ -112,7 +115,7 @@ class Exports:
         is_read = any(settings.get(name) for name in ("otlp", "captures", "parquet", "prometheus"))
         if not (is_read or (settings and process.run.is_scraped)) or process.memory < 0:
             return
-        if self.is_ending or not self._is_begun():
+        if self.is_ending or not self._begin_child():
             self.count_left(process, process.memory, is_reported=False)
             self._send_unexported(process)
             return
@@ -135,12 +138,13 @@ class Exports:
             self._child.send({"process": gauged, "ended": True})
 
     def send_window(self, process: Process, begin_ns: int, end_ns: int) -> None:
-        """Have the child send all spans of a process in an interval, also unsampled ones."""
+        """Have the child send all spans that a process recorded in an interval, including unsampled ones."""
         for number in self._numbers_of(process):
             self._child.send({"window": number, "begin_ns": begin_ns, "end_ns": end_ns})
 
     def flush(self, process: Process) -> None:
-        """Have the child send the spans recorded so far. Calls while the child is busy are served once."""
+        """Have the child send the spans that a process has recorded so far. Repeated calls to a busy child count
+        once."""
         if self._child.has_waiting:
             self._to_flush |= self._numbers_of(process)
         else:
@@ -156,7 +160,7 @@ class Exports:
         return numbers
 
     def end(self, within_s: float) -> None:
-        """Have the child send all that it can within `within_s` seconds, and end."""
+        """Have the child send the remaining spans for up to `within_s` seconds, and end."""
         if not self.is_ending:
             self.is_ending = True
             self._child.send({"end": within_s})
@@ -175,13 +179,13 @@ class Exports:
     # ---------------------------------------------------------------- gauges
 
     def read_gauges(self, process: Process) -> None:
-        """Begin to read the gauges that a process asks for, or apply new settings if they are read already."""
+        """Have the child read the gauges that a process's profile names, or pass it new settings for them."""
         settings, number = process.facts.get("gauges"), self._gauged_number(process)
         if not isinstance(settings, dict) or not process.lives or process.memory < 0:
             return
         if number is not None:
             self._child.send({"process": number, "gauges": settings})
-        elif why := ELSEWHERE if process.is_elsewhere else self._why_not_begun():
+        elif why := ELSEWHERE if process.is_elsewhere else self._try_to_begin_child():
             self._send(process, {"gauges": {"yours": why}})
         else:
             self._next += 1
@@ -189,7 +193,7 @@ class Exports:
             self._start_gauges(self._next)
 
     def handle_gauges(self, process: Process, message: packets.Message) -> None:
-        """Handle a process's message on gauges: new settings, None for the end, or readings that only it can take."""
+        """Pass on a process's message about gauges: new settings, None to stop, or readings that it has taken."""
         number = self._gauged_number(process)
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]
@@ -235,18 +239,18 @@ class Exports:
             self._child.send({"ended": number})
 
     def _note_problem(self, problem: str) -> None:
-        """Note the reason why a recording is not exported. Print the first such reason."""
+        """Keep the newest reason why a recording is not exported, and print the first one."""
         if problem and not self.problem:
             self._says(f"instrument: the agent could not export what a process records: {problem}")
         self.problem = problem or self.problem
 
-    def _is_begun(self) -> bool:
+    def _begin_child(self) -> bool:
         """Start the child if none runs. Return True on success."""
-        self._note_problem(self._why_not_begun())
+        self._note_problem(self._try_to_begin_child())
         return self._child.is_there
 
-    def _why_not_begun(self) -> str:
-        """Start the child if none runs. Return the reason if that fails, "" on success."""
+    def _try_to_begin_child(self) -> str:
+        """Start the child if none runs. Return why that failed, "" on success."""
         is_there, problem = self._child.is_there, self._child.begin()
         if problem:
             return f"the agent's exporter {problem}"
@@ -263,7 +267,7 @@ class Exports:
         for number in to_flush:
             self._child.send({"flush": number})
 
-    def _take_message(self, message: packets.Message) -> None:
+    def _handle_message(self, message: packets.Message) -> None:
         if "process" in message:
             self._handle_gauges_report(int(message["process"]), dict(message["gauges"]))
             return
@@ -290,7 +294,7 @@ class Exports:
             self._clear_unsent(process)
 
     def count_left(self, process: Process, memory: int, *, is_reported: bool) -> None:
-        """Count the unread rows of an ended process, and its spans by fate unless they are reported."""
+        """Count an ended process's rows that nobody will read, and its spans by outcome unless `is_reported`."""
         if process.lives or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
@@ -298,17 +302,17 @@ class Exports:
             self.fates["unread"] += place.unread()
 
     def _restart_exporter(self) -> None:
-        """Start another child after the end of the last one, which was a fault unless `is_ending`."""
+        """Start another child after the last one has ended, which is a crash unless `is_ending`."""
         self._handed_over.clear()
         self._to_flush.clear()
         if self.is_ending:
             self._gauged.clear()
-        if not self.is_ending and self._recordings and self._is_begun():
+        if not self.is_ending and self._recordings and self._begin_child():
             for number in list(self._recordings):
                 self._start_export(number)
         else:
             self._forget_recordings()
-        why = self._why_not_begun() if self._gauged else ""
+        why = self._try_to_begin_child() if self._gauged else ""
         for number, process in list(self._gauged.items()):
             if process.facts["gauges"] is None:
                 self._handle_gauges_report(number, {"ended": True})
@@ -319,7 +323,7 @@ class Exports:
         self._changed()
 
     def _send_unexported(self, process: Process) -> None:
-        """Report to a process that its recording is not exported, so that it does not wait at its end."""
+        """Notify a process that its recording is not exported, so that it does not wait for that at its exit."""
         if exports_spans(process):
             self._send(process, {"unexported": True})
 
@@ -332,7 +336,7 @@ class Exports:
             self._clear_unsent(process)
 
     def _note_unsent(self, process: Process, memory: int) -> None:
-        """Note the count of a process's spans that may be unsent."""
+        """Count an ended process's spans that may be unsent, and write the sum to the file."""
         if process in self._unsent or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
@@ -340,7 +344,7 @@ class Exports:
             self._write_unsent()
 
     def _clear_unsent(self, process: Process) -> None:
-        """Clear the count of a process's unsent spans, unless a recording of the process is still exported."""
+        """Drop the count of a process's unsent spans, unless another recording of it is still exported."""
         if not self._numbers_of(process) and self._unsent.pop(process, 0):
             self._write_unsent()
 
@@ -355,7 +359,7 @@ class Exports:
 
 
 def exports_spans(process: Process) -> bool:
-    """Return True if spans of a process go to a collector."""
+    """Return True if the profile of a process sends spans to a collector."""
     return bool((process.facts.get("export") or {}).get("otlp") or process.facts.get("exports"))
 
 
@@ -367,7 +371,6 @@ def _listener_at(address: str) -> socket.socket:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Serve the agent in the child: export the recordings that it sends."""
     from instrument.agent.export_loop import ExportLoop
 
     ExportLoop(connection).serve()

@@ -1,7 +1,7 @@
-"""The live view of a run: open requests, rates by endpoint, times by site, and losses.
+"""The live view of a run, as `instrument live` shows it: open requests, rates by endpoint, times by site, and losses.
 
-Numbers cover the time since the previous look, at first since the begin of each session. They are read from the
-recordings of the running processes, which do nothing for it.
+It reads the recordings of the running processes, which do nothing for it. Numbers cover the time since the previous
+screen. Those of the first screen cover the whole session of each process.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from instrument.report.headlines import in_flight_headline
 from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
-EVEN = 0.9
-"""The least ratio of the processes' shortest window to the longest. Below it the screen shows each process's window."""
+EVEN_RATIO = 0.9
+"""The ratio of the shortest to the longest process's window, below which the windows count as uneven."""
 
-ROWS = 12
-"""The maximum number of rows of each table. The other rows are counted."""
+MOST_TABLE_ROWS = 12
+"""The maximum number of rows per table of the screen. Further rows are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """An open request with its age, and its innermost open span with the span's age.
+    """An open request and its age. `now` is its innermost open span, of the age `now_ns`.
 
     `bears` is the text of the request's first attributes.
     """
@@ -54,7 +54,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The requests of one name that ended in the window. `cancelled` counts those cancelled without an error."""
+    """The requests of one name that ended in the window. `cancelled` counts those that ended by cancellation."""
 
     name: str
     requests: int
@@ -67,7 +67,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A site, with the self time and the device time of its calls."""
+    """A site (an instrumented function) with the times of its calls. `ratio` is its share of all self time."""
 
     name: str
     calls: int
@@ -78,10 +78,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNow:
-    """A process: its profile's generation, its calls since its begin, their estimated cost, and its losses.
+    """A process, with its recorded calls, the estimated share of time that recording them cost, and its losses.
 
-    Calls, cost and losses are None for an ended process and an unreadable recording. `up_ns` is None if the agent
-    missed its begin and end.
+    These three are None for an ended process or an unreadable recording. `up_ns` is None if the agent did not see the
+    process begin and end.
     """
 
     pid: int
@@ -97,10 +97,10 @@ class ProcessNow:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """One look at a run.
+    """One screen of the live view of a run.
 
-    Rates and shares are of the last `window_ns`, or of the whole life of a younger process. All numbers but `ended` are
-    of living processes. It `is_uneven` if some processes are much younger than others.
+    Rates and shares cover the last `window_ns`, or the whole life of a younger process. All numbers but `ended` are
+    of living processes. The screen `is_uneven` if some processes are much younger than others.
     """
 
     run: str
@@ -115,36 +115,34 @@ class Screen:
     is_uneven: bool = False
 
     def document(self) -> dict[str, Any]:
-        """Return the screen as values for JSON."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Return the lines of the screen, with at most `ROWS` rows in each table."""
+        """Return the lines of the screen, with at most `MOST_TABLE_ROWS` rows in each table."""
         living = [row for row in self.processes if row.state in ("running", "off")]
         off = sum(row.state == "off" for row in living)
         lines = [
-            f"Run {safe(self.run)}: {_count(len(living), 'process', 'es')}, {f'{off} switched off, ' if off else ''}"
-            f"{_count(len(self.in_flight), 'request')} in flight; "
+            f"Run {safe(self.run)}: {_counted(len(living), 'process', 'es')}, {f'{off} switched off, ' if off else ''}"
+            f"{_counted(len(self.in_flight), 'request')} in flight; "
             f"rates and shares of {'up to ' * self.is_uneven}{number(self.window_ns / 1e9)} s",
         ]
         if self.ended:
-            lines.append(f"{_count(self.ended, 'process', 'es')} of it ended: see the report at the end of the run")
+            lines.append(f"{_counted(self.ended, 'process', 'es')} of it ended: see the report at the end of the run")
         if sentence := in_flight_headline([(request.now, request.now_ns) for request in self.in_flight]):
             lines.append(sentence)
         cancelled = "cancelled=Cancelled|" if any(row.cancelled for row in self.endpoints) else ""
         device = "|device_ns=Device, ms" if any(row.device_ns for row in self.places) else ""
         texts = {"name": lambda row, unit: f"{row.name}{row.bears}"[:60], "now": lambda row, unit: safe(row.now)[:30]}
         columns = "name=Request in flight|age_ns=Age, s|now=Now in|now_ns=For, s|pid=Process"
-        lines += ["", *_table("s", Section("", self.in_flight, columns, texts=texts))]
+        lines += ["", *_table_lines("s", Section("", self.in_flight, columns, texts=texts))]
         columns = f"name=Endpoint|requests=Ended|errors=Errors|{cancelled}rate=A second|p50_ns=p50, ms|p99_ns=p99, ms"
-        lines += _table("ms", Section("", self.endpoints, columns))
+        lines += _table_lines("ms", Section("", self.endpoints, columns))
         columns = f"name=Where the time goes|calls=Calls|self_ns=Self, ms|ratio=Of all{device}"
-        lines += _table("ms", Section("", self.places, columns))
+        lines += _table_lines("ms", Section("", self.places, columns))
         lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in [*self.losses.items()][:3]]
         return [*lines, *map(safe, self.problems)]
 
     def process_lines(self) -> list[str]:
-        """Return the lines of the table of all processes."""
         columns = (
             "service=Service|pid=Process|state=State|up_ns=For, s|generation=Profile|calls=Calls|cost_ratio=Cost|"
             "lost=Lost"
@@ -157,25 +155,24 @@ class Screen:
         return Section("", self.processes, columns, texts=texts).table("s") if self.processes else []
 
 
-def _table(unit: str, section: Section) -> list[str]:
-    more = len(section.rows) - ROWS
-    lines = replace(section, rows=section.rows[:ROWS]).table(unit)
+def _table_lines(unit: str, section: Section) -> list[str]:
+    more = len(section.rows) - MOST_TABLE_ROWS
+    lines = replace(section, rows=section.rows[:MOST_TABLE_ROWS]).table(unit)
     return [*lines, *([f"({more} more)"] if more > 0 else []), ""] if section.rows else []
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
+def _counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
 
 
 class LiveSampler:
-    """Samples the processes of a run repeatedly."""
+    """A sampler that makes successive screens of a run, each with the numbers since the one before."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._before: dict[tuple[int, int], tuple[int, Tally]] = {}
 
     def shows(self, run: str) -> bool:
-        """Return True if this sampler shows that run."""
         return self._run == run
 
     def look(self, members: Sequence[Member], folded: int = 0) -> Screen:
@@ -185,14 +182,14 @@ class LiveSampler:
         losses: Counter[str] = Counter()
         for member in members:
             try:
-                contents = None if member.memory < 0 or not member.lives else _Seen(member.memory)
+                contents = None if member.memory < 0 or not member.lives else _Contents(member.memory)
             except TraceError as problem:
                 problems.append(f"process {member.pid}: {problem}")
                 processes.append(
-                    replace(_process(member, None), state="unread", calls=None, cost_ratio=None, lost=None)
+                    replace(_process_row(member, None), state="unread", calls=None, cost_ratio=None, lost=None)
                 )
                 continue
-            processes.append(_process(member, contents))
+            processes.append(_process_row(member, contents))
             if contents is None:
                 continue
             key = member.pid, contents.generation
@@ -201,24 +198,24 @@ class LiveSampler:
             windows_ns.append(contents.at_ns - since_ns)
             grown.append(contents.tally.since(before))
             losses.update(contents.losses)
-            in_flight += _in_flight(member.pid, contents.open_spans, contents.at_ns)
+            in_flight += _request_rows(member.pid, contents.open_spans, contents.at_ns)
         window_ns, together = max(windows_ns, default=0), Tally.together(grown)
         return Screen(
             run=self._run,
             window_ns=window_ns,
             processes=tuple(processes),
             in_flight=tuple(sorted(in_flight, key=lambda request: -request.age_ns)),
-            endpoints=_endpoints(together, grown, windows_ns),
-            places=_places(together),
+            endpoints=_endpoint_rows(together, grown, windows_ns),
+            places=_site_rows(together),
             losses=dict(losses),
             problems=tuple(problems),
             ended=folded + sum(not member.lives for member in members),
-            is_uneven=min(windows_ns, default=0) < EVEN * window_ns,
+            is_uneven=min(windows_ns, default=0) < EVEN_RATIO * window_ns,
         )
 
 
-class _Seen:
-    """The contents of one recording at `at_ns`. Raises `TraceError`."""
+class _Contents:
+    """The contents of a recording at the time `at_ns`. Raises `TraceError` for an invalid recording."""
 
     def __init__(self, memory: int) -> None:
         with closing(Mapped(memory)) as mapped:
@@ -233,7 +230,7 @@ class _Seen:
             self.requests = int(self.tally.lines["calls"][kinds[self.tally.site_of[self.tally.lines["node"]]]].sum())
 
 
-def _process(member: Member, contents: _Seen | None) -> ProcessNow:
+def _process_row(member: Member, contents: _Contents | None) -> ProcessNow:
     facts, now_ns = member.facts, time.monotonic_ns() if contents is None else contents.at_ns
     origin = (
         facts if contents is None else {**facts, **contents.origin}
@@ -261,7 +258,7 @@ def _process(member: Member, contents: _Seen | None) -> ProcessNow:
     )
 
 
-def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[InFlight]:
+def _request_rows(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[InFlight]:
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:
         by_root.setdefault(span.root_id, []).append(span)
@@ -277,8 +274,8 @@ def _in_flight(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list[In
     return requests
 
 
-def _endpoints(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
-    """Return the ended requests by name. A rate is the sum of each process's rate in its own window."""
+def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
+    """Return the ended requests by name. The processes' rates, each within its own window, are added."""
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in sum_topmost_by_name(part, is_request).items():
@@ -293,8 +290,9 @@ def _endpoints(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) 
     return tuple(sorted(endpoints, key=lambda part: (-part.requests, part.name)))
 
 
-def _places(tally: Tally) -> tuple[Place, ...]:
-    """Return the called sites by self time, largest first, without interruptions, which are within other calls."""
+def _site_rows(tally: Tally) -> tuple[Place, ...]:
+    """Return the called sites by self time, the largest first, without interruptions, which are parts of other
+    calls."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
     sums = [(name, tally.total(places)) for (name, _), places in tally.lines_by(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)

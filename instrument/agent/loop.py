@@ -1,7 +1,7 @@
-"""The agent's event loop: readable descriptors, due timers, and its connections.
+"""The event loop of the agent, which serves all connections, descriptors and timers on one thread.
 
-Its single thread never blocks on one connection. The packets of each connection are bounded, and malformed ones close
-it.
+No connection can block it: unsent packets are queued per connection. An overflowing queue or a malformed packet closes
+the connection.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 from instrument.runtime import packets, run_folder
 
-WAITING_PACKETS = 1024
-"""The maximum number of unsent packets of one connection. A connection with more is closed as broken."""
+MOST_WAITING_PACKETS = 1024
+"""The maximum number of unsent packets per connection. A connection with more is closed."""
 
-_JOIN = b'{"join":'
-"""The first bytes of a packet that joins a process."""
+_JOIN_PREFIX = b'{"join":'
+"""The first bytes of the packet by which a process joins its run."""
 
 
 class Connection:
@@ -37,22 +37,20 @@ class Connection:
         self._is_deaf = self.is_broken = False
 
     def fileno(self) -> int:
-        """Return the descriptor, for selectors."""
         return self.sock.fileno()
 
     @property
     def has_waiting(self) -> bool:
-        """Return True if packets wait to be sent."""
         return bool(self._waiting)
 
     def send(self, message: packets.Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a packet now, or when there is room for it.
+        """Send a packet, or queue it with copies of its descriptors while the socket is full. Raises nothing.
 
-        Descriptors are copied; raises nothing. To a closed end, packets are dropped; its own can still be received.
+        Packets to a closed end are dropped. Packets that this end had sent before can still be received.
         """
         if self._is_deaf:
             return
-        if len(self._waiting) >= WAITING_PACKETS:
+        if len(self._waiting) >= MOST_WAITING_PACKETS:
             self.is_broken = True
             return
         try:
@@ -62,7 +60,7 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send the waiting packets, as far as there is room."""
+        """Send waiting packets until the socket is full."""
         while self._waiting and not self.is_broken:
             message, descriptors = self._waiting[0]
             try:
@@ -82,9 +80,9 @@ class Connection:
             os.close(descriptor)
 
     def is_about_to_join(self) -> bool:
-        """Return True if the next packet joins a process."""
+        """Return True if the next packet is one by which a process joins its run."""
         try:
-            return self.sock.recv(len(_JOIN), socket.MSG_PEEK) == _JOIN
+            return self.sock.recv(len(_JOIN_PREFIX), socket.MSG_PEEK) == _JOIN_PREFIX
         except OSError:
             return False
 
@@ -107,25 +105,25 @@ class Connection:
         self.sock.close()
 
 
-CONNECTIONS = 2048
-"""The maximum number of open connections. The agent closes any further one."""
+MOST_CONNECTIONS = 2048
+"""The maximum number of open connections of an agent. It closes further ones at once."""
 
-PACKETS_AT_ONCE = 64
-"""The maximum number of packets read from one connection before the loop reads the next one."""
+MOST_PACKETS_PER_TURN = 64
+"""The maximum number of packets read from one connection before the others have their turn."""
 
-ACCEPT_AGAIN_S = 0.2
-"""Seconds without accepting connections after the agent ran out of descriptors."""
+ACCEPT_PAUSE_S = 0.2
+"""Seconds for which the agent accepts no connection after it ran out of descriptors."""
 
-FAULT_REST_S = 0.01
-"""Seconds of rest after a fault, which may repeat at once."""
+FAULT_PAUSE_S = 0.01
+"""Seconds that the loop sleeps after a fault, so that a repeating fault does not use up a processor."""
 
 
 @dataclass(eq=False)
 class EventLoop:
-    """The event loop of an agent that listens on `listener`.
+    """The event loop of an agent that listens on `_listener`.
 
-    `heard(connection, message, descriptors)` is called with each packet, and returns the descriptors that it keeps.
-    `dropped(connection)` is called at the end of a connection, `says(text)` with a message on a fault.
+    `_heard(connection, message, descriptors)` handles a packet, and returns the descriptors to leave open.
+    `_dropped(connection)` is called at the end of a connection, `_says(text)` with a message on the first fault.
     """
 
     _listener: socket.socket
@@ -147,7 +145,7 @@ class EventLoop:
         self._listen()
 
     def run_once(self) -> None:
-        """Call due timers, wait for an event, and handle it."""
+        """Call the actions of due timers, then wait for events and handle them."""
         now = time.monotonic()
         due = [timer for timer in self._timers if timer[0] <= now]
         self._timers = [timer for timer in self._timers if timer[0] > now]
@@ -165,16 +163,16 @@ class EventLoop:
                 self.attempt(partial(key.data, key.fd))
 
     def _is_replaced(self) -> bool:
-        """Return True if another socket has this socket's path, or the folder was removed with its run."""
+        """Return True if another agent's socket has taken this one's path, or the run's folder was removed."""
         now = run_folder.identity(self._path)
         return now != self._identity and (now is not None or not self._path.parent.exists())
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Call an action. Count its faults, and report the first one."""
+        """Call an action. Count a fault, and print the first one."""
         try:
             action()
         except Exception as fault:
-            time.sleep(FAULT_REST_S)
+            time.sleep(FAULT_PAUSE_S)
             self.faults += 1
             if self.faults == 1 and self._says is not None:
                 self._says(f"instrument: a fault of the agent itself, later ones are only counted: {fault!r:.500}")
@@ -184,19 +182,17 @@ class EventLoop:
         self._timers.append((time.monotonic() + wait_s, action))
 
     def drop_all(self) -> None:
-        """End all connections."""
         for connection in list(self._connections):
             self.drop(connection)
 
     def close(self) -> None:
-        """Stop listening. No connection and no timer may be left."""
+        """Stop listening. Connections must have been closed before."""
         self.selector.close()
         self._listener.close()
 
     # ---------------------------------------------------------------- connections
 
     def is_open(self, connection: Connection) -> bool:
-        """Return True if a connection has not ended."""
         return connection in self._connections
 
     def _listen(self) -> None:
@@ -209,11 +205,11 @@ class EventLoop:
             except OSError as problem:  # there is no other one, or it went away again
                 if problem.errno in (errno.EMFILE, errno.ENFILE) and self._listener in self.selector.get_map():
                     self.selector.unregister(self._listener)
-                    self.call_later(ACCEPT_AGAIN_S, self._listen)
+                    self.call_later(ACCEPT_PAUSE_S, self._listen)
                 return
             connection = Connection(sock)
             is_trusted = connection.uid in (os.geteuid(), 0)  # modes of folders depend on the file system
-            if not is_trusted or len(self._connections) >= CONNECTIONS:
+            if not is_trusted or len(self._connections) >= MOST_CONNECTIONS:
                 connection.close()
                 continue
             self._connections.add(connection)
@@ -221,7 +217,7 @@ class EventLoop:
             self.selector.register(connection, selectors.EVENT_READ)
 
     def _handle_joins(self) -> None:
-        """Handle pending joins before other messages, which may be about the joining processes."""
+        """Handle the joins that wait on new connections, because later messages may be about the joining processes."""
         self._accept(0)
         for connection in list(self._silent):
             if connection.is_about_to_join():
@@ -238,13 +234,13 @@ class EventLoop:
         self._watch(connection)
 
     def receive(self, connection: Connection, *, is_last: bool = False) -> None:
-        """Handle packets of a connection: all with `is_last`, else at most `PACKETS_AT_ONCE`."""
+        """Handle the packets of a connection: all if `is_last`, else up to `MOST_PACKETS_PER_TURN`."""
         count = 0
-        while (is_last or count < PACKETS_AT_ONCE) and self._handle_packet(connection):
+        while (is_last or count < MOST_PACKETS_PER_TURN) and self._handle_packet(connection):
             count += 1
 
     def _handle_packet(self, connection: Connection) -> bool:
-        """Handle the next packet. Return False without one, or if the connection has ended."""
+        """Handle the next packet of a connection. Return False if there was none or the connection has ended."""
         try:
             message, descriptors = connection.receive()
         except BlockingIOError:
@@ -286,13 +282,12 @@ class EventLoop:
             self.selector.modify(connection, events)
 
     def send(self, connection: Connection, message: packets.Message, descriptors: list[int] | None = None) -> None:
-        """Send a packet, now or when there is room for it. Do nothing on a connection that has ended."""
+        """Send a packet, or queue it while the socket is full. Do nothing on a closed connection."""
         if connection in self._connections:
             connection.send(message, descriptors or [])
             self._watch(connection)
 
     def drop(self, connection: Connection) -> None:
-        """End a connection."""
         if connection in self._connections:
             self._connections.discard(connection)
             self._silent.discard(connection)

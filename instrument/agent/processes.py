@@ -1,8 +1,8 @@
-"""The processes of a run in the agent: their facts, their states and ends, and a note on each for the next agent.
+"""The agent's records of runs and their processes, with a note file on each process for the agent's successor.
 
-Notes are files next to the run's socket. A living process joins the next agent by itself. The next agent knows a
-process only by its note if it ended without an agent, or before its recording was saved. Its rows are lost, unless they
-are in a file (`limits.ring_dir`) or a child of the former agent still saves them. That child locks the note.
+Notes are next to the run's socket. If an agent is killed, a living process joins the next agent by itself. A process
+that ends while no agent runs, or before its recording is saved, is known only by its note. Its rows are lost, unless
+they are in a file (`limits.ring_dir`), or a child of the killed agent still saves them. That child locks the note.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from instrument.runtime import atomic, run_folder
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
-_GET_INFO, _EXIT = 0xC040FF0B, 1 << 3
-"""`PIDFD_GET_INFO`, and its flag for the exit status (linux/pidfd.h, since Linux 6.15)."""
-_INFO = struct.Struct("=QQ11Ii")
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
+"""The `ioctl` request on a pidfd, and its flag that asks for the exit status (linux/pidfd.h, since Linux 6.15)."""
+_PIDFD_INFO = struct.Struct("=QQ11Ii")
 
 _EXIT_CODE_FIELD = 49
 """The index of exit_code in `/proc/PID/stat`, counted after the name of the program (man 5 proc)."""
 
 
 def status_of(exit_fd: int, pid: int) -> int | None:
-    """Return the exit status that a process's parent gets, None if unknown."""
+    """Return the exit status of an ended process in the form of `os.waitpid`, None if unknown."""
     with suppress(OSError):
-        info = _INFO.unpack(fcntl.ioctl(exit_fd, _GET_INFO, _INFO.pack(_EXIT, *[0] * 13)))
-        if info[0] & _EXIT:
+        info = _PIDFD_INFO.unpack(fcntl.ioctl(exit_fd, _PIDFD_GET_INFO, _PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13)))
+        if info[0] & _PIDFD_INFO_EXIT:
             return int(info[-1])
     with suppress(OSError, ValueError, IndexError):  # it waits for its parent
         words = (PROC / str(pid) / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()
@@ -50,7 +50,7 @@ def status_of(exit_fd: int, pid: int) -> int | None:
 
 
 def memory_events(pid: int) -> Path | None:
-    """Return the file with the event counts of a process's memory control group, None without one."""
+    """Return the path of a process's `memory.events`, which counts kills for lack of memory in its control group."""
     with suppress(OSError, ValueError, StopIteration):
         lines = (PROC / str(pid) / "cgroup").read_text().splitlines()
         group = next(line[3:] for line in lines if line.startswith("0::"))
@@ -60,7 +60,7 @@ def memory_events(pid: int) -> Path | None:
 
 
 def oom_kills(events: Path | None) -> int:
-    """Return the count of processes in the group that were killed for lack of memory so far."""
+    """Return how many processes of a control group were killed for lack of memory, from its `memory.events`."""
     with suppress(OSError, ValueError, IndexError):
         for line in events.read_text().splitlines() if events is not None else ():
             if line.startswith("oom_kill "):
@@ -69,7 +69,7 @@ def oom_kills(events: Path | None) -> int:
 
 
 def has_content(fd: int) -> bool:
-    """Return True if a span has begun in the recording's current session; False for any other file."""
+    """Return True if a recording's current session has begun a span; False for a file that is no recording."""
     try:
         head = RecordingHead(fd)
         return any(ring.head for ring in head.rings()) or head.has_open_span()
@@ -78,7 +78,7 @@ def has_content(fd: int) -> bool:
 
 
 def has_open_span(fd: int) -> bool:
-    """Return True if a span is open, or if the recording cannot be read."""
+    """Return True if a recording has an open span, or cannot be read."""
     try:
         return RecordingHead(fd).has_open_span()
     except OSError:
@@ -94,27 +94,27 @@ def rows_kept(fd: int) -> int:
 
 
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
-"""The kinds of a process's end. It said goodbye, or it vanished without one. It was replaced by another program or
-another recording. It exited by `os._exit(0)` without an open span, as workers forked for a job do."""
+"""The ways in which a process ends for its agent. It sends a goodbye, or it vanishes without one. It is replaced by
+another program or another recording. It exits by `os._exit(0)` without an open span, as forked workers do."""
 
-_IMAGE_BYTES = 4096
+_AUXV_BYTES = 4096
 
 
 @dataclass(eq=False, kw_only=True)
 class Process:
-    """One recording of one process, with the `facts` of its join and of its `goodbye`.
+    """A process that has joined its run with a recording. One process has several if it records several times.
 
-    It `hears` requests once it has a control thread, which starts with its first recorded span. `switch` is the newest
-    request to record or not. `memory` is the descriptor of its recording, and `exit_fd` becomes readable at its end;
-    both are -1 for none. `saved` is the file of its recording for the run's report, incomplete while `is_saving`, and
-    written by the process if `saves_itself`.
-    `link` is a symbolic link to `saved` if that is a capture. `files` are the profile's files that the agent wrote for
-    it. A process that was alone printed its own report (`is_reported`), and has no `saved`. `is_missed`: an earlier
-    agent ended before it had saved the recording. `is_elsewhere`: its process id is of another namespace; it lives as
-    long as it is connected. `ended_ns` is 0 while it lives. `status` has the form of `os.waitpid`, None if unknown.
-    `ports` are those at which it has `listened` and got connections without a recorded request. It `has_requests` once
-    it reports one, and may share a network with its agent (`shares_network`). `memory_events` is the file in which its
-    control group counts processes killed for lack of memory, `oom_kills` that count as it joined.
+    `facts` are the values that the process sent as it joined, `goodbye` those that it sent as it left.
+    `memory` is the descriptor of its recording, `exit_fd` becomes readable at its end; -1 for none.
+    It `hears` commands once its control thread runs. `switch` is the newest command to record or not.
+    `saved` is the file of its recording for the run's report, unfinished while `is_saving`. The process writes it if
+    `saves_itself`. `link` is a symbolic link to it if it is a capture. A process with `is_reported` printed its own
+    report, and has none. `files` are the profile's files that the agent wrote on behalf of the process.
+    `is_missed`: an earlier agent ended before it saved the recording.
+    `is_elsewhere`: the process is in another process namespace, so it counts as living while it is connected.
+    `ended_ns` is 0 while it lives. `status` is its exit status as in `os.waitpid`, None if unknown.
+    `ports` are ports at which it `listened` and got connections but recorded no request; `has_requests` if it did.
+    `memory_events` is the file in which its control group counts `oom_kills`, whose count is that at its join.
     """
 
     run: Run
@@ -154,12 +154,12 @@ class Process:
         return not self.ended_ns and self.goodbye is None
 
     def check_recorded(self) -> bool:
-        """Return True if the process has recorded a span, by its own message or by its recording."""
+        """Return True if the process has recorded a span, and remember that in `has_recorded`."""
         self.has_recorded = self.has_recorded or (self.memory >= 0 and has_content(self.memory))
         return self.has_recorded
 
     def has_exited(self) -> bool | None:
-        """Return True if the process has ended according to the system, None if unknown."""
+        """Return True if the operating system reports the process as ended, None if unknown."""
         if self.exit_fd >= 0:
             waiting = select.poll()
             waiting.register(self.exit_fd, select.POLLIN)
@@ -169,12 +169,11 @@ class Process:
         return None
 
     def has_become_another_program(self) -> bool:
-        """Return True if the process has executed another program since it joined."""
+        """Return True if the process runs another program than the one with which it joined."""
         now = b"" if self.is_elsewhere else program_of(self.pid)
         return bool(self.image and now and now != self.image)
 
     def release(self) -> None:
-        """Close its descriptors."""
         for descriptor in (self.memory, self.exit_fd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -183,13 +182,13 @@ class Process:
 
 @dataclass(eq=False)
 class Run:
-    """The processes that one `instrument run` started.
+    """A run: the processes that one `instrument run` started.
 
-    `first` is the process id of its command, 0 if unknown. `is_reported` is True once a report of all spans so far is
-    printed or under way. `waiting` is the connection of the process that waits for the report. `folded` is the file
-    with the totals of the processes that ended first. `folded_ends` counts these by the kind of their end, `unfolded`
-    those with unreadable recordings. `captures` counts vanished processes. The run `is_scraped` after its first scrape.
-    `stderr` is the standard error of the first process, or of the first one to join, as helpers may have another.
+    `first` is the process id of the command that it ran, 0 if unknown. `stderr` is the standard error of that process,
+    or of the first one to join. The run `is_reported` once a report of all spans so far is printed or in work.
+    `waiting` is the connection of the process that prints that report. The oldest ended processes are merged into the
+    file `folded`: `folded_ends` counts them by how they ended, `unfolded` counts unreadable recordings. `captures`
+    counts the captures of vanished processes. The run `is_scraped` after its first scrape.
     """
 
     name: str
@@ -211,15 +210,13 @@ class Run:
         return [process for process in self.processes if process.lives]
 
     def find_living(self, pid: int, started: int) -> Process | None:
-        """Return the living process with that id and start time."""
         return next((process for process in self.living() if (process.pid, process.started) == (pid, started)), None)
 
     def is_over(self) -> bool:
-        """Return True if no process of the run is known to live."""
+        """Return True if all known processes of the run have ended or said goodbye."""
         return not self.first_lives() and not self.living()
 
     def first_lives(self) -> bool:
-        """Return True if the run's first process has not ended."""
         if self.first_fd < 0:
             return False
         waiting = select.poll()
@@ -231,10 +228,10 @@ class Run:
         return any(process.pid == self.first and process.goodbye is not None for process in self.processes)
 
     def is_last(self, leaving: Process) -> bool:
-        """Return True if a leaving process prints the run's report, because no other living process could.
+        """Return True if a leaving process is to print the run's report, because no other process could do it later.
 
-        The run's first process could, if it has joined, and so could any process that has recorded. If the leaving
-        process has another standard error than the service, the agent prints the report.
+        Another living process could if it has recorded, or if it is the run's first process. If the standard error of
+        the leaving process is not the run's, the agent prints the report.
         """
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False
@@ -246,13 +243,12 @@ class Run:
         return has_left or not self.first_has_joined or not self.first_lives()
 
     def recorded(self) -> list[Process]:
-        """Return the processes that have recorded a span, the oldest first."""
+        """Return the processes that have recorded a span, in the order in which they joined."""
         return [process for process in self.processes if process.has_recorded]
 
 
 def exit_fd_of(pid: int, started: int) -> int:
-    """Return a descriptor that becomes readable at a process's end; -1 if the system has none, or the id is another
-    process's."""
+    """Return a descriptor that becomes readable at a process's end, -1 if the process has ended or none can be made."""
     if pid <= 0:
         return -1
     try:
@@ -266,10 +262,10 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def exit_fd_of_another(variable: str, value: str) -> int:
-    """Find another process with this variable in its environment.
+    """Find a process that has `variable` with this value in its environment, apart from this one and its children.
 
-    Return a descriptor that becomes readable at its end, else -1. This process and its children do not count. A process
-    that has overwritten its environment is not found.
+    Return a descriptor that becomes readable at its end, -1 for none. A process that has overwritten its environment is
+    not found.
     """
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
     for path in run_folder.paths_in(PROC, "[0-9]*"):
@@ -285,37 +281,37 @@ def exit_fd_of_another(variable: str, value: str) -> int:
 
 
 def program_of(pid: int) -> bytes:
-    """Return bytes that change if a process executes another program; b"" if they cannot be read."""
+    """Return the auxiliary vector of a process, which differs for each program it executes; b"" if unreadable."""
     with suppress(OSError), (PROC / str(pid) / "auxv").open("rb") as file:
-        return file.read(_IMAGE_BYTES)
+        return file.read(_AUXV_BYTES)
     return b""
 
 
 def write_note(folder: Path, process: Process) -> None:
-    """Write the note of a process, if the agent can see its end.
+    """Write the note of a process, unless the agent cannot see the process end. Raises nothing.
 
-    Raises nothing. The settings of its collector are not written: they may contain secrets.
+    The note omits the collector's settings, which may contain secrets.
     """
     if process.exit_fd >= 0:
         facts = {name: fact for name, fact in process.facts.items() if name != "export"}
         facts.update(
             pid=process.pid, started=process.started, exports=bool((process.facts.get("export") or {}).get("otlp"))
         )
-        with suppress(OSError, TypeError, ValueError), atomic.replacing(_place(folder, process)) as file:
+        with suppress(OSError, TypeError, ValueError), atomic.replacing(_note_path(folder, process)) as file:
             file.write(json.dumps(facts).encode())
 
 
 def remove_note(folder: Path, process: Process) -> None:
-    """Remove the note of a process whose end is reported. Without a goodbye its recording is saved first."""
+    """Remove the note of a process, once the agent has reported its end."""
     with suppress(OSError):
-        _place(folder, process).unlink()
+        _note_path(folder, process).unlink()
 
 
 @contextmanager
 def locked_note(folder: Path, process: Process) -> Iterator[None]:
-    """Lock the note of a process while its recording is saved. Wait until no other process does that."""
+    """Lock the note of a process while its recording is saved, once no other process holds the lock."""
     try:
-        descriptor = os.open(_place(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(_note_path(folder, process), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # its end cannot be seen, or is reported already
         yield
         return
@@ -328,9 +324,9 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
 
 
 def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """Return the processes whose ends no agent has reported, each as a living one.
+    """Return ended processes of an earlier agent whose ends nobody has reported, from their notes.
 
-    `run_of` returns the run of a name. Processes that have joined since are left out: the agent sees their ends.
+    `run_of` returns the run of a name. Processes that have joined this agent are left out.
     """
     processes = []
     for facts, pid, started in _notes(folder):
@@ -340,14 +336,14 @@ def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process
             is_known = any((member.pid, member.started) == (pid, started) for member in run.processes)
             if not is_known and process.has_exited():
                 process.has_recorded = True
-                process.memory = _file_of(facts.get("memory"))
+                process.memory = _open_recording_file(facts.get("memory"))
                 run.processes.append(process)
                 processes.append(process)
     return processes
 
 
 def awaits_others(folder: Path, run: Run) -> bool:
-    """Return True if a living process of a run had joined an earlier agent, but has not joined this one."""
+    """Return True if a living process of a run joined an earlier agent and has yet to join this one."""
     joined = {(process.pid, process.started) for process in run.processes}
     return any(
         facts.get("run") == run.name and (pid, started) not in joined and _is_running(pid, started)
@@ -356,8 +352,7 @@ def awaits_others(folder: Path, run: Run) -> bool:
 
 
 def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
-    """Return the counts of living and of ended processes with notes, and the folders with ended processes'
-    recordings."""
+    """Count the living and the ended processes with notes. Return both, and the folders of ended ones' recordings."""
     living, ended, folders = 0, 0, dict[str, None]()
     for facts, pid, started in _notes(folder):
         if _is_running(pid, started):
@@ -383,13 +378,13 @@ def _is_running(pid: int, started: int) -> bool:
     return clock.start_ticks(PROC / str(pid) / "stat") == started
 
 
-def _file_of(path: object) -> int:
-    """Return a descriptor of a process's recording in a file, -1 for none."""
+def _open_recording_file(path: object) -> int:
+    """Open the file of a process's recording. Return its descriptor, -1 for none."""
     if isinstance(path, str) and path:
         with suppress(OSError):
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     return -1
 
 
-def _place(folder: Path, process: Process) -> Path:
+def _note_path(folder: Path, process: Process) -> Path:
     return run_folder.note_file(folder, process.pid, process.started)

@@ -1,6 +1,6 @@
-"""The runs that an agent serves: joins, goodbyes and crashes of processes, their files and messages, the end of a run.
+"""The bookkeeping of an agent's runs: it follows each process from its join to its end, and each run to its report.
 
-Only children of `jobs` read recordings.
+Recordings are read in child processes only.
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ from instrument.agent.processes import (
 from instrument.agent.unseen import ConnectionWatch, Unseen
 from instrument.runtime import run_folder
 
-GRACE_S = 0.3
-"""Seconds without a living process after which a run ends: a child may be about to join."""
+RUN_END_S = 0.3
+"""Seconds without a living process after which a run ends. A child may still be about to join before."""
 
-AGAIN_S = 5.0
-"""Seconds between two checks for ends of processes and runs that no message has reported."""
+CHECK_INTERVAL_S = 5.0
+"""Seconds between two checks for processes and runs whose end caused no event."""
 
-STATUS_S = 0.3
-"""Seconds after the end of a process until its parent must have reported the exit status."""
+EXIT_STATUS_WAIT_S = 0.3
+"""Seconds that the agent waits after a process vanished for the parent to report its exit status."""
 
-CAPTURES = 20
-"""The maximum number of captures of vanished processes per run."""
+MOST_CAPTURES = 20
+"""The maximum number of captures per run. Further vanished processes are only counted."""
 
-DISK_BYTES = 1 << 30
-"""The maximum number of bytes of captures for processes that give no `limits.disk`."""
+DEFAULT_DISK_BYTES = 1 << 30
+"""The maximum number of bytes of a service's captures if its profile gives no `limits.disk`."""
 
-MOST_ROWS = 10_000
-"""The most spans that an ending process saves itself. The agent saves the recording of a process with more."""
+MOST_SELF_SAVED_ROWS = 10_000
+"""The maximum number of spans that an exiting process saves itself. The agent saves a larger recording."""
 
-ENDED = 16
-"""The number of ended processes at which the oldest half is reduced to totals, without spans."""
+MOST_ENDED = 16
+"""The number of ended processes per run at which the older half is merged into totals without spans."""
 
-START_S = 10.0
-"""Seconds after a run's start until a message reports that no process has joined."""
+NONE_JOINED_S = 10.0
+"""Seconds after a run's start at which the agent reports that no process has joined."""
 
 
 ABANDONED_S = 60.0
-"""Seconds after which a new agent without a run of its own removes its predecessor's files for reports. It keeps the
-files of runs that have come back."""
+"""Seconds after which an agent without a run of its own removes its predecessor's files for reports. Runs with a
+process that has joined again keep theirs."""
 
 
 class Runs:
-    """The runs of an agent: its `own`, None for an agent that any process may join.
+    """The runs of an agent. `own_run` is its only run, None for an agent that any process may join.
 
     `folder` has the files for runs' reports, `captures` the captures of vanished processes. `says` is called with each
-    message that no process of a run can print. `changed` is called when the runs may be done: after the end of a run,
-    and when a recording needs no more export.
+    message that no process of a run can print. `changed` is called when the agent may be done: after the end of a run,
+    and after the export of a recording.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Runs:
                 own_run.first_fd = exit_fd_of(own_run.first, 0)
             if own_run.first_fd >= 0:
                 loop.selector.register(own_run.first_fd, selectors.EVENT_READ, self._first_exited)
-            loop.call_later(START_S, self._report_none_joined)
-        loop.call_later(AGAIN_S, self._look_again)
+            loop.call_later(NONE_JOINED_S, self._report_none_joined)
+        loop.call_later(CHECK_INTERVAL_S, self._look_again)
         loop.call_later(0, self._report_missed)
 
     def __iter__(self) -> Iterator[Run]:
@@ -134,11 +134,10 @@ class Runs:
 
     @property
     def are_saved(self) -> bool:
-        """Return True if no job for an ended process runs."""
         return self._jobs.is_idle
 
     def close(self, kept_runs: Collection[Run] = ()) -> None:
-        """Stop all work and close all descriptors. Files for the reports of `kept_runs` remain for the next agent."""
+        """Stop all work and close all descriptors. The next agent finds the report files of `kept_runs`."""
         self._jobs.stop()
         self.exports.stop()
         self.unseen.close()
@@ -152,7 +151,7 @@ class Runs:
     # ---------------------------------------------------------------- who joins
 
     def add_process(self, connection: Connection, facts: dict[str, Any], descriptors: list[int]) -> list[int]:
-        """Add a process that joins, or that returns with a new connection. Return the descriptors to keep."""
+        """Add a process that joins, or connects again. Return the descriptors that the caller must leave open."""
         if connection in self._members:
             raise ValueError("a connection joins once")
         name = str(facts.get("run", ""))[:64]
@@ -200,7 +199,7 @@ class Runs:
         return [memory] if memory >= 0 else []
 
     def _report_missed(self) -> None:
-        """Report the processes that joined an earlier agent and ended without joining this one."""
+        """Handle the processes that joined an earlier agent and ended before they could join this one."""
         for process in processes.missed_processes(self._folder, self._run_of):
             self._note_vanished(process)
             if process.memory >= 0:
@@ -210,21 +209,22 @@ class Runs:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
 
     def note_recording(self, process: Process) -> None:
-        """Note that a process has begun to record."""
+        """Note that a process has recorded its first span."""
         process.has_recorded = True
         process.run.is_reported = False
         processes.write_note(self._folder, process)
         self._read_gauges(process)
 
     def _read_gauges(self, process: Process) -> None:
-        """Have the gauges of a process read once it records: many processes only start others."""
+        """Have the exporter read the gauges of a process that has recorded. Many processes only start others."""
         if process.has_recorded:
             self._loop.attempt(partial(self.exports.read_gauges, process))
 
     # ---------------------------------------------------------------- who leaves
 
     def handle_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
-        """Answer a process that leaves: it saves its recording, or prints the run's report if it is the last."""
+        """Answer a leaving process: the answer has it save its recording, or print the run's report if it is the
+        last."""
         connection, run = process.connection, process.run
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
@@ -238,7 +238,9 @@ class Runs:
             is_part = process.has_recorded and not process.is_reported
             process.is_saving = is_part
             # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
-            by_agent = not facts.get("is_timed") and process.memory >= 0 and rows_kept(process.memory) > MOST_ROWS
+            by_agent = (
+                not facts.get("is_timed") and process.memory >= 0 and rows_kept(process.memory) > MOST_SELF_SAVED_ROWS
+            )
             if is_part and by_agent:
                 self._save(process)
             elif is_part:
@@ -260,7 +262,7 @@ class Runs:
         self._report_if_due(run)
 
     def _report_if_due(self, run: Run) -> None:
-        """Make the report for the process that waits for it, once the other processes' recordings are saved."""
+        """Make the report for the process that waits for it, once all other recordings of the run are saved."""
         connection = run.waiting
         if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
@@ -269,7 +271,7 @@ class Runs:
         self._jobs.start(report, partial(self._print_report, run, connection=connection))
 
     def note_saved(self, process: Process) -> None:
-        """Note that the recording of an ended process has been saved, or cannot be saved."""
+        """Note that the recording of an ended process is saved, or that saving it failed."""
         process.is_saving = False
         for path in process.files:
             self._make_room(process, Path(path))
@@ -281,7 +283,7 @@ class Runs:
         self._end_if_over(process.run)
 
     def _handle_exit(self, process: Process) -> None:
-        """Read the last messages of a process that has exited, then note its end."""
+        """Handle the last messages of a process that has exited, then note its end."""
         if process.connection is not None:
             self._loop.receive(process.connection, is_last=True)
         if process.lives:
@@ -290,7 +292,7 @@ class Runs:
             self._note_ended(process, GOODBYE)
 
     def note_closed(self, connection: Connection) -> None:
-        """Note the end of a process's connection. If the process waited for its run's report, print the report."""
+        """Note that a connection is closed. If its process waited for the run's report, print the report here."""
         process = self._members.pop(connection, None)
         if process is not None and process.connection is connection:
             process.connection, process.hears = None, False
@@ -301,8 +303,7 @@ class Runs:
                 self._end_if_over(run)
 
     def _note_disconnected(self, process: Process) -> None:
-        """Note that a process's connection has ended. The process may have ended, run another program, or only closed
-        its descriptors."""
+        """Find out why a process has closed its connection: it ended, runs another program, or closed descriptors."""
         if not process.lives:
             if process.is_saving and process.saves_itself:  # it has gone over it, or before it said that it is done
                 departure.remove_saved(self._folder, [process.saved])
@@ -322,12 +323,12 @@ class Runs:
             processes.write_note(self._folder, process)
         self._note_ended(process, VANISHED)
         if process.has_recorded:
-            wait_s = 0 if process.status == 0 else STATUS_S
+            wait_s = 0 if process.status == 0 else EXIT_STATUS_WAIT_S
             self._loop.call_later(wait_s, lambda: self._capture(process))
         self._report_unrecorded(process, "")
 
     def _report_unrecorded(self, process: Process, reason: str) -> None:
-        """Report requests to a process that were not recorded, unless its own report names them."""
+        """Print why a process recorded no requests although it got connections, unless its own report says it."""
         if reason and process.facts.get("report"):
             return
         is_asked = process.facts.get("asks_for_requests", True)
@@ -338,7 +339,7 @@ class Runs:
             self._say(process.run, f"instrument: process {process.pid}: {reason}", process)
 
     def _note_replaced(self, process: Process) -> None:
-        """Note that a process executes another program. Its recording becomes part of the run's report."""
+        """Note that a process runs another program, and save its recording for the run's report."""
         process.is_saving = process.check_recorded()
         self._note_ended(process, REPLACED)
         if process.has_recorded:
@@ -351,7 +352,10 @@ class Runs:
         self._saves.add(process)
 
     def _make_room(self, process: Process, saved: Path) -> None:
-        service, disk_bytes = str(process.facts.get("service")), int(process.facts.get("disk_bytes") or DISK_BYTES)
+        service, disk_bytes = (
+            str(process.facts.get("service")),
+            int(process.facts.get("disk_bytes") or DEFAULT_DISK_BYTES),
+        )
         report_files = {member.saved for run in self for member in run.processes} | departure.captures_for_reports(
             self._folder
         )
@@ -369,17 +373,16 @@ class Runs:
             os.close(process.exit_fd)
             process.exit_fd = -1
         self._drop_ended(process.run)
-        self._loop.call_later(GRACE_S, lambda: self._end_if_over(process.run))
+        self._loop.call_later(RUN_END_S, lambda: self._end_if_over(process.run))
 
     def note_exit_status(self, pid: int, status: int) -> None:
-        """Note the exit status of a process, which its parent reports."""
         for run in self:
             for process in run.processes:
                 if process.pid == pid and process.status is None:
                     process.status = status
 
     def _capture(self, process: Process) -> None:
-        """Save and report the recording of a process that vanished. Do nothing for a process that exited in order."""
+        """Make a capture of a process that vanished, and print a message. For exit code 0 only save the recording."""
         run = process.run
         if process.status == 0 and process.memory >= 0 and not has_open_span(process.memory):
             process.end_kind = EXITED
@@ -389,8 +392,8 @@ class Runs:
         if process.memory < 0 and not process.is_missed:
             self._note_capture(process, {"error": departure.why_unread(process)})
             return
-        if run.captures > CAPTURES and process.memory >= 0:
-            error = {"error": f"{CAPTURES} others are; what it recorded is in the report of the run"}
+        if run.captures > MOST_CAPTURES and process.memory >= 0:
+            error = {"error": f"{MOST_CAPTURES} others are; what it recorded is in the report of the run"}
             self._say(run, departure.end_line(process, error), process)
             self._save(process)
             return
@@ -408,7 +411,6 @@ class Runs:
     # ---------------------------------------------------------------- the end of a run
 
     def write_to_runs(self, text: str) -> None:
-        """Write a message to the standard error of each run."""
         for run in self:
             self._say(run, text)
 
@@ -416,22 +418,23 @@ class Runs:
         self._loop.selector.unregister(descriptor)
         if self._own is not None:
             run = self._own
-            self._loop.call_later(GRACE_S, lambda: self._end_if_over(run))
+            self._loop.call_later(RUN_END_S, lambda: self._end_if_over(run))
 
     def _drop_ended(self, run: Run) -> None:
-        """Drop ended processes without rows. Of many others, reduce the older half to totals."""
+        """Drop ended processes that recorded nothing. If `MOST_ENDED` others remain, merge the older half into
+        totals."""
         ended = [process for process in run.processes if process.ended_ns and not process.is_saving]
         for process in [member for member in ended if not member.has_recorded]:
             run.processes.remove(process)
             process.release()
         with_rows = [process for process in ended if process.has_recorded]
-        if len(with_rows) < ENDED or run.waiting is not None or not self._jobs.is_idle:
+        if len(with_rows) < MOST_ENDED or run.waiting is not None or not self._jobs.is_idle:
             return
-        first = with_rows[: ENDED // 2]
+        first = with_rows[: MOST_ENDED // 2]
         for process in first:
             run.processes.remove(process)
             process.release()
-        run.folded_ends.update(map(departure.end_of, first))
+        run.folded_ends.update(map(departure.describe_end, first))
         first_files = [process.link or process.saved for process in first]
         paths = [path for path in [run.folded, *first_files] if path]
         into = departure.path_for_merged(self._folder, run)
@@ -450,11 +453,11 @@ class Runs:
             self._jobs.start(lambda: departure.merge_files(paths, into), note_merged)
 
     def _end_if_over(self, run: Run) -> None:
-        """End a run without living processes. Print its report first, if no process could."""
+        """End a run without living processes. If no process printed its report, print the report first."""
         now_ns = time.monotonic_ns()
-        if not run.is_over() or any(now_ns - process.ended_ns < GRACE_S * 1e9 for process in run.processes):
+        if not run.is_over() or any(now_ns - process.ended_ns < RUN_END_S * 1e9 for process in run.processes):
             if run.is_over():
-                self._loop.call_later(GRACE_S, lambda: self._end_if_over(run))
+                self._loop.call_later(RUN_END_S, lambda: self._end_if_over(run))
             return
         if not self._jobs.is_idle or any(process.is_saving for process in run.processes):
             return  # what is being saved of it calls again
@@ -475,9 +478,9 @@ class Runs:
         self._changed()
 
     def _awaits_another(self) -> bool:
-        """Return True if a living process of the agent's own run has not joined yet but may. Watch for its end.
+        """Return True if a living process of the agent's own run may still join, and watch for its end.
 
-        It is, for example, a daemon that outlives its starter, or a command that will become an interpreter.
+        It is, for example, a daemon that outlives its starter, or a shell that will execute Python.
         """
         if self._another_fd < 0:
             self._another_fd = exit_fd_of_another(run_folder.VARIABLE, str(self._folder / run_folder.SOCKET))
@@ -500,7 +503,7 @@ class Runs:
         self._runs.pop(run.name, None)
 
     def _print_report(self, run: Run, answer: Any, connection: Connection | None = None) -> None:
-        """Send the report of a run to the process that waits for it. Print it if that process has gone."""
+        """Send a run's report to the process that waits for it, or print it if that process has gone."""
         answer = self._complete_report(run, answer)
         if connection is not None and self._loop.is_open(connection):
             self._loop.send(connection, {"goodbye": answer})
@@ -509,7 +512,7 @@ class Runs:
         self._end_if_over(run)
 
     def _complete_report(self, run: Run, answer: Any) -> Any:
-        """Return the report of a run, with added lines that only the agent can write."""
+        """Return a run's report with the agent's own lines: processes without a session, and losses of the export."""
         if not answer.get("report"):
             return answer
         unseen = self.unseen.sentence(for_report=True)
@@ -524,11 +527,11 @@ class Runs:
         if run is None or run.living() or run.recorded() or run.first_has_left():
             return
         if run.first_lives():
-            self._say(run, departure.none_joined_text(run.first, START_S))
+            self._say(run, departure.none_joined_text(run.first, NONE_JOINED_S))
 
     def _look_again(self) -> None:
-        """Look for ends of processes and of runs that no message has reported."""
-        self._loop.call_later(AGAIN_S, self._look_again)
+        """Look for ended processes and runs whose end caused no event. Retry exports that have failed."""
+        self._loop.call_later(CHECK_INTERVAL_S, self._look_again)
         self._report_missed()
         for run in self:
             for process in run.living():

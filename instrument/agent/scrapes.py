@@ -1,7 +1,6 @@
-"""Answers to Prometheus's scrapes, for all processes of a run, including the ended ones.
+"""The HTTP endpoint for Prometheus, which answers a scrape with the metrics of all processes of a run.
 
-The counts of ended processes are in a file of the run's folder. The next exporter continues from it, so no counter
-falls.
+Counters never fall: the totals of ended processes remain in a file, from which the next exporter continues.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from instrument.runtime import atomic
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
 
-ANSWER_S = 10.0
-"""The maximum number of seconds to receive a scrape's request, and again to make its answer."""
+SCRAPE_TIMEOUT_S = 10.0
+"""Seconds in which a scrape's request must arrive, and seconds in which its answer must be made."""
 
-APART, SCOPES = 16, 64
-"""The maximum number of ended processes with totals of their own, because their recordings may be read once more. Older
-totals are summed by scope and service, for at most `SCOPES` pairs."""
+MOST_SEPARATE, MOST_SUMS = 16, 64
+"""The maximum number of ended processes whose totals are kept apart, because another exporter may read their recordings
+again. Older totals are summed per scope and service, for at most `MOST_SUMS` pairs."""
 
-FILE = "metrics.ended"
+ENDED_METRICS_FILE = "metrics.ended"
 
 Scope = tuple[str, str]
-"""The set of processes that a scrape reads: (`run`, name of the run), or (`listen`, address of the scraped socket)."""
+"""The processes that a scrape covers: those of a run ("run", its name), or of an address ("listen", host and port)."""
 
 
 class EndedMetrics:
-    """The totals of ended processes, in a file of `folder`. Each process has a `key`, scopes and a service."""
+    """The totals of ended processes, stored in a file of `folder`."""
 
     def __init__(self, folder: Path | None) -> None:
-        self._path = None if folder is None else folder / FILE
+        self._path = None if folder is None else folder / ENDED_METRICS_FILE
         self._apart: dict[str, tuple[list[Scope], str, list[Metric]]] = {}
         self._together: dict[tuple[Scope, str], list[Metric]] = {}
         with suppress(OSError, TypeError, ValueError):
@@ -49,21 +48,21 @@ class EndedMetrics:
                     self._together[scope, service] = metrics
 
     def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
-        """Store the totals of an ended process, in place of its earlier ones."""
+        """Store the totals of the ended process `key`, in place of its earlier ones."""
         if metered.snapshot is None or not scopes:
             return
         metrics = [metric for metric in metered.snapshot.metrics if metric.kind in (COUNTER, HISTOGRAM)]
         self._apart[key] = list(scopes), metered.origin.service, metrics
-        while len(self._apart) > APART:
+        while len(self._apart) > MOST_SEPARATE:
             its_scopes, service, metrics = self._apart.pop(next(iter(self._apart)))
             for scope in its_scopes:
                 self._together[scope, service] = summed([*self._together.pop((scope, service), ()), *metrics])
-        while len(self._together) > SCOPES:
+        while len(self._together) > MOST_SUMS:
             del self._together[next(iter(self._together))]
         self._write()
 
     def totals_of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
-        """Return the totals of a scope by service, without the processes whose keys are `living`."""
+        """Return the totals of a scope's ended processes by service, without those whose keys are in `living`."""
         lives, metrics_by_service = set(living), dict[str, list[Metric]]()
         parts = [part for key, part in self._apart.items() if key not in lives]
         together = [([part_scope], service, metrics) for (part_scope, service), metrics in self._together.items()]
@@ -93,10 +92,9 @@ def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
 
 
 class Scrapes:
-    """Serves scrapes over HTTP, each on a thread of its own.
+    """An HTTP server that answers scrapes, each on a thread of its own.
 
-    `wake` is called when a scrape waits for `answer_waiting`. Raises `ExportError` if the client library is not
-    installed.
+    `wake` wakes the thread that calls `answer_waiting`. Raises `ExportError` if `prometheus_client` is not installed.
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
@@ -105,8 +103,7 @@ class Scrapes:
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[MetricAndOrigin]]]] = SimpleQueue()
 
     def answer_waiting(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
-        """Answer the waiting scrapes. `look` returns a scope's metrics of living processes, and totals of ended ones by
-        service."""
+        """Answer the waiting scrapes. `look` returns a scope's metrics of living processes and totals of ended ones."""
         with suppress(Empty):
             while True:
                 scope, reply = self._asked.get_nowait()
@@ -116,16 +113,16 @@ class Scrapes:
         reply: SimpleQueue[list[MetricAndOrigin]] = SimpleQueue()
         self._asked.put((scope, reply))
         self._wake()
-        return reply.get(timeout=ANSWER_S)
+        return reply.get(timeout=SCRAPE_TIMEOUT_S)
 
     def listen(self, descriptor: int, address: str) -> None:
-        """Answer all connections to the socket that listens at an address, from now on."""
+        """Answer the scrapes that arrive at a listening socket from now on. `address` is the scope."""
         server = self._server(("listen", address))
         server.socket = socket.socket(fileno=descriptor)
         Thread(server.serve_forever, "instrument-scrapes").start()
 
     def answer_on(self, descriptor: int, run: str) -> None:
-        """Answer one scrape of a run, on a connection."""
+        """Answer one scrape of a run on a connected socket."""
         self._server(("run", run)).process_request(socket.socket(fileno=descriptor), ("", 0))
 
     def _server(self, scope: Scope) -> Any:
@@ -135,7 +132,7 @@ class Scrapes:
         from prometheus_client import make_wsgi_app
 
         class Handler(WSGIRequestHandler):
-            timeout = ANSWER_S
+            timeout = SCRAPE_TIMEOUT_S
 
             def log_message(self, format: str, *args: object) -> None:
                 """Log nothing."""

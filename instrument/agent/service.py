@@ -1,4 +1,4 @@
-"""The life of an agent: its limits, its folder, its event loop, and the cleanup at its end."""
+"""The agent itself: it joins the event loop with the runs, answers commands, and ends in order after a signal."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from instrument.agent.processes import Process, Run
 from instrument.agent.runs import Runs
 from instrument.runtime import packets, run_folder
 
-ASKED_S = 30.0
-"""The maximum number of seconds that a request to processes waits for their answers."""
+REQUEST_TIMEOUT_S = 30.0
+"""Seconds after which the agent stops waiting for processes' answers to a command."""
 
 
 class Questions:
-    """The requests of commands to processes that some processes have not answered."""
+    """The commands' requests to processes, such as `off` or `reload`, that wait for answers."""
 
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop
@@ -36,13 +36,13 @@ class Questions:
         self._numbers = 0
 
     def forget_asker(self, asker: Connection) -> None:
-        """Drop the requests of a closed connection."""
+        """Drop the requests of a command that has closed its connection."""
         for question in list(self._questions.values()):
             if question.asker is asker:
                 del self._questions[question.number]
 
     def answer_question(self, connection: Connection, message: packets.Message) -> None:
-        """Answer a command's request, or send it to the processes."""
+        """Answer a command's request, or pass it on to the processes of the runs."""
         subject = message["ask"]
         if subject == "processes":
             for run in self._runs:
@@ -74,7 +74,7 @@ class Questions:
             connection.is_broken = True
 
     def _scrape(self, connection: Connection, run: str) -> None:
-        """Hand a new connection to the exporter, which answers a scrape of the run on it."""
+        """Make a pair of sockets for a scrape: the exporter answers it on one, and the command reads the other."""
         asked_run = next((member for member in self._runs if member.name == run), None)
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -102,11 +102,11 @@ class Questions:
                     why = "it has recorded nothing yet; it does so as soon as it records"
                     self._loop.send(connection, {"pid": process.pid, "answer": {"pending": why}})
         self._questions[question.number] = question
-        self._loop.call_later(ASKED_S, lambda: self._questions.pop(question.number, None))
+        self._loop.call_later(REQUEST_TIMEOUT_S, lambda: self._questions.pop(question.number, None))
         self._end_question(question)
 
-    def hand_on_switch(self, process: Process) -> None:
-        """Switch a process that has joined as its parent was switched, perhaps before that recorded anything."""
+    def inherit_switch(self, process: Process) -> None:
+        """Switch recording on or off in a process that has joined, as a command has switched it in its parent."""
         parent = next((member for member in process.run.processes if member.pid == process.facts.get("parent")), None)
         if parent is not None and process.switch is None and process.connection is not None:
             process.switch = parent.switch
@@ -114,7 +114,7 @@ class Questions:
                 self._loop.send(process.connection, {"do": parent.switch, "number": 0})  # its answer is for nobody
 
     def forward_answer(self, process: Process, number: int, answer: dict[str, Any]) -> None:
-        """Pass the answer of a process on to the connection that asked."""
+        """Pass a process's answer on to the command that asked."""
         question = self._questions.get(number)
         if question is None or process not in question.waiting:
             return
@@ -130,34 +130,34 @@ class Questions:
 
 @dataclass(eq=False)
 class Question:
-    """A command's request to processes, and the processes that have not answered."""
+    """A command's request to processes. `waiting` are the processes that have not answered it."""
 
     number: int
     asker: Connection
     waiting: set[Process] = field(default_factory=set)
 
 
-END_S = 4.5
-"""The maximum number of seconds that the agent runs after SIGTERM."""
+STOP_LIMIT_S = 4.5
+"""Seconds after SIGTERM at which the agent has ended."""
 
-LIVE_S = 3.0
-"""Seconds after SIGTERM for which the agent waits for living processes and exports their spans."""
+STOP_WAIT_S = 3.0
+"""Seconds after SIGTERM for which the agent waits for living processes to end."""
 
-SEND_S = 4.0
-"""The maximum number of seconds for sending the last spans as the agent ends."""
+LAST_SEND_S = 4.0
+"""The maximum number of seconds for which an ending agent sends the last spans."""
 
-CLOSE_S = 0.5
-"""Seconds for the exporter to report the outcome to the agent after the last send."""
+OUTCOME_WAIT_S = 0.5
+"""Seconds that the exporter has after the last send to report its outcome to the agent."""
 
-LOOK_S = 0.1
-"""Seconds between two checks for the end of all saving."""
+STOP_POLL_S = 0.1
+"""Seconds between two checks of an ending agent whether all recordings are saved."""
 
 
 class Agent:
-    """The agent that listens on `listener` for a `run`; None for an agent that any process may join.
+    """An agent that listens on `listener`. It serves `run` until that ends, or any process until a signal if None.
 
-    The agent of a run ends with its run, another agent by a signal. `folder` has the files for runs' reports. `says` is
-    called with each message that no process of a run can print.
+    `folder` has the files for runs' reports, `captures` the captures of vanished processes. `says` is called with each
+    message that no process of a run can print.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Agent:
         captures: Path | None = None,
         says: Callable[[str], object] | None = None,
     ) -> None:
-        self._loop = EventLoop(listener, self._act_on_packet, self._note_closed, says)
+        self._loop = EventLoop(listener, self._handle_packet, self._note_closed, says)
         self._runs = Runs(self._loop, folder, run, captures, says, self._end_if_done)
         self._questions = Questions(self._loop, self._runs)
         self._ends_at = math.inf
@@ -181,7 +181,7 @@ class Agent:
     def serve(self) -> bool:
         """Serve on the main thread until the run is over or a signal comes.
 
-        Return False if another agent has replaced this one or may do so. The run's files then remain for that agent.
+        Return False if the run goes on without this agent, so that its files must remain for another agent.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: os.write(self._waker, b"."))
@@ -201,8 +201,8 @@ class Agent:
             self._says("instrument: another agent has taken the place of this one")
         return not (self._loop.is_replaced or (self._is_of_run and self._is_needed))
 
-    def _act_on_packet(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
-        """Handle a packet. Return its descriptors to keep."""
+    def _handle_packet(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
+        """Handle a packet. Return those of its descriptors that the caller must leave open."""
         process = self._runs.member(connection)
         if "join" in message:
             return self._runs.add_process(connection, dict(message["join"]), descriptors)
@@ -227,7 +227,7 @@ class Agent:
             self._runs.exports.handle_gauges(process, message)
         elif process is not None and "hears" in message:
             process.hears = True
-            self._questions.hand_on_switch(process)
+            self._questions.inherit_switch(process)
         elif process is not None and "goodbye" in message:
             self._runs.handle_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
         elif process is not None and "answer" in message:
@@ -245,23 +245,23 @@ class Agent:
     # ---------------------------------------------------------------- the end
 
     def _end_after_signal(self, descriptor: int) -> None:
-        """End after a signal: at once without living processes, else after `LIVE_S`."""
+        """End because of a signal, at once if no process lives, else after up to `STOP_WAIT_S`."""
         os.read(descriptor, 64)
         if self._ends_at == math.inf:
-            self._ends_at = time.monotonic() + END_S
-            self._loop.call_later(LIVE_S, self._stop_waiting)
-            self._loop.call_later(END_S, self._stop)
+            self._ends_at = time.monotonic() + STOP_LIMIT_S
+            self._loop.call_later(STOP_WAIT_S, self._stop_waiting)
+            self._loop.call_later(STOP_LIMIT_S, self._stop)
         self._end_if_done()
 
     def _stop_waiting(self) -> None:
-        """Wait for no more processes: end the exports, and end the agent once nothing is left to do."""
+        """Stop waiting for living processes: end the exports, and the agent once all recordings are saved."""
         self._has_waited = True
         self._end_exports()
         self._end_if_done()
-        self._loop.call_later(LOOK_S, self._stop_waiting)
+        self._loop.call_later(STOP_POLL_S, self._stop_waiting)
 
     def _end_if_done(self) -> None:
-        """End if the run is over and reported, or a signal has come and no work is left."""
+        """End if the run is over and reported, or if a signal has come and no work is left."""
         is_asked, runs = self._ends_at < math.inf, self._runs
         if runs.own_is_over or (is_asked and (runs.are_done or (self._has_waited and runs.are_saved))):
             self._end_exports()
@@ -269,11 +269,11 @@ class Agent:
                 self._stop()
 
     def _end_exports(self) -> None:
-        """Have the exporter send what it can within the time that remains."""
+        """Have the exporter send the last spans within the time that remains, and end."""
         exports = self._runs.exports
         if not (exports.is_done or exports.is_ending):
-            within_s = min(self._ends_at - time.monotonic(), SEND_S + CLOSE_S)
-            exports.end(within_s - CLOSE_S)
+            within_s = min(self._ends_at - time.monotonic(), LAST_SEND_S + OUTCOME_WAIT_S)
+            exports.end(within_s - OUTCOME_WAIT_S)
             self._loop.call_later(within_s, self._stop)
 
     def _stop(self) -> None:
@@ -284,11 +284,12 @@ class Agent:
 
 
 def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
-    """Run the agent of a run on the socket `descriptor`; with `says` its messages go to standard error."""
+    """Run the agent of a run on the socket `descriptor`. `first` is the run's first process. With `says`, messages that
+    no process of the run can print go to standard error."""
     listener = socket.socket(fileno=descriptor)
     listener.setblocking(False)
     listener.listen(
-        run_folder.WAITING
+        run_folder.MOST_WAITING
     )  # again: a client sees the process that listens, not the one that made the socket
     os.set_inheritable(descriptor, False)
     folder = Path(os.fsdecode(listener.getsockname())).parent
@@ -303,8 +304,8 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
 def serve_on(
     listener: socket.socket, folder: Path, run: Run | None, *, captures: Path | None = None, says: bool
 ) -> bool:
-    """Serve as the agent at a socket until the run is over or a signal comes. `captures` is the folder for captures of
-    all runs. Returns False if another agent has replaced this one or may do so."""
+    """Serve as the agent at a socket until its run is over or a signal comes. `captures` is the folder for captures of
+    all runs. Return False if the run goes on without this agent."""
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

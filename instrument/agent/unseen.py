@@ -1,9 +1,9 @@
-"""Python processes of a run without a session, and requests that no process records.
+"""The agent's search for processes and requests of a run that are not recorded.
 
-Our `sitecustomize` reports a process in which it cannot start a session, such as one of an older Python. Some processes
-never load it: the agent finds them among the descendants of the run's first process. It also looks for connections to
-processes without a recorded request, soon after they join, then at growing intervals. A living process gets the ports
-for its own verdict; for an ended one, the agent reports them.
+This package's `sitecustomize` reports a Python process in which it cannot start a session, such as one of an old
+Python. The agent finds processes that never load it among the descendants of the run's first process. It also looks for
+connections to processes that have recorded no request, soon after they join and then at growing intervals. It sends
+their ports to the process, which reports them, and reports them itself for an ended process.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from instrument.runtime import listening, run_folder
 LOOK_S = 1.0
 """Seconds between two searches for processes without a session."""
 
-BEGUN_S = (0.005, 0.03)
-"""Seconds from the start of an interpreter to the two searches for it. A process that ends earlier is missed."""
+NEW_PROCESS_SEARCHES_S = (0.005, 0.03)
+"""Seconds after the start of an interpreter at which its process is searched for. One that ends earlier is missed."""
 
 _IN_OPEN = 0x20
-"""The event of inotify(7) when a file is opened, as the system does when a process begins to run it."""
-_MOST_NEW = 500
-"""The maximum number of new process ids that are examined at once. The next regular search finds further ones."""
+"""The inotify(7) event of opening a file, which the system sends when a process executes the file."""
+_MOST_NEW_IDS = 500
+"""The maximum number of new process ids to examine at once. If there are more, only the next regular search runs."""
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
 _AUTOSTART = b"/instrument/sessions/autostart"
-"""The end of our folder's path on PYTHONPATH. The agent may run from another installation than the service."""
+"""The end of a PYTHONPATH entry with our `sitecustomize`. The service may use another installation than the agent."""
 _ENTRY = os.fsencode(Path(__file__).with_name("entry.py"))
 _OFF = (b"off", b"0", b"false", b"no")
 
 
 @dataclass(eq=False)
 class Unseen:
-    """Counts a run's processes without a session, by reason.
+    """A count of a run's Python processes without a session, by reason.
 
-    `first` is the run's first process; with 0, none is counted. `after(seconds, function)` calls a function later,
-    `joined()` returns the processes that have joined. `selector` is the agent's own.
+    `_first` is the run's first process; for 0 nothing is counted. `_after(seconds, function)` calls a function later,
+    `_joined()` returns the ids of the processes that have joined. `_selector` is the one of the agent's event loop.
     """
 
     _socket: Path
@@ -61,7 +61,7 @@ class Unseen:
         self._is_reported = not self._first
         self._known: set[int] = set()
         self._family: dict[int, tuple[bytes, str]] = {self._first: (b"", "")}
-        """The living processes of the run: the last known command of each, and the reason why it has no session."""
+        """The last known command of each living process of the run, and the reason why it has no session."""
         self._gone: Counter[str] = Counter()
         self._young: set[int] = set()
         """The processes found since the last search. They may not have begun their command yet."""
@@ -71,12 +71,11 @@ class Unseen:
             with suppress(OSError):
                 self._notes.touch(0o600)
             self._search_repeatedly()
-            self._begun_fd = _opens_of(sys.executable)
+            self._begun_fd = _watch_opens(sys.executable)
             if self._begun_fd >= 0:
                 self._selector.register(self._begun_fd, selectors.EVENT_READ, self._schedule_searches)
 
     def close(self) -> None:
-        """End the search for new processes."""
         if self._begun_fd >= 0:
             self._selector.unregister(self._begun_fd)
             os.close(self._begun_fd)
@@ -88,27 +87,27 @@ class Unseen:
             self._look()
 
     def _schedule_searches(self, descriptor: int) -> None:
-        """Schedule searches for processes that have just begun to run the interpreter of this run."""
+        """Schedule searches for a process that has just executed the run's interpreter."""
         with suppress(BlockingIOError):
             os.read(descriptor, 1 << 16)
         if not self._is_reported:
-            for wait_s in BEGUN_S:
+            for wait_s in NEW_PROCESS_SEARCHES_S:
                 self._after(wait_s, self._search_new)
 
     def _search_new(self) -> None:
-        """Examine the processes with newer ids than at the last search."""
+        """Examine the processes whose ids are newer than the last search."""
         before, self._newest = self._newest, _newest_id()
-        if before < self._newest <= before + _MOST_NEW:
+        if before < self._newest <= before + _MOST_NEW_IDS:
             for pid in range(before + 1, self._newest + 1):
                 if pid not in self._family and _parent_of(pid) in self._family and _is_process(pid):
                     self._family[pid] = b"", ""
                     self._known.add(pid)
                     self._young.add(pid)
         if self._young:
-            self._name_causes(self._young & self._family.keys())
+            self._note_reasons(self._young & self._family.keys())
 
     def _look(self) -> None:
-        """Examine the processes that are new, or run another command than at the last search."""
+        """Examine all processes that are new, or whose command has changed since the last search."""
         self._young.clear()
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
@@ -120,10 +119,10 @@ class Unseen:
                 self._family.update(dict.fromkeys(below, (b"", "")))
                 for pid in below:
                     del parent_by_pid[pid]
-        self._name_causes(self._family)
+        self._note_reasons(self._family)
 
-    def _name_causes(self, pids: Iterable[int]) -> None:
-        """Note the reasons of processes that run another command than at the last search."""
+    def _note_reasons(self, pids: Iterable[int]) -> None:
+        """Note why the processes whose command has changed since the last search have no session."""
         joined = self._joined()
         for pid in pids:
             command, _ = self._family[pid]
@@ -156,9 +155,9 @@ class Unseen:
         return "" if has_ours or is_off else "its own environment"
 
     def sentence(self, *, for_report: bool = False) -> str:
-        """Return a sentence with the count of processes without a session, and the reasons; "" for none.
+        """Return a sentence that counts the processes without a session by reason, "" for none.
 
-        With `for_report` it is for the run's report, and later calls return "".
+        After a call with `for_report`, later calls return "", because the run's report has the sentence.
         """
         if self._is_reported:
             return ""
@@ -176,8 +175,8 @@ class Unseen:
         return f"{many} not seen: {reasons}"
 
 
-def _opens_of(path: str) -> int:
-    """Return a descriptor that becomes readable when a file is opened, -1 if the system has none."""
+def _watch_opens(path: str) -> int:
+    """Return a descriptor that becomes readable when a file is opened, -1 if it cannot be made."""
     import ctypes  # the agent alone
 
     system = ctypes.CDLL(None)
@@ -189,7 +188,7 @@ def _opens_of(path: str) -> int:
 
 
 def _newest_id() -> int:
-    """Return the id of the newest process or thread of this namespace, 0 if unknown."""
+    """Return the id of the newest process or thread in this process namespace, 0 if unknown."""
     try:
         return int((PROC / "loadavg").read_bytes().split()[4])
     except (OSError, ValueError, IndexError):
@@ -211,16 +210,17 @@ def _parent_of(pid: int) -> int:
         return 0
 
 
-FIRST_S, LONGEST_S = 0.5, 60.0
-"""The minimum and maximum seconds between two checks of a process's connections."""
+FIRST_CHECK_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""Seconds until the first check of a process's connections, and the longest pause between two checks."""
 
-AGE_SHARE, COST_SHARE = 4, 100
-"""The pause between two checks of a process: a fourth of its time since joining, plus 100 times the cost of a check."""
+AGE_DIVISOR, COST_FACTOR = 4, 100
+"""The pause between two checks of a process is a fourth of its age plus 100 times the duration of the last check."""
 
 
 @dataclass(eq=False)
 class ConnectionWatch:
-    """Checks the connections of living processes. `after` calls a function later, `send` sends a message."""
+    """A repeated check of living processes for connections without a recorded request. `_after` calls a function later,
+    `_send` sends a message, `_living` returns the processes."""
 
     _after: Callable[[float, Callable[[], object]], object]
     _send: Callable[[Process, Mapping[str, Any]], None]
@@ -228,30 +228,33 @@ class ConnectionWatch:
 
     def __post_init__(self) -> None:
         self._table: list[listening.TcpRow] = []
-        self._table_at = -FIRST_S
+        self._table_at = -FIRST_CHECK_S
         self._table_users: set[int] = set()
 
     def begin(self, process: Process) -> None:
-        """Begin the checks of a process, if its process id is valid here and its profile asks for them."""
+        """Begin to check a process, if it is in this process namespace and its profile records requests."""
         if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
-            self._after(FIRST_S, lambda: self._check_ports(process))
+            self._after(FIRST_CHECK_S, lambda: self._check_ports(process))
 
     def _check_ports(self, process: Process) -> None:
         if not process.lives or process.has_requests:
             return
         began = time.thread_time()
         before = process.ports
-        self.note_ports(process, by_table_of_s=FIRST_S)
+        self.note_ports(process, by_table_of_s=FIRST_CHECK_S)
         if process.ports != before:
             self._send(process, {"connections": sorted(process.ports)})
         age_s = (time.monotonic_ns() - process.joined_ns) / 1e9
-        wait_s = min(max(age_s / AGE_SHARE, FIRST_S), LONGEST_S) + COST_SHARE * (time.thread_time() - began)
+        wait_s = min(max(age_s / AGE_DIVISOR, FIRST_CHECK_S), LONGEST_PAUSE_S) + COST_FACTOR * (
+            time.thread_time() - began
+        )
         self._after(wait_s, lambda: self._check_ports(process))
 
     def note_ports(self, process: Process, by_table_of_s: float = 0.0) -> None:
-        """Note the ports at which a process has had connections, also those that it has closed.
+        """Note the ports at which a process has had connections, including ports that it has closed.
 
-        The network's table of connections is read again if this process has used it, or after `by_table_of_s`.
+        The system's table of connections is read again if this process has used the last copy, or if that is older
+        than `by_table_of_s`.
         """
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or listening.is_same_network(folder)
@@ -268,7 +271,7 @@ class ConnectionWatch:
             process.ports |= connections.closed
 
     def _owns_sockets(self, process: Process, connections: listening.Connections) -> bool:
-        """Return True if no other process of the run shares these listening sockets, as workers of a server do."""
+        """Return True if no other process of the run listens on the same sockets, as workers of a server do."""
         other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(
             connections.sockets & listening.sockets_of(PROC / str(other_process.pid))

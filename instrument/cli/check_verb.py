@@ -211,7 +211,7 @@ def _why_no_files(profile: Profile) -> str:
     """Return the reason why traces cannot be written here, "" if they can be or are not wanted."""
     from instrument.sessions import saving
 
-    return saving.why_no_files() if saving.is_asked(profile.export) else ""
+    return saving.why_no_files() if saving.asks_for_files(profile.export) else ""
 
 
 def _why_no_dataset(profile: Profile) -> str:

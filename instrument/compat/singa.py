@@ -28,7 +28,7 @@ from instrument.sessions.profiler import join, leave, torch_profiler_for
 from instrument.sessions.session import Session
 from instrument.sessions.step_columns import with_steps
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
-from instrument.sessions.window import STEP, STEPS_KEPT, Step
+from instrument.sessions.window import MOST_STEPS, STEP, Step
 from instrument.trace.trace import Trace
 
 SKIPPED_ITERATIONS = 5
@@ -48,7 +48,7 @@ class Device:
         self._joined: Trace | None = None
         self._cut_note = ""
         self._since_ns = self._step_ns = 0
-        self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
         self._ended = 0
 
     def SetVerbosity(self, verbosity: int) -> None:  # noqa: N802 - the name that its users have

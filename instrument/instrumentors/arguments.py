@@ -26,7 +26,7 @@ from instrument.instrumentors.references import isinstance_of
 from instrument.profile.model import Argument, FunctionRule, RequestKeys
 from instrument.recorder.span_attributes import (
     ALLOWED_KEYS,
-    KEY_PART,
+    CHECKSUM_CHARACTERS,
     NO_WEIGHTS,
     UnreadError,
     are_amounts,
@@ -588,7 +588,7 @@ def _text_maker(cut: str) -> Callable[[Any], str]:
     text_cache, expression = _ShortenedTexts(cut), re.compile(cut)
 
     def shorten(value: Any) -> str:
-        if type(value) is str and KEY_LIMIT < len(value) <= KEY_PART:
+        if type(value) is str and KEY_LIMIT < len(value) <= CHECKSUM_CHARACTERS:
             return key_text(expression.sub("", value))  # the end of a long text decides its shortened form
         return text_cache[plain(value)]
 

@@ -1,7 +1,7 @@
-"""The recorder in C: its extension module, or the reason why this Python lacks it.
+"""The import of the recorder in C, with the reason if this Python cannot use it.
 
-It relies on the GIL. A free-threaded Python would enable the GIL for the whole service at the import, so it is not
-imported there.
+The recorder relies on the GIL. A free-threaded Python would enable the GIL for the whole service at the import, so it
+is not imported there.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def _load() -> tuple[Any, str]:
 
 
 MODULE, reason = _load()
-"""The module `_recorder`, or None, and the reason why it is missing."""
+"""The extension module `_recorder`, None if it is missing, and the reason for that."""
 
 WHY_MISSING = f"the recorder in C is missing: {reason}" if reason else ""
-"""The reason why nothing can be recorded, with the remedy, "" if the recorder works."""
+"""The reason why nothing can be recorded, and what to do about it, "" if the recorder works."""
 
 _IS_SWITCHED_OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", "no"}
 

@@ -1,4 +1,4 @@
-"""The build of the recorder in C. Without a compiler, an install on CPython fails and says what to do."""
+"""The build of the recorder in C at installation. If there is no compiler, it fails and says what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 
 
 class BuildRecorder(build_ext):  # type: ignore[misc]  # setuptools has no types
-    """A build of the extension for Pythons that can use it: CPython with the GIL."""
+    """A setuptools command that builds the extension on Pythons that can use it, CPython with the GIL."""
 
     def run(self) -> None:
         """Build, unless this Python cannot use the recorder. Raises `SystemExit` if the compiler fails."""

@@ -108,7 +108,7 @@ class Metering:
         if saved is None or saved.generation != self._generation:
             return {}
         try:
-            self._meter.go_on(saved.meter)
+            self._meter.restore(saved.meter)
             self.metrics.go_on(saved.delivered)
         except DAMAGED:
             return {}  # it is no state of ours

@@ -32,7 +32,7 @@ from instrument.recording.export_checkpoint import (
     UNQUEUED,
     ExportCheckpoint,
     Progress,
-    give_up,
+    count_undecided_as_lost,
 )
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import Header
@@ -287,7 +287,7 @@ class RecordingExport:
         )
         with self._lock:
             self._progress, self._reading = progress, reading
-        give_up(reading.base)
+        count_undecided_as_lost(reading.base)
         if unsettled:  # what was on its way when the one before was ended may have come there: it is not sent again
             reading.base["kept"] = sum(progress.fates[fate] for fate in ENDS)
             reading.base["unanswered"] += unanswered
@@ -433,7 +433,7 @@ class RecordingExport:
                 reading.base["abandoned"] += reading.reader.rows.waiting
                 progress.fates["abandoned"] += reading.reader.rows.waiting
                 self.note_settled()
-                give_up(progress.fates)
+                count_undecided_as_lost(progress.fates)
             fates = Counter(progress.unreported())
             fates.subtract(self._reported_fates)
             if reading is not None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from instrument.otlp.export_facts import Ids, mix_span_ids
 from instrument.otlp.packing import HAS_IS_REMOTE, IS_REMOTE
-from instrument.recording.remote_parents import OF_OURS, LinkedSpan, RemoteParent
+from instrument.recording.remote_parents import OWN_TRACE_FLAGS, LinkedSpan, RemoteParent
 from instrument.trace.by_process import find_outer_spans
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
@@ -61,7 +61,7 @@ class SpanIds:
         span_ids, above = self._mix_numbers(span, rows, 0), self._mix_numbers(parent, rows, 0)
         high, low = self._mix_numbers(root, rows, 1), self._mix_numbers(root, rows, 2)
         above[is_top] = 0
-        flags = np.full(len(rows), HAS_IS_REMOTE | OF_OURS, dtype=np.uint32)
+        flags = np.full(len(rows), HAS_IS_REMOTE | OWN_TRACE_FLAGS, dtype=np.uint32)
         remote = np.full(len(rows), NONE, dtype=np.int64)
         if len(self._roots):
             place = np.searchsorted(self._roots, root).clip(max=len(self._roots) - 1)

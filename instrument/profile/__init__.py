@@ -1,1 +1,1 @@
-"""The profile: the model of its keys (`model`), and the reader of its file (`keys`, `document`)."""
+"""The profile: the settings of a deployment as frozen classes (`model`), and the reader of `profile.yaml` (`keys`)."""

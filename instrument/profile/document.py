@@ -1,7 +1,7 @@
-"""A YAML document as nodes with their places, and the readers of its plain values.
+"""The reader of YAML text that reports all problems at once, each with its line and column.
 
-A reader is a function of one `YamlNode`: it returns the node's value, or notes a problem and refuses the node. The
-reading continues with other nodes. So `Document.read` finds every problem of a text at once, each as
+A `Document` parses the text into `YamlNode`s. A reader is a function of a node: it returns the node's value, or notes a
+problem and refuses the node. Reading goes on with other nodes, so one `ProfileError` has every problem of a text, as
 ``file:line:column: where: found ...; allowed: ...``.
 
 Aliases are expanded, merge keys merged, and ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` replaced as in
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     import yaml
 
 FILE_BYTES = 2**20
-"""The size of the largest file that is read."""
+"""The maximum size of a file in bytes. A larger one is refused."""
 NODES = 10_000
-"""The maximum number of values of a document. Each use of an alias counts again."""
+"""The maximum number of values in a document, in which each use of an alias counts again."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
-"""The prefixes of variables whose invalid values do not prevent the start of a service."""
+"""The prefixes of environment variables whose invalid values are ignored with a remark, and refuse no profile."""
 DEPTH = 32
-"""The deepest nesting of lists and mappings."""
+"""The maximum depth to which lists and mappings may be nested."""
 
 
 class _Refused(Exception):  # noqa: N818 - no error of the caller: the problems are noted, the reading continues
-    """An exception that ends the reading of one node after its problems have been noted."""
+    """An exception that ends the reading of a node whose problems have been noted."""
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -71,10 +71,10 @@ _TOO_LARGE = "more than 1 MiB; is this the right file?"
 
 
 class Document:
-    """A YAML text: its name, the variables that it may refer to, and the problems found so far.
+    """A YAML text, with the environment variables that it may refer to, and the problems noted so far.
 
-    `faults` counts the problems, and each attempt to read a broken node. Readers of variables note the value's source
-    in `origins`, and its text for messages in `shown`, both by path.
+    `faults` counts the problems, and attempts to read broken nodes. For a setting from a variable, `origins` has the
+    variable's name and `shown` its text for messages, both by the setting's path.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
@@ -91,19 +91,19 @@ class Document:
         """Sentences on environment variables that are ignored."""
 
     def read(self, read: Read) -> Any:
-        """Read the root node. An empty text is an empty mapping. Return None if the root was refused."""
+        """Read the root node. Return None if it was refused. An empty text counts as an empty mapping."""
         with suppress(_Refused):
             return _root(self).attempt(read)
         return None
 
     @property
     def problems(self) -> list[str]:
-        """The noted problems without duplicates, in the order of their places."""
+        """The noted problems without duplicates, in the order of their lines."""
         return list(dict.fromkeys(problem for _, _, problem in sorted(self.noted)))
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Refuse the current node at the block's end if one of its parts was refused in the block."""
+        """Refuse the current node at the end of the block, if a part of it was refused within the block."""
         faults = self.faults
         yield
         if self.faults > faults:
@@ -136,7 +136,7 @@ class YamlNode:
 
     @property
     def shown(self) -> str:
-        """The value as messages show it."""
+        """The value as it appears in messages."""
         text = clip(self.written or self.text)
         words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(text)}
         names = {"bool": "boolean", "date": "date"}
@@ -144,7 +144,7 @@ class YamlNode:
 
     @property
     def public_text(self) -> str:
-        """A scalar's text without secrets."""
+        """The text of a scalar without secrets."""
         return without_secrets(self.written or self.text)
 
     @property
@@ -164,7 +164,7 @@ class YamlNode:
         return f"{self.key_path}.{name}" if self.key_path else name
 
     def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
-        """Note a problem: the allowed values, the found value (this one by default), and the value probably meant."""
+        """Note a problem. `actual` is the found value, by default this node's; `near` is the one probably meant."""
         document, path = self.document, self.key_path
         path = clip(path or "profile") if path.isprintable() else ascii(clip(path))
         suggestion = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
@@ -173,12 +173,12 @@ class YamlNode:
         document.faults += 1
 
     def refuse(self, allowed: str, *, actual: str = "", near: str = "") -> NoReturn:
-        """Note a problem and end the reading of this node."""
+        """Note a problem as `note` does, and end the reading of this node."""
         self.note(allowed, actual=actual, near=near)
         raise _Refused
 
     def reads_without_faults(self, read: Read, instead: str) -> bool:
-        """Return True if `read` succeeds. Otherwise turn its problems into remarks, which end with `instead`."""
+        """Return True if `read` finds no problem. Otherwise turn its problems into remarks that end with `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt(read)
         if document.faults == faults:
@@ -203,13 +203,13 @@ class YamlNode:
 
 
 Read = Callable[[YamlNode], Any]
-"""A function that returns the value of a node, or refuses the node."""
+"""A reader: a function that returns the value of a node, or refuses the node."""
 
 _UNSTORABLE = late_pattern("[\0\ud800-\udfff]")
 
 
 def without_secrets(text: str) -> str:
-    """Remove the credentials and the query of a URL from a text."""
+    """Return a text without the credentials and the query of a URL in it."""
     before, at, after = text.rpartition("@")
     if at and "//" in before:
         text = f"{before.partition('//')[0]}//***@{after}"
@@ -218,13 +218,13 @@ def without_secrets(text: str) -> str:
 
 
 def clip(text: str) -> str:
-    """Return a text for a message: short, and without secrets."""
+    """Return a text shortened for a message, without secrets."""
     text = without_secrets(text)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the known word with the closest spelling, "" if none is close."""
+    """Return the name whose spelling is closest to a word, "" if none is close."""
     from difflib import get_close_matches
 
     folded = {name.lower(): name for name in names}
@@ -289,7 +289,7 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 _TAG = "tag:yaml.org,2002:"
 _PATTERN = late_pattern(r"![^!].*")
 _EXCLUDING = late_pattern(r"(?:^|[\[,:-])\s*![^\s\"']")
-"""An unquoted pattern that begins with `!`, which YAML reads as a tag."""
+"""A pattern of unquoted text that begins with `!`, such as an excluding function pattern. YAML reads it as a tag."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
     "scalar": ("null", "bool", "int", "float", "text", "date"),
@@ -385,7 +385,7 @@ class _Tree:
         return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
 
     def resolved(self, source: Any, text: str, quoted: str) -> str:
-        """Return YAML's kind of an unquoted text, or `quoted` for a quoted one."""
+        """Return the kind that YAML gives an unquoted text, `quoted` for a quoted one."""
         return self.kind(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
     def value(self, reference: re.Match[str]) -> str:
@@ -394,7 +394,8 @@ class _Tree:
         return self.document.environ.get(reference["name"]) or reference["default"] or ""
 
     def is_secret(self, reference: re.Match[str]) -> bool:
-        """Return True if a variable's value must not be shown, as for all except OTEL_* variables without headers."""
+        """Return True if messages must not show the value of a variable. Only OTEL_* other than headers may be
+        shown."""
         name = reference["name"] or ""
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
         return bool(self.document.environ.get(name)) and not is_open
@@ -409,7 +410,7 @@ class _Tree:
 Shape = Mapping[str, Any]
 
 SHAPES: dict[Read, Shape] = {}
-"""The JSON Schema of each reader, from which `schema` makes `profile.schema.json`."""
+"""The JSON Schema of the values that each reader accepts, from which `schema` makes `profile.schema.json`."""
 
 REFERENCE: Shape = {"$ref": "#/$defs/reference"}
 
@@ -420,7 +421,7 @@ Reading = TypeVar("Reading", bound=Callable[..., Any])
 
 
 def with_schema(shape: Shape) -> Callable[[Reading], Reading]:
-    """Decorate a reader with its JSON Schema."""
+    """Return a decorator that registers the JSON Schema of a reader."""
 
     def known(read: Reading) -> Reading:
         SHAPES[read] = shape
@@ -430,13 +431,12 @@ def with_schema(shape: Shape) -> Callable[[Reading], Reading]:
 
 
 def syntax_shape(syntax: str) -> Shape:
-    """Return the JSON Schema of text of a syntax."""
+    """Return the JSON Schema of text that matches a regular expression."""
     return {"type": "string", "pattern": f"^(?:{syntax})$"}
 
 
 @with_schema({"type": "string", "minLength": 1})
 def string(node: YamlNode) -> str:
-    """Read non-empty text."""
     if node.kind != "text":
         node.refuse("text", near=f'"{clip(node.text)}"' if node.text else "")
     if not node.text:
@@ -446,7 +446,6 @@ def string(node: YamlNode) -> str:
 
 @with_schema({"type": "boolean"})
 def flag(node: YamlNode) -> bool:
-    """Read a boolean."""
     if node.kind != "bool":
         node.refuse("true, false", near=nearest(node.text, ("true", "false")))
     return node.text.lower() in ("true", "yes", "on")
@@ -469,7 +468,7 @@ _WHOLE = late_pattern(r"[+-]?(?:0|[1-9][0-9]{0,17})")
 
 
 def whole_number(least: int) -> Read:
-    """Return a reader of a whole number from `least` on."""
+    """Return a reader of a whole number that is at least `least`."""
 
     @with_schema({"type": "integer", "minimum": least, "maximum": MOST_WHOLE})
     def read(node: YamlNode) -> int:
@@ -482,14 +481,14 @@ def whole_number(least: int) -> Read:
 
 
 SMALL = 1024
-"""The least number without a unit that a message takes for bytes. Below it, messages suggest the example's unit."""
+"""The number from which on a message takes a number without a unit for bytes. Below, it suggests the example's unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
 
 def amount(text: str, units: Mapping[str, int]) -> int | None:
-    """Return a number with a unit, in the smallest unit, rounded down. Return None for any other text."""
+    """Parse a number with a unit into the smallest unit, rounded down. Return None for any other text."""
     parts = _QUANTITY.fullmatch(text)
     if not parts or parts[3] not in units:
         return None
@@ -498,9 +497,9 @@ def amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Return a reader of a number with a unit, in the smallest unit.
+    """Return a reader of a number with a unit, such as 64MiB, which returns it in the smallest unit.
 
-    A bare 0 needs no unit. `also` has further allowed values for messages, such as `auto, or `.
+    0 needs no unit. `also` names further allowed values in messages, such as `auto, or `.
     """
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
@@ -527,7 +526,7 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
 
 
 def text_reader(syntax: str, allowed: str, suggest: Callable[[str], str] = lambda text: "") -> Read:
-    """Return a reader of text of a syntax. `suggest` returns the text that an invalid text probably means."""
+    """Return a reader of text that matches `syntax`. `suggest` returns what an invalid text probably means."""
 
     @with_schema(syntax_shape(syntax))
     def read(node: YamlNode) -> str:
@@ -541,7 +540,7 @@ def text_reader(syntax: str, allowed: str, suggest: Callable[[str], str] = lambd
 
 
 def or_off(read: Read) -> Read:
-    """Return a reader of a value, or of the word `off`, for which it returns None."""
+    """Return a reader that returns None for the word `off`, and else calls `read`."""
 
     @with_schema({"anyOf": [SHAPES[read], {"enum": ["off", False]}]})
     def read_or_off(node: YamlNode) -> Any:
@@ -551,7 +550,7 @@ def or_off(read: Read) -> Read:
 
 
 def each(read_item: Read, allowed: str) -> Read:
-    """Return a reader of a list, whose items `read_item` reads. `allowed` is for the message on another node."""
+    """Return a reader of a list whose items `read_item` reads. `allowed` describes the list in messages."""
 
     @with_schema({"type": "array", "items": SHAPES[read_item]})
     def read(node: YamlNode) -> tuple[Any, ...]:
@@ -564,7 +563,7 @@ def each(read_item: Read, allowed: str) -> Read:
 
 
 def list_or_item(read_item: Read) -> Read:
-    """Return a reader of a list of at least one item, or of a single item. It drops duplicates."""
+    """Return a reader of a single item, or of a list of one or more, without duplicates."""
     read_list = each(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 

@@ -1,13 +1,12 @@
-"""The schema of `profile.yaml`: every key with its reader, and the readers of sections and rules.
+"""The reader of `profile.yaml`, driven by `KEYS`, a table of every key with the reader of its value.
 
-`load` and `loads` give a frozen `Profile` or raise one `ProfileError` that holds every mistake of the file, each as
-``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key;
-`profile.schema.json`, which `schema` makes of them, lets editors complete them. `KEYS` is the table that drives the
-reading.
+`load` and `loads` return a frozen `Profile`, or raise one `ProfileError` that has every mistake of the file, each as
+``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key. `schema`
+makes `profile.schema.json` from the table, with which editors complete keys.
 
-A key whose value is null counts as left out (for an export: on, with its defaults). Values may hold references to
-variables, see `document`. A setting that the profile leaves out comes from the `OTEL_*` variable of
-`values.VARIABLES`, then from the default; `Profile.origins` has the source. `presets` merges a preset.
+A key whose value is null counts as omitted (an export is then on, with its defaults). Values may refer to environment
+variables, see `document`. A setting that the profile omits comes from a variable of `values.VARIABLES`, else it has its
+default; `Profile.origins` has the source. `presets` merges a preset.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from instrument.runtime.environment import settings
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> model.Profile:
     """Read a profile from a file. `environ` replaces `os.environ`.
 
-    The file of a preset is read as a profile that only names it.
-    Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
+    The file of a preset is read like a profile that only names the preset. Raises `ProfileError` with every mistake of
+    the file, or with the reason why it cannot be read.
     """
     argument: object = path
     if not isinstance(argument, (str, os.PathLike)):
@@ -97,11 +96,11 @@ REMOVED: Mapping[tuple[str, str], str] = {
     ): "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file",
     ("control", "socket"): "`instrument reload`, which asks the agent of a run; without an agent `watch: true`",
 }
-"""The keys of earlier versions, by section and name, with their replacements."""
+"""The keys that earlier versions had, by section and name, each with what replaces it, for the message."""
 
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
-    """Return a profile with an engine preset's rules of functions and requests after its own."""
+    """Return a profile with the function and request rules of an engine's preset added after its own rules."""
     preset = load(path_of(ENGINES[package]))
     ignored = tuple(path for rule in preset.requests for path in rule.ignore)
     generated = tuple(path for rule in preset.requests for path in rule.gen_ai)
@@ -120,7 +119,7 @@ def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
 
 
 def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
-    """Read all keys of a mapping as the fields of its type. Refuse the node if a key was refused."""
+    """Read all keys of a section's mapping, as fields of the section's class. Refuse it if a key is refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
         node.refuse(f"{also}a mapping of {', '.join(keys)}")
@@ -152,7 +151,7 @@ def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
 
 
 def _variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
-    """Return the variable for a setting that the mapping omits, with its reader and its value."""
+    """Return the environment variable that gives an omitted setting, with its reader and its value."""
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
             value = YamlNode(node.document, f"{path} (from {variable})", node.line, node.column, "text", text)
@@ -165,7 +164,7 @@ _INSTEAD = {"export.otlp.protocol": "http/protobuf is used"}
 
 
 def section_shape(section: str) -> Shape:
-    """Return the JSON Schema of a mapping of a section's keys."""
+    """Return the JSON Schema of a section, which is a mapping."""
     return {"$ref": f"#/$defs/{section}"}
 
 
@@ -205,14 +204,15 @@ CLASSES: Mapping[str, type] = {
     "export.parquet": model.Parquet,
     "export.summary": model.Summary,
 }
-"""The class of each section. It has the defaults of keys."""
+"""The class of the model for each section, which has the defaults of the section's keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key of the file: its field, its reader, and the allowed values for the message on a missing key.
+    """A key of `profile.yaml`: the field of the model that it sets, and the reader of its value.
 
-    `blank` is True if a null value differs from an omitted key.
+    `required` describes the allowed values in the message on a missing key, "" for an optional key. `blank` is True if
+    null means something else than an omitted key.
     """
 
     field: str
@@ -222,7 +222,7 @@ class Key:
 
 
 def _section_reader(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
-    """Return a reader of a section. `also` has further allowed values for messages, such as `off, or `."""
+    """Return a reader of a section. `also` names further allowed values in messages, such as `off, or `."""
 
     @with_schema(section_shape(section))
     def read(node: YamlNode) -> Any:
@@ -232,7 +232,7 @@ def _section_reader(section: str, build: Callable[..., Any] | None = None, also:
 
 
 def _export_part(way: str) -> Key:
-    """Return the key of an export. The word `off` removes the export of a preset."""
+    """Return the key of an export, whose value `off` removes that export of a preset."""
     return Key(way, or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
 
 
@@ -369,9 +369,9 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @with_schema({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> model.Otlp | None:
-    """Read the collector.
+    """Read the settings of the OpenTelemetry collector. `auto` means the collector that a variable names.
 
-    Return None without one, also if a variable names an invalid one. `auto` means the collector that a variable names.
+    Return None if there is none, or if the variable is invalid.
     """
     if node.is_off:
         return None
@@ -406,7 +406,7 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
 
 
 def _is_written(node: YamlNode, name: str) -> bool:
-    """Return True if a key's value is in the profile itself and not from a variable."""
+    """Return True if the profile itself has a key, so that its value is not from a variable."""
     return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
 
 
@@ -415,7 +415,7 @@ _exports = list_or_item(one_of(*(name for name, _ in members(model.Export))))
 
 @with_schema({"anyOf": [section_shape("export"), SHAPES[_exports]]})
 def _export(node: YamlNode) -> model.Export:
-    """Read the exports: a mapping of exports, or the names of exports with defaults."""
+    """Read the exports: a mapping of exports, or the names of exports that have default settings."""
     if node.kind in ("text", "list"):
         ways = {way: (node, replace(node, key_path=node.path(way), kind="mapping", items=())) for way in _exports(node)}
         node = replace(node, kind="mapping", pairs=ways)
@@ -607,11 +607,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "skip_first": Key("skip_first", whole_number(0)),
     },
 }
-"""The keys of a profile, by section."""
+"""All keys of `profile.yaml`, by section and name."""
 
 
 def setting(profile: model.Profile, path: str) -> Any:
-    """Return a setting by its path in the file, such as `limits.ring`. Return None if its section is off."""
+    """Return the value of a setting by its path in the file, such as `limits.ring`, None if its section is off."""
     value: Any = profile
     section = ""
     for name in path.split("."):

@@ -1,7 +1,7 @@
-"""The model of a profile: the functions, layers and copies to instrument, and the data to keep and export.
+"""The model of a profile: frozen classes for what to instrument, what to keep, and where to send it.
 
-A `Profile` and its parts are frozen and have plain values, times in ns and sizes in bytes. `keys` reads a profile from
-a file, and refuses bad values. A profile made in code is not checked.
+Times are in ns, sizes in bytes. `keys` reads a profile from a file and refuses invalid values. A profile that is made
+in code is not checked.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "lo
 """The kinds of spans."""
 
 PREPARING: tuple[str, ...] = ("load", "compile")
-"""The phases that prepare a service: loading a model, and compiling it."""
+"""The phases that come before a service's requests: loading a model, and compiling it."""
 
 PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
-"""The usual phases of a request or a step, as values of a site's attribute `phase`."""
+"""The usual values of the attribute `phase`: the parts of a request or of a training step."""
 
 TRACER_OPTIONS: tuple[str, ...] = ("Default", "OpDetail", "AllOpDetail")
 STATES: tuple[str, ...] = ("CPU", "GPU", "All")
@@ -54,7 +54,7 @@ SERVERS: Mapping[str, str] = {
     "taskiq": "tasks of TaskIQ's workers",
     "faststream": "messages of FastStream's handlers",
 }
-"""The servers that `requests:` can name, with a description of their requests or batches."""
+"""The servers that `requests.servers` can name, each with a description."""
 
 VIEWS: Mapping[str, str] = {
     "brief": "one screen: requests or steps, where their time went, the device, the cost",
@@ -78,10 +78,10 @@ VIEWS: Mapping[str, str] = {
     "benchmark": "steps of a loop: wait for input, time per step, samples per second",
     "cost": "the cost of the instrumentation, by function and thread; what was lost or not recorded",
 }
-"""The views, with a description of each."""
+"""The views of reports, each with a description."""
 
 TIME_UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-"""The units of times in text, in nanoseconds."""
+"""The nanoseconds in each unit of time that reports can use."""
 
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",
@@ -90,14 +90,14 @@ SORT_KEYS: tuple[str, ...] = (
 PROTOCOLS: tuple[str, ...] = ("http/protobuf", "grpc")
 COMPRESSIONS: tuple[str, ...] = ("gzip", "none")
 AUTO_NS = 0
-"""The value for an interval that a profile gives as `auto`."""
+"""The interval that means `auto` in a profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An attribute of a call's span: the `size`, `type` or `value` (`record`) of an argument, or of a part of it.
+    """An attribute to record from an argument of each call: its `size`, `type` or `value`, as `record` says.
 
-    `argument` is a parameter's name, or a dotted path that begins with one; `name` is the attribute's name.
+    `argument` is a parameter's name, or a dotted path that begins with one. `name` is the attribute's name.
     """
 
     argument: str
@@ -107,10 +107,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
-    """The path to a call's key, or to its batch's keys: `argument`, see `instrument.instrumentors.arguments`.
+    """The path (`argument`) by which a call's request key, or the keys of its batch, are read from its arguments.
 
-    `weights` is the path of the members' weights, perhaps in another parameter, or by key. Matches of the regular
-    expression `cut` are removed from keys.
+    `weights` is the path of the weights of a batch's members. Matches of the regular expression `cut` are removed from
+    keys. `instrument.instrumentors.arguments` explains paths.
     """
 
     argument: str
@@ -120,10 +120,10 @@ class RequestKeys:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact of a request, read from a call: the path of its value (`argument`), and the attribute's `name`.
+    """A fact of a request, such as a token count, to read from calls. It becomes the request's attribute `name`.
 
-    A path with `[]` has the values of several requests, whose keys are at `key`, or else at the rule's `batch`. `keep`,
-    a word of `KEEPS`, selects one of several values. `record` is as in `Argument`.
+    `argument` is the path of its value. A path with `[]` has values of several requests, whose keys are at `key`, else
+    at the rule's `batch`. `keep`, one of `KEEPS`, says which of several values counts. `record` is as in `Argument`.
     """
 
     argument: str
@@ -135,10 +135,10 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class OwnGauge:
-    """A number of the service, read from calls: the path of its value (`argument`), its `name` and `unit`.
+    """A gauge, counter or histogram (`kind`) of the service, whose values are read from calls.
 
-    `kind` is one of `NUMBERS`. A gauge is read at most once in `every_ns`; of a counter and a histogram each value
-    counts. `record` is `value` or `size`.
+    `argument` is the path of the value. A gauge is read at most once in `every_ns`; for a counter or a histogram each
+    call counts. `record` is `value` or `size`.
     """
 
     argument: str
@@ -151,18 +151,19 @@ class OwnGauge:
 
 @dataclass(frozen=True, slots=True)
 class FunctionRule:
-    """A rule of functions to instrument: the `module:qualname` patterns that select functions or exclude them.
+    """A rule that selects functions to instrument by `module:qualname` patterns (`match`, without `exclude`).
 
-    In a pattern `*` matches any part of a dotted segment and `**`, a segment of its own, any number of segments. `name`
-    replaces the function's own name, with its fields {module}, {qualname}, {class} and {function}. `device` also asks
-    for device time. `phase` is a part of the work, and makes the kind `phase` if a file gives none. Calls shorter than
-    `min_ns` are in the tally alone. `attributes` are read from the arguments. `text` is the rule's name in messages.
-    `line` (from 1) and `place` are its place in the file, and are not compared: a rule that only moved is equal.
-    `counted` marks the rule of `schedule.step`: if another rule of kind `op` has the function, it records it as `step`.
-    The first call of a function with `first_request` is the first request of the view `startup`. A function with
-    `metrics` has a metric of its calls' times. The items of a function with `gen_ai` are generated. `key` reads the key
-    of a span's request, `batch` those of a span that serves several. `facts` are of
-    requests, `gauges` of the service. `engine` is the imported engine's package whose preset has the rule.
+    In a pattern `*` matches any part of a dotted segment, and `**`, a segment of its own, any number of segments.
+    `name` replaces the function's own name; it may have {module}, {qualname}, {class} and {function}. `device` also
+    asks for device time. `phase` is a part of the work, and makes the kind `phase` if the file gives none. Calls
+    shorter than `min_ns` are only in the tally. `attributes` are read from the arguments. With `metrics`, the times of
+    calls are a metric. The items that a function with `gen_ai` yields are generated by a model. The first call of a
+    function with `first_request` is the first request of the view `startup`.
+
+    `key` reads the key of the request that a call serves, `batch` the keys of several. `facts` are those of requests,
+    `gauges` numbers of the service. `counted` marks the rule for `schedule.step`: a function that another rule of kind
+    `op` selects is then recorded as `step`. `engine` is the package of the engine whose preset has the rule. `text` is
+    the rule's name in messages. `line` and `place` say where it is in the file; a rule that only moved is equal.
     """
 
     match: tuple[str, ...]
@@ -189,7 +190,7 @@ class FunctionRule:
 
 @dataclass(frozen=True, slots=True)
 class LayerRule:
-    """A rule of layers to instrument: by path in the module tree, by class name, or by both, which must both match.
+    """A rule that selects layers of a model to instrument, by path in the module tree and by class name (`types`).
 
     An empty `match` means every path, an empty `types` every class. The other fields are as in `FunctionRule`.
     """
@@ -206,10 +207,10 @@ class LayerRule:
 
 @dataclass(frozen=True, slots=True)
 class CopyRule:
-    """A rule of memory copies to instrument: of `frameworks`, in one of `directions`, of at least `min_bytes`.
+    """A rule that selects memory copies to record: of some frameworks, in some directions, of at least `min_bytes`.
 
-    A framework has the name of its package; `cuda` is cuda-python. Copies from host to host (`h2h`) are recorded only
-    if a rule names them.
+    A framework is named as its package; `cuda` is cuda-python. Copies from host to host (`h2h`) are recorded only if a
+    rule names them.
     """
 
     directions: tuple[str, ...] = DEVICE_DIRECTIONS
@@ -221,9 +222,9 @@ class CopyRule:
 
 @dataclass(frozen=True, slots=True)
 class FrameworkRule:
-    """A framework whose entry points are instrumented once the service has imported it.
+    """A rule for a framework, whose entry points are instrumented once the service has imported it.
 
-    `auto` is True if the profile asks for all frameworks. Then the absence of this one is not reported.
+    `auto` is True if the profile asks for all frameworks, so that the absence of this one is not reported.
     """
 
     name: str
@@ -238,16 +239,14 @@ class FrameworkRule:
 
 @dataclass(frozen=True, slots=True)
 class RequestsRule:
-    """A rule of the requests of servers that the service imports, by endpoint, without a rule for each.
+    """A rule that records all requests of the web and RPC servers (`servers`) that the service imports, by endpoint.
 
-    `servers` are of `SERVERS`. Requests to a path of `ignore`, exact or with a `*` at its end, are not recorded. `name`
-    is the name of spans, with {method} and {route}. `attributes` names those of OpenTelemetry's attributes to record
-    that may have data of a caller. The caller's trace is followed, linked to, or left alone (`traceparent`). Reports
-    and metrics group requests `by` an attribute, such as one that names a tenant: by up to `at_most` values, and the
-    others together. Answers of the routes `gen_ai`, exact or with a `*` at the end, are generated, item by item, by
-    what is called `provider`. Answers have their timings (`server_timing`): all, those whose requests have a header, or
-    none ("").
-    `blocked_ns` is that of the profile's `Limits`, added when the rule is attached.
+    Requests to a path of `ignore`, exact or ending in `*`, are not recorded. `name` is the name of spans, with {method}
+    and {route}. `attributes` names further attributes of OpenTelemetry to record, which may have data of a caller.
+    `traceparent` says whether the caller's trace is followed, linked to, or ignored. Reports and metrics group requests
+    `by` an attribute, such as a tenant's name, with up to `at_most` values. The answers of the routes `gen_ai` are
+    generated, item by item, by a model of `provider`. `server_timing` says which answers get their timings in a header:
+    "true" for all, "header NAME" for requests with that header, or "" for none. `blocked_ns` is that of `Limits`.
     """
 
     servers: tuple[str, ...] = tuple(SERVERS)
@@ -267,10 +266,11 @@ class RequestsRule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The recorded steps: after `skip_first` once, the last of `closed`, `ready` and `record` steps, `repeat` times.
+    """A schedule of windows: after `skip_first` steps, it repeats `closed`, `ready` and `record` steps, and records the
+    last part.
 
-    `repeat` 0 means for ever. In a file ``[start, end]`` is short for skipping `start` steps and recording up to
-    `end`, once. A call of the function `step` (`module:qualname`) is a step, or a request where it is left out.
+    `repeat` is the number of repetitions, 0 for no end. In a file ``[start, end]`` means to skip `start` steps and
+    record up to `end`, once. A step is a call of the function `step` (`module:qualname`), by default a request.
     """
 
     record: int
@@ -283,7 +283,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A bound: `count` in each `per_ns` nanoseconds."""
+    """A limit of `count` events in `per_ns` nanoseconds."""
 
     count: int
     per_ns: int
@@ -291,19 +291,19 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class PercentileThreshold:
-    """A limit relative to an endpoint's usual times: the percentile at `fraction`, multiplied by `factor`."""
+    """A limit of time that is relative to an endpoint's own times: a percentile (at `fraction`) times `factor`."""
 
     fraction: float
     factor: float
 
 
 Comparison = tuple[str, str | bool | int | float]
-"""An operator (`=`, `>=`, `>`, `<=` or `<`) and the value to compare with. Only `=` takes texts and booleans."""
+"""A comparison: an operator (`=`, `>=`, `>`, `<=` or `<`) and a value. Only `=` takes texts and booleans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A condition on an attribute: one of the comparisons is true."""
+    """A condition on an attribute, which is true if any of the comparisons is."""
 
     attribute: str
     any_of: tuple[Comparison, ...]
@@ -311,12 +311,13 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """The requests that are kept in full: a share of all, and the slow, failed and matching ones.
+    """The settings of tail sampling: which requests are kept with all their spans.
 
-    A request is slow that takes longer than `slow_ns`, or than `slow_over` of its endpoint. It matches if every
-    condition of `where` is true for its own span when it ends. `limit` bounds the number of kept requests, `before_ns`
-    adds the requests before each. The agent of the run writes kept requests into the folder `to` while the service
-    runs; None for no folder. If a variable of OpenTelemetry sets `is_off` none is kept, even if a caller asks.
+    Kept are the share `sample` of all requests, slow ones, failed ones (`errors`), and those that match `where`. A
+    request is slow if it takes longer than `slow_ns`, or than `slow_over` of its endpoint. It matches if all conditions
+    are true for its span at its end. `limit` bounds the number of kept requests, `before_ns` adds the requests before
+    each. The agent writes kept requests into the folder `to`, unless that is None. With `is_off`, which a variable of
+    OpenTelemetry sets, none is kept, even if its caller asks for that.
     """
 
     sample: float = 1.0
@@ -332,12 +333,12 @@ class Capture:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds of the instrumentation: memory of the rings, spans of a request, disk of its files.
+    """The limits of what the instrumentation uses: memory of rings, spans per request, disk of its files.
 
-    `ring_folder` is the folder for recordings in files, which outlive their processes; None for memory that is freed
-    with its last process. `disk_bytes` bounds the trace and summary files that the profile's paths name, of all
-    processes that share them. `blocked_ns` is the least recorded time for which a callback blocks an event loop with
-    open requests, or a garbage collection all threads; None for none.
+    With `ring_folder`, recordings are files there, which outlive their processes; with None they are memory, which is
+    freed with the last process that has it. `disk_bytes` bounds the trace and summary files of all processes that share
+    the profile's paths. `blocked_ns` is the shortest time for which a blocked event loop, or a garbage collection, is
+    recorded, None for never.
     """
 
     ring_bytes: int = 64 * 2**20
@@ -349,12 +350,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The settings of devices: `cuda` is `auto` or `off`; gauges have intervals, None for never.
+    """The settings for devices: `cuda` is `auto` or `off`, the others are intervals between readings of gauges.
 
-    `gil` is `hold` if a thread of the service keeps the interpreter's lock while it records an event, else `release`.
-    `nvml_ns` is for gauges of GPUs: `AUTO_NS` is every second with an NVIDIA driver, and no message without one.
-    `host_ns` is for those of process, machine and torch's allocator: `AUTO_NS` is the interval of GPUs, if these are
-    read.
+    `nvml_ns` is that of gauges of GPUs, None for never; `AUTO_NS` means every second if there is an NVIDIA driver.
+    `host_ns` is that of process, machine and torch's allocator; `AUTO_NS` means as often as GPUs are read. `gil` is
+    `hold` if a thread keeps the interpreter's lock while it records a CUDA event, else `release`.
     """
 
     cuda: str = "auto"
@@ -365,31 +365,33 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """The ways to change a running process's profile: `watch` checks the file every 100 ms."""
+    """The settings for changing a running process's profile. With `watch`, its file is checked every 100 ms."""
 
     watch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Chrome:
-    """Chrome traces, one file per window. `path` may contain `{service}`, `{run}`, `{pid}` and `{window}`."""
+    """The export of Chrome traces, one file per window. `path` may have `{service}`, `{run}`, `{pid}` and
+    `{window}`."""
 
     path: str = "traces/{service}-{run}-{window}.json.gz"
 
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """Recordings, one file per window. `path` ends in `.npz` and may contain the same fields as that of `Chrome`."""
+    """The export of recordings, one file per window. `path` ends in `.npz`, and may have the fields of
+    `Chrome.path`."""
 
     path: str = "traces/{service}-{run}-{window}.npz"
 
 
 @dataclass(frozen=True, slots=True)
 class Otlp:
-    """The export of spans to an OpenTelemetry collector. `endpoint` is the final URL, `headers` are not in the repr.
+    """The export of spans to an OpenTelemetry collector, whose complete URL is `endpoint`.
 
-    `certificate` is a file that verifies the collector. `client_certificate` and `client_key` are files by which the
-    collector verifies us. All are in PEM, and only for https.
+    `certificate` is the path of a file that verifies the collector. `client_certificate` and `client_key` are those by
+    which the collector verifies us. All are in PEM format, and used only for https.
     """
 
     endpoint: str = "http://localhost:4318/v1/traces"
@@ -404,14 +406,15 @@ class Otlp:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """The metrics of the run for Prometheus: the agent answers HTTP at `listen`, a host and a port."""
+    """The export of a run's metrics to Prometheus, for which the agent answers HTTP at `listen`, a host and a port."""
 
     listen: str = "127.0.0.1:9464"
 
 
 @dataclass(frozen=True, slots=True)
 class Parquet:
-    """A dataset of Parquet files in the folder or at the URL `path`. Its files are closed every `every_ns`."""
+    """The export to a dataset of Parquet files, in a folder or at a URL (`path`). Every `every_ns` begins a new
+    file."""
 
     path: str = "dataset/"
     every_ns: int = 5 * 60 * 10**9
@@ -419,9 +422,9 @@ class Parquet:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Text reports to `stderr`, `stdout` or a file, whose path may contain `{service}` and `{pid}`.
+    """The export of a text report to `stderr`, `stdout` or a file, whose path may have `{service}` and `{pid}`.
 
-    The options are those of `instrument.report.view.Options`; `per_thread` is for the view `events`.
+    The options are those of `instrument.report.view.Options`. `per_thread` is for the view `events`.
     """
 
     to: str = "stderr"
@@ -437,7 +440,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The exports. An export that is None is off."""
+    """The exports of a profile. An export that is None is off."""
 
     recording: Recordings | None = None
     chrome: Chrome | None = None
@@ -448,13 +451,13 @@ class Export:
 
     @property
     def is_empty(self) -> bool:
-        """True if all exports are off, so that nothing is written automatically."""
         return all(getattr(self, name) is None for name, _ in members(self))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A `profile.yaml`. `Profile()` is the profile of an empty file; `schedule` None means always on.
+    """The settings of a `profile.yaml`. `Profile()` is that of an empty file. Without a `schedule`, recording is always
+    on.
 
     `loaders` is `auto`, for the data loaders of the frameworks that the service imports, or `off`. So are `phases`, for
     torch's training loops (forward, backward, optimizer), and `comm`, for torch.distributed. `startup` is `auto` for
@@ -505,14 +508,14 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that equal profiles share. Headers of exports do not count."""
+        """Twelve hexadecimal digits that are the same for equal profiles. Headers of exports do not count."""
         from hashlib import sha256  # it loads OpenSSL
 
         return sha256(repr(_compared(self)).encode()).hexdigest()[:12]
 
 
 def _compared(thing: Any) -> Any:
-    """Return those fields of a dataclass that are both compared and in its repr, as plain values."""
+    """Return as plain values the fields of a dataclass that are compared and are in its repr."""
     if isinstance(thing, tuple):
         return tuple(map(_compared, thing))
     shown = [name for name, member in members(thing) if member.compare and member.repr]
@@ -528,4 +531,4 @@ EVERYTHING = Profile(
     device=Device(host_ns=10**9),
     source="the default of a Profiler",
 )
-"""The profile of a training loop without a profile. The path "" means the whole model."""
+"""The profile with which `Profiler` records a training loop that has none. The path "" means the whole model."""

@@ -1,9 +1,9 @@
-"""The JSON Schema of `profile.yaml`, for completion in editors, generated from the profile's readers.
+"""The generator of `profile.schema.json`, the JSON Schema with which editors complete a `profile.yaml`.
 
     python -m instrument.profile.schema    # writes profile.schema.json, next to this file
 
-Keys, and the required ones, come from `keys.KEYS`; words, patterns and bounds from `with_schema` of the readers;
-defaults from `model`. The descriptions of keys are in the file alone, and are kept.
+Keys come from `keys.KEYS`, their allowed values from `with_schema` of the readers, and defaults from `model`. The
+descriptions of keys are only in the file, and are kept.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FILE = Path(__file__).with_name("profile.schema.json")
 LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
 
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
-"""The schema of a pattern that selects. An excluding pattern begins with `!`."""
+"""The schema of a pattern that selects functions or layers. One that excludes them begins with `!`."""
 
 SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     ("functions", "match"): {
@@ -52,7 +52,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     },
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""The schemas of keys that no reader's conditions describe in full."""
+"""The schemas of keys whose readers do not describe them completely, by section and key."""
 
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {
@@ -65,15 +65,15 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
         ]
     },
 }
-"""The schemas of sections with conditions on several keys."""
+"""The schemas for conditions on several keys of a section, by section."""
 
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
-"""The descriptions of keys that list names of other modules. All other descriptions are in the schema's file alone."""
+"""The descriptions of keys that are made from names in other modules. All others are only in the schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults as a profile writes them, where the section's reader extends the value."""
+"""The defaults, as a profile writes them, of keys whose reader changes the value."""
 
 
 def schema() -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _quantity(units: Mapping[str, int]) -> Shape:
 
 
 def _section(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a section. Keys keep their `current` descriptions. A new key has none."""
+    """Return the schema of a section. Keys keep their descriptions in `current`, and a new key has none."""
     keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
     return {
@@ -155,7 +155,7 @@ def _key(section: str, name: str, key: Key, current: Mapping[str, Any]) -> dict[
 
 
 def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
-    """Return the default of a key as a profile writes it, in a mapping, which is empty without a default."""
+    """Return a mapping with the default of a key as a profile writes it, an empty one for no default."""
     if text := TEXTS_OF_DEFAULTS.get((section, name)):
         return {"default": text}
     defaults = {class_field.name: class_field.default for class_field in fields(CLASSES[section]) if class_field.init}
@@ -175,7 +175,7 @@ def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
 
 
 def _quantity_text(value: int, units: Mapping[str, int]) -> str:
-    """Return the text of a number in the largest unit that divides it. 0 has the examples' unit."""
+    """Return the text of a number in the largest unit that divides it without a rest."""
     if not value:
         return "0B" if "B" in units else "0s"
     name, unit = max((item for item in units.items() if value % item[1] == 0), key=lambda item: item[1])
@@ -183,7 +183,6 @@ def _quantity_text(value: int, units: Mapping[str, int]) -> str:
 
 
 def schema_text() -> str:
-    """Return the text of the file."""
     return json.dumps(schema(), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,6 +1,6 @@
-"""A parsed profile that `instrument run` saves for the processes of its run, which then need no YAML.
+"""The file with the parsed profile that `instrument run` saves, so that the processes of the run need no YAML.
 
-It is valid in a process with the same values of the variables that it used, while its file is unchanged.
+A process uses it if the profile's file is unchanged, and the environment variables that it used have the same values.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from instrument.runtime.cheap_start import members, replace
 from instrument.runtime.environment import settings
 
 NAME = "profile"
-"""The name of the file with the parsed profile in a run's folder."""
+"""The name of the file with the parsed profile, in the folder of a run."""
 
 _CLASS = ""
-"""The key for the class's name in a dataclass's mapping. No field has this name."""
+"""The key of a saved dataclass under which the name of its class is. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of variables that a profile may list, so all of them count as read."""
+"""The prefix of environment variables that the reader of profiles lists, so that all of them count as read."""
 
 
 class Consulted(Mapping[str, str]):
-    """A mapping of the environment that notes which variables are read."""
+    """The environment as a mapping that notes which variables are read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = settings(environ)
@@ -47,7 +47,7 @@ class Consulted(Mapping[str, str]):
 
 
 def write(path: Path, profile: Profile, consulted: Consulted) -> None:
-    """Write a profile for other processes, unless it has a secret for a collector. Never raises."""
+    """Write a parsed profile for other processes, unless it has a secret for a collector. Raises nothing."""
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
@@ -58,7 +58,7 @@ def write(path: Path, profile: Profile, consulted: Consulted) -> None:
 
 
 def read(path: Path | None, source: str) -> Profile | None:
-    """Read the profile of another process. Return None without one, or if its file or variables changed."""
+    """Read the parsed profile of another process, None without one or if its file or variables have changed."""
     if path is None:
         return None
     try:

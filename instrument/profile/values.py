@@ -1,7 +1,7 @@
-"""Readers of single values of `profile.yaml`, and OpenTelemetry's environment variables, which `otlp: auto` follows.
+"""The readers of single values of `profile.yaml`, such as durations and patterns, and of `OTEL_*` variables.
 
-Each takes a node of the document and returns the profile's value, or refuses it with the allowed values. The `*_SYNTAX`
-and the shapes of `with_schema` are also those of `profile.schema.json`.
+A reader takes a node of the document and returns the value, or refuses the node with the allowed values. The patterns
+`*_SYNTAX` and the shapes of `with_schema` are also used for `profile.schema.json`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MOST_PORT = 65_535
 RATE_UNITS: Mapping[str, int] = {"s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
 
 PERCENTS = r"(?=[0-9.]*[1-9])(?:100(?:\.0{1,18})?|0{0,2}[0-9]{1,2}(?:\.[0-9]{1,18})?)%"
-"""The syntax of percentages above 0% and up to 100%."""
+"""The regular expression of a percentage above 0% and up to 100%."""
 PERCENT_SYNTAX = r"[0-9]{1,3}(?:\.[0-9]{1,18})?%"
 _SEGMENT = r"(?:\*\*?|\*?\w+(?:\*\w+)*\*?)"
 _LAYER_SEGMENT = _SEGMENT.replace(r"\w", r"[\w-]")
@@ -120,7 +120,7 @@ _read_ring = size("64MiB", least="64KiB")
 
 @with_schema(SIZE)
 def ring_size(node: YamlNode) -> int:
-    """Read the size of the rings. The machine must have that much memory, as all of it is used."""
+    """Read the size of the rings. The machine must have that much memory, because all of it may be used."""
     size_bytes: int = _read_ring(node)
     memory = memory_bytes()
     if memory is not None and size_bytes > memory:
@@ -134,7 +134,7 @@ _read_interval = quantity(DURATION_UNITS, "1s", "10ms", also="auto, off, or ")
 
 @with_schema({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
 def interval(node: YamlNode) -> int | None:
-    """Read the interval of gauges, in ns."""
+    """Read the interval between readings of gauges in ns, `AUTO_NS` for auto and None for off."""
     if node.is_off:
         return None
     return model.AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
@@ -198,7 +198,7 @@ _timing_header = text_reader(
 
 @with_schema({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
 def server_timing(node: YamlNode) -> str:
-    """Read the choice of answers with timings: "true" for all, "header NAME", or "" for none."""
+    """Read which answers get timings in a header: "true" for all, "header NAME" for requests with one, "" for none."""
     if node.is_off:
         return ""
     return "true" if node.kind == "bool" else str(_timing_header(node))
@@ -245,7 +245,7 @@ _read_slow = quantity(DURATION_UNITS, "250ms", "", also="a percentile of the end
 
 @with_schema({"anyOf": [DURATION, {"$ref": "#/$defs/usual"}]})
 def slow_limit(node: YamlNode) -> int | PercentileThreshold:
-    """Read a limit of request time: a time in ns, or a `PercentileThreshold`."""
+    """Read the limit above which a request is slow: a time in ns, or a `PercentileThreshold`."""
     text = node.text if node.kind == "text" else ""
     parts = re.fullmatch(USUAL_SYNTAX, text)
     if parts:
@@ -309,7 +309,7 @@ def conditions(node: YamlNode) -> tuple[Where, ...]:
 
 
 def _pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
-    """Yield the names, checked by `syntax`, and the values of a mapping. Null values are skipped."""
+    """Yield the names of a mapping, which must match `syntax`, and their values. Null values are skipped."""
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(syntax, name):
@@ -346,7 +346,6 @@ def address(node: YamlNode) -> str:
 
 @with_schema({"type": "string", "minLength": 1})
 def readable_file(node: YamlNode) -> str:
-    """Read the path of a readable file."""
     path = string(node)
     if not os.access(path, os.R_OK) or not Path(path).is_file():
         node.refuse("the path of a file that is there and that this process may read")
@@ -384,7 +383,7 @@ def _header_value(node: YamlNode) -> str:
 
 
 def header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
-    """Read a variable of headers: `name=value,name=value`, URL-encoded."""
+    """Read headers from a variable, as `name=value,name=value` with URL-encoded values."""
     headers = []
     for part in filter(None, (part.strip() for part in node.text.split(","))):
         name, equals, value = (unquote(piece.strip()) for piece in part.partition("="))
@@ -401,7 +400,7 @@ def public_texts(node: YamlNode, key: str) -> list[str]:
 
 
 def split(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the selecting patterns, and the excluding patterns without '!'."""
+    """Split patterns into the selecting ones, and the excluding ones without their '!'."""
     match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
     return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
 
@@ -418,7 +417,7 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
 
 
 SERVICE = "INSTRUMENT_SERVICE"
-"""The variable for the service's name that `instrument run` sets if nothing else names the service."""
+"""The environment variable with a service name that `instrument run` sets if nothing else names the service."""
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "service": (("OTEL_SERVICE_NAME", string), (SERVICE, string)),
@@ -431,7 +430,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
     "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
 }
-"""The variables for settings that the profile omits. The first one that is set and valid counts."""
+"""The environment variables that give a setting which the profile omits. The first one that is set and valid counts."""
 
 FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_SDK_DISABLED": ("OpenTelemetry disabled", "true|false"),
@@ -449,7 +448,7 @@ as an exporter turns off that signal. The propagators read a caller's trace. Onl
 honoured."""
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
-"""The prefix of variables for OpenTelemetry's SDK and instrumentations."""
+"""The prefix of environment variables that only OpenTelemetry's Python SDK and instrumentations read."""
 
 
 _DISABLED = ("OTEL_SDK_DISABLED", "true")
@@ -457,11 +456,11 @@ _SWITCHES = {
     "traces": (("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_TRACES_EXPORTER", "none"), _DISABLED),
     "metrics": (("OTEL_METRICS_EXPORTER", "none"), _DISABLED),
 }
-"""The variables that switch a signal off, each with the value that does so."""
+"""The environment variables that switch off traces or metrics, each with the value that does so."""
 
 
 def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the switched-off signals, each with the variable that does so."""
+    """Return which of traces and metrics are switched off, each with the variable that does so."""
     return {
         signal: f"{name}={value}"
         for signal, switches in _SWITCHES.items()
@@ -471,7 +470,7 @@ def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def without_off(profile: Profile, document: Document) -> Profile:
-    """Return a profile without the signals that variables switch off, and with remarks on all variables."""
+    """Return a profile without the exports that variables switch off, and with remarks on variables."""
     remarks, environ = document.remarks, document.environ
     if profile.export.otlp is not None:
         remarks = [*remarks, *_remarks_on(environ)]
@@ -484,7 +483,7 @@ def without_off(profile: Profile, document: Document) -> Profile:
 
 
 def _remarks_on(environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield sentences on the set variables that change the exported data, and on ignored ones."""
+    """Yield a sentence per set variable that changes the exported data, or that is ignored."""
     for signal, switch in _switched_off_signals(environ).items():
         yield f"no {signal} are sent to a collector: {switch}"
     valid = {name for names in VARIABLES.values() for name, _ in names}

@@ -1,1 +1,1 @@
-"""The recorder: the interface to the hot path in C, probes on functions, their cost, and a limit for it."""
+"""The recorder: the Python side of the C core, which times calls and scopes, and keeps its own cost within a budget."""

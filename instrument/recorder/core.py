@@ -1,6 +1,6 @@
-"""The core of the recorder: the one in C, or a substitute that records nothing if that is missing.
+"""The core of the recorder, which is in C, or a substitute that records nothing if the C module is missing.
 
-The part in Python is not used by calls: names and muting of sites, and reading of rows and totals.
+This module adds what is not on the hot path: it renames and mutes sites, and reads rows and totals.
 """
 
 from __future__ import annotations
@@ -92,12 +92,13 @@ else:
             """Do nothing."""
 
 
-KNOWN_SITES = 65_536
-"""The most sites with a known shape. A service that decorates a function at each request makes a site each time."""
+MOST_SITE_SHAPES = 65_536
+"""The maximum number of sites (instrumented functions) whose probe's shape is kept. It bounds the memory of a service
+that decorates a function at each request."""
 
 
 class SiteCore(Core):
-    """A core that mutes sites, and binds spans while they are open."""
+    """A core that can mute sites, and annotate open spans."""
 
     scope_name_limit: int
     renamed: dict[Site, dict[str, Site]]  # by the place's own site
@@ -107,14 +108,15 @@ class SiteCore(Core):
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
 
     def note_shape(self, site: Site, shape: str) -> bool:
-        """Note the shape of a site's probe. Return False beyond `KNOWN_SITES` sites."""
-        if len(self.shapes) >= KNOWN_SITES and site not in self.shapes:
+        """Note the shape of a site's probe, such as "call" or "method". Return False beyond `MOST_SITE_SHAPES`
+        sites."""
+        if len(self.shapes) >= MOST_SITE_SHAPES and site not in self.shapes:
             return False
         self.shapes[site] = shape
         return True
 
     def allow_muting(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Allow a site to be muted, by a function that `wrap` made, or by a probe that reads `passes` itself."""
+        """Allow a site to be muted. Its probe is `function`, which `wrap` made, or reads `passes` itself if None."""
         if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return
         functions = self._mutable.setdefault(site, None)
@@ -132,10 +134,9 @@ class SiteCore(Core):
         return set(self.passes)
 
     def mute(self, site: Site) -> bool:
-        """Count new calls of a site without recording spans.
+        """Mute a site: count its new calls without recording spans. Return False if it cannot be muted.
 
-        Return False for a site that cannot be muted. Open calls end as they began, a generator's span when its body
-        next resumes.
+        Spans that are open still end, that of a generator when its body next resumes.
         """
         if site not in self._mutable or site in self.passes:
             return False
@@ -147,7 +148,6 @@ class SiteCore(Core):
         return True
 
     def unmute(self, site: Site) -> None:
-        """Record the site's calls again."""
         self.passes.pop(site, None)
         self._set_passing(site, None)
 
@@ -161,7 +161,7 @@ class SiteCore(Core):
         return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
 
     def cut_spans(self) -> dict[Site, int]:
-        """Return per site the number of generators' spans that ended early, because the site was muted meanwhile."""
+        """Return by site how many spans of generators ended early because the site was muted."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
     def bind_innermost(self, key: object) -> None:
@@ -172,13 +172,13 @@ class SiteCore(Core):
         return span_attributes.checked(attributes, more, self.complain)
 
     def complain(self, event: str, words: str, kind: str = "") -> None:
-        """Count an attribute, a name or a status that is refused, and log the first of its kind."""
+        """Count a refused attribute, name or status, and log the first of its kind."""
         self.count(event)
         FAULTS.note_of_rule("annotate", words, kind)
 
 
 class Readback(SiteCore):
-    """A core whose recording its own process can read."""
+    """A core with readers of the recording for its own process."""
 
     _paths: CallTree
     _reading: Any
@@ -197,28 +197,26 @@ class Readback(SiteCore):
             return paths
 
     def mapped(self) -> OwnRecording:
-        """Return the reader of this process's own recording, for which it imports numpy."""
         from instrument.recorder.own_recording import OwnRecording
 
         return OwnRecording(self, self.memory)
 
     def tally(self) -> Tally:
-        """Return a copy of all totals up to now, by call path and thread, at 1 us per pair."""
+        """Return a copy of all totals so far. It takes 1 us per pair of call path and thread."""
         return self.mapped().tally()
 
     def site_of(self, row: Row) -> Site:
-        """Return the site of a row."""
         paths = self._paths if row[NODE] < len(self._paths) else self.paths()
         return paths.site(row[NODE])
 
     def cursor(self) -> Cursor:
-        """Return a reader of all rows from now on. It reads each row once, unless the ring wraps before."""
+        """Return a reader of the rows from now on, which reads each row once, unless the ring overwrites it before."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.mapped)
 
     def threads(self) -> dict[int, str]:
-        """Return ids and names of the threads with rows in rings."""
+        """Return the names of the threads that have rings, by native id."""
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
@@ -228,23 +226,23 @@ class Readback(SiteCore):
         return {reason: count for reason, count in losses.items() if count}
 
     def counts(self) -> Mapping[str, int]:
-        """Return the irregular events with their counts."""
+        """Return the counts of irregular events, such as a scope that was ended twice, by their names."""
         reasons = zip(REASONS, self._head("reasons"), strict=False)
         return {**self.irregular, **{reason: count for reason, count in reasons if count}}
 
     def _head(self, field: str) -> tuple[int, ...]:
-        """Return the numbers of a field of the memory's header, none without a memory."""
+        """Return the numbers in a field of the recording's header, none without a recording."""
         offset, code = HEADER.fields[field]
         return () if self.memory is None else unpack_from(f"<{code}", self.memory, offset)
 
     @property
     def ended_rows(self) -> int:
-        """The number of rows that were lost with the rings of ended threads."""
+        """The number of rows that were in rings of ended threads, which other threads have reused."""
         return sum(self._head("ended_rows"))
 
     @property
     def calls(self) -> int:
-        """The number of spans finished since the start. The read is cheap."""
+        """The number of spans that have ended since the start. Reading it is cheap."""
         total: int = sum(ring.head for ring in self.rings()) + self.ended_rows
         return total + self._too_short
 
@@ -255,7 +253,7 @@ class Readback(SiteCore):
 
 
 def calls_by_site(recorder: Readback) -> dict[Site, int]:
-    """Return the calls of each site, on all threads together. Does not need numpy."""
+    """Return the calls by site, of all threads together. This needs no numpy."""
     tree = recorder.paths()
     calls_of = recorder.calls_by(tree.site_of, len(tree.sites))
     return {site: calls for site, calls in zip(tree.sites, calls_of, strict=False) if calls}

@@ -1,14 +1,14 @@
-"""The overhead governor: keeps the cost of the probes on each thread within a share of its time.
+"""The overhead governor, which keeps the cost of recording within a share (budget) of each thread's time.
 
-Once a second it estimates the cost of every site on every thread, from its new calls and the measured cost of a call.
-On a thread over the budget it mutes the sites with many calls that are short relative to the probe's cost. They are
-counted while muted, and named in every output. They are recorded again once the budget has room, with a longer wait
-each time that they soon had to be muted again. A count costs some tens of ns, half of the time of a very short
-function. If the counts of muted sites are over the budget, the probe is detached: the function itself is called,
-without a count. Such a site is named with the time and the count until then. Its probe is attached for a moment at
-growing intervals, to measure the load. A scope is in the service's own code and cannot be detached: it is named with
-the cost of its count. Requests and the steps of a schedule are never muted: captures, the view of requests and the
-windows of a schedule need them. If they are over the budget, they are named, too.
+Once a second it estimates the cost of each site (an instrumented function) on each thread, from new calls and the
+measured cost of a call. On a thread over the budget it mutes sites with many short calls. Their calls are then only
+counted, and reports name them. They are recorded again once the budget has room, after a longer wait each time that
+they must soon be muted again.
+
+A count costs some tens of ns. If counting alone exceeds the budget, the governor detaches the probe: the function
+itself is called. At growing intervals it attaches the probe for a moment, to measure the load. A scope in the service's
+code cannot be detached. Requests and the steps of a schedule are never muted, because captures, the view of requests
+and windows need them. Reports name all such sites that exceed the budget.
 """
 
 from __future__ import annotations
@@ -22,43 +22,44 @@ from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import dataclass
 
 STEP_NS = 10**9
-"""Nanoseconds between two comparisons of the probes' cost with the budget."""
+"""Nanoseconds between two comparisons of the cost of recording with the budget."""
 
-ROOM = 0.8
-"""The share of the budget that returning sites may fill. Without a margin they would be muted again at once."""
+UNMUTE_SHARE = 0.8
+"""The share of the budget up to which muted sites are recorded again. Without a margin they would be muted at once."""
 
-SOON_NS = 5 * 10**7
-"""Nanoseconds until the next comparison while the budget is exceeded, or rows come too fast for the rings."""
+BUSY_STEP_NS = 5 * 10**7
+"""Nanoseconds between two comparisons while the budget is exceeded, or the rings lose rows."""
 
-WORTH = 0.05
-"""The share of the budget for counting a muted site's calls above which the site's probe is detached."""
+DETACH_SHARE = 0.05
+"""The share of the budget above which counting the calls of a muted site is worth detaching its probe."""
 
-SAMPLE_S = 0.02
-"""Seconds for which a detached probe is attached to count the calls."""
+TRIAL_S = 0.02
+"""Seconds for which a detached probe is attached to measure the load."""
 
-KEPT_KINDS = {
+UNMUTABLE_KINDS = {
     "request": "requests are recorded all the same: captures and the view of requests are made of them",
     "step": "steps are recorded all the same: the schedule counts them",
 }
-"""The kinds of sites that are never muted, with the reason."""
+"""The kinds of sites that are never muted, each with the reason that reports give."""
 
-LEFT = 0.5
-"""The share of the budget that recorded sites keep if unavoidable costs exceed it."""
+REMAINING_SHARE = 0.5
+"""The share of the budget that remains for mutable sites if unavoidable costs exceed the budget."""
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
-"""The first and the longest ns for which a probe stays detached until a trial. Each failed trial doubles the time."""
+"""Nanoseconds from detaching a probe to the first trial to attach it, and the longest such wait. Each failed trial
+doubles the wait."""
 
-SETTLED = 10
-"""The multiple of its last wait within which a site that is muted or detached again waits twice as long."""
+WAIT_MULTIPLE = 10
+"""The multiple of a site's last wait within which muting or detaching it again doubles the wait."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
-"""A function that detaches a site's probe. It returns the function that attaches it again, or None."""
+"""A function that detaches a site's probe. It returns a function that attaches the probe again, None if it cannot."""
 
 
 @dataclass(slots=True)
 class _Use:
-    """The use of a site on a thread since the last comparison: calls, their total time, and steps of generators."""
+    """The calls of a site on one thread since the last comparison, their total time, and the steps of generators."""
 
     calls: int = 0
     total_ns: int = 0
@@ -67,8 +68,8 @@ class _Use:
 
 @dataclass(slots=True)
 class _Muted:
-    """A muted site: its begin, least wait, cost of a recorded and of a counted call, and each thread's share of
-    calls."""
+    """The state of a muted site: since when, the shortest wait, the cost of a recorded and of a counted call, and the
+    share of calls by thread."""
 
     since_ns: int
     wait_ns: int
@@ -79,7 +80,7 @@ class _Muted:
 
 @dataclass(slots=True)
 class _Off:
-    """A site with a detached probe: the function that attaches it, the time of its detachment and of the next trial."""
+    """The state of a site whose probe is detached: the function that attaches it, and the time of the next trial."""
 
     attach: Callable[[], None]
     off_ns: int
@@ -90,11 +91,10 @@ class _Off:
 
 
 class Governor:
-    """The governor of a recorder: its probes cost each thread at most the share `budget` of its time (0.01 is 1 %).
+    """A governor that keeps the cost of recording below the share `budget` of each thread's time (0.01 is 1 %).
 
-    One thread calls `step` regularly. `costs_ns()` returns the cost of a span by the shape of its probe, `passed_ns()`
-    that of a muted call. Both include the cost of a generator's later steps. `detach` detaches probes. `is_busy` is
-    True if the next step should follow soon.
+    One thread calls `step` regularly, soon again if `is_busy`. `costs_ns` has the cost of a span by the shape of its
+    probe, `passed_ns` that of a muted call; both have the cost of a generator's later steps. `detach` detaches probes.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class Governor:
         """The muted sites, in the order of muting."""
 
     def step(self, now_ns: int) -> None:
-        """Read the use since the last step. Mute sites that cost too much, and record sites again that fit."""
+        """Compare the cost since the last step with the budget. Mute sites that cost too much, unmute those that
+        fit."""
         elapsed_ns = now_ns - self._at_ns
         if elapsed_ns <= 0:
             return
@@ -145,10 +146,10 @@ class Governor:
         }
         for thread in threads:
             self._mute(threads, thread, spent_ns, allowed_ns, now_ns)
-        self._take_off(calls, spent_ns, allowed_ns, now_ns)
+        self._detach_costly(calls, spent_ns, allowed_ns, now_ns)
         counting_ns = self._counting_ns(calls)
         for thread in threads:
-            left_ns = max(allowed_ns - counting_ns.get(thread, 0.0), LEFT * allowed_ns)
+            left_ns = max(allowed_ns - counting_ns.get(thread, 0.0), REMAINING_SHARE * allowed_ns)
             self._mute(threads, thread, spent_ns, left_ns, now_ns)
             if spent_ns[thread] > left_ns:
                 self._note_unmutable(threads[thread])
@@ -173,18 +174,18 @@ class Governor:
     ) -> None:
         """Mute sites until the recorded sites of a thread cost no more than `allowed_ns`."""
         uses = threads[thread]
-        for site in self._by_burden(uses) if spent_ns[thread] > allowed_ns else ():
+        for site in self._sort_by_burden(uses) if spent_ns[thread] > allowed_ns else ():
             if spent_ns[thread] <= allowed_ns:
                 return
-            if site.kind in KEPT_KINDS or not self._recorder.mute(site):
+            if site.kind in UNMUTABLE_KINDS or not self._recorder.mute(site):
                 continue
-            self.muted[site] = self._muted(site, threads, now_ns)
+            self.muted[site] = self._muted_state(site, threads, now_ns)
             self.is_busy = True
             for other_thread, of_other in threads.items():
                 if site in of_other:
                     spent_ns[other_thread] -= self._cost_ns(site, of_other[site])
 
-    def _muted(self, site: Site, threads: Mapping[int, Mapping[Site, _Use]], now_ns: int) -> _Muted:
+    def _muted_state(self, site: Site, threads: Mapping[int, Mapping[Site, _Use]], now_ns: int) -> _Muted:
         used = {thread: uses[site] for thread, uses in threads.items() if site in uses}
         cost_ns = {thread: self._cost_ns(site, use) for thread, use in used.items()}
         whole_ns = sum(cost_ns.values())
@@ -199,15 +200,17 @@ class Governor:
             shares={thread: ns / whole_ns if whole_ns else 1.0 for thread, ns in cost_ns.items()},
         )
 
-    def _take_off(self, calls: dict[Site, int], spent_ns: Mapping[int, float], allowed_ns: float, now_ns: int) -> None:
-        """Detach the probes whose counts alone cost a thread too much."""
+    def _detach_costly(
+        self, calls: dict[Site, int], spent_ns: Mapping[int, float], allowed_ns: float, now_ns: int
+    ) -> None:
+        """Detach probes of muted sites, if counting their calls alone costs a thread too much."""
         own_ns = {site: count * self.muted[site].counted_ns for site, count in calls.items()}
         for site in sorted(own_ns, key=own_ns.__getitem__, reverse=True):
             counting_ns = self._counting_ns(calls)
             is_over = any(
                 spent_ns.get(thread, 0.0) + counting_ns[thread] > allowed_ns for thread in self.muted[site].shares
             )
-            if own_ns[site] < WORTH * allowed_ns:
+            if own_ns[site] < DETACH_SHARE * allowed_ns:
                 return
             if not is_over or site in self._off:
                 continue
@@ -229,7 +232,7 @@ class Governor:
         return True
 
     def _counting_ns(self, calls: Mapping[Site, int]) -> dict[int, float]:
-        """Return the cost of counting calls of muted sites, by thread."""
+        """Return the cost in ns of counting the calls of muted sites, by thread."""
         costs_ns: dict[int, float] = {}
         for site, count in calls.items():
             muted = self.muted[site]
@@ -238,7 +241,7 @@ class Governor:
         return costs_ns
 
     def _note_unmutable(self, uses: Mapping[Site, _Use]) -> None:
-        """Note the recorded sites of a thread over the budget, which cannot be muted."""
+        """Note the recorded sites of a thread that is over the budget, because they cannot be muted."""
         for site, use in uses.items():
             if site not in self.muted:
                 self._kept_ns[site] = self._kept_ns.get(site, 0.0) + self._cost_ns(site, use)
@@ -246,12 +249,12 @@ class Governor:
     # ---------------------------------------------------------------- what there is room for
 
     def _review(self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int) -> None:
-        """Note the cost of counts, and record muted sites again if they fit the budget, once a second."""
+        """Once a second, note the cost of counting, and unmute the sites that fit the budget again."""
         window_ns = now_ns - self._looked_ns
         calls = {site: passed.get(site, 0) - self._looked.get(site, 0) for site in self.muted}
         self._looked, self._looked_ns = passed, now_ns
         for site, kept_ns in self._kept_ns.items():
-            if kept_ns > LEFT * self._budget * window_ns:
+            if kept_ns > REMAINING_SHARE * self._budget * window_ns:
                 self._kept_shares[site] = max(kept_ns / window_ns, self._kept_shares.get(site, 0.0))
         self._kept_ns.clear()
         for site, count in calls.items():
@@ -259,11 +262,11 @@ class Governor:
             share = count * muted.counted_ns * max(muted.shares.values(), default=1.0) / window_ns
             off = self._off.get(site)
             is_whole = off is None or now_ns - off.off_ns > window_ns
-            if share > WORTH * self._budget and is_whole:
+            if share > DETACH_SHARE * self._budget and is_whole:
                 self._counting_shares[site] = max(share, self._counting_shares.get(site, 0.0))
         counting_ns = self._counting_ns(calls)
         room = {
-            thread: ROOM * self._budget
+            thread: UNMUTE_SHARE * self._budget
             - spent_ns.get(thread, 0.0) / elapsed_ns
             - counting_ns.get(thread, 0.0) / window_ns
             for thread in {*spent_ns, *counting_ns}
@@ -273,26 +276,26 @@ class Governor:
                 continue
             more_ns = calls[site] * (muted.recorded_ns - muted.counted_ns)
             more = {thread: share * more_ns / window_ns for thread, share in muted.shares.items()}
-            if all(more[thread] <= room.get(thread, ROOM * self._budget) for thread in more):
+            if all(more[thread] <= room.get(thread, UNMUTE_SHARE * self._budget) for thread in more):
                 for thread in more:
-                    room[thread] = room.get(thread, ROOM * self._budget) - more[thread]
+                    room[thread] = room.get(thread, UNMUTE_SHARE * self._budget) - more[thread]
                 self._recorder.unmute(site)
                 self._returned[site] = now_ns, muted.wait_ns
                 del self.muted[site]
 
     def _retry_detached(self, now_ns: int) -> None:
-        """Attach a due probe for a moment, muted. It stays attached if the load has fallen."""
+        """Attach a detached probe for a moment if its trial is due. It stays attached if the load has fallen."""
         for site, off in self._off.items():
             if now_ns < off.try_ns:
                 continue
             off.attach()
             before = self._recorder.muted_calls().get(site, 0)
             began_ns = time.perf_counter_ns()
-            time.sleep(SAMPLE_S)
+            time.sleep(TRIAL_S)
             calls = self._recorder.muted_calls().get(site, 0) - before
             lasted_ns = time.perf_counter_ns() - began_ns
             wait_ns = min(2 * off.wait_ns, LAST_WAIT_NS)
-            is_over = calls * self.muted[site].counted_ns > ROOM * self._budget * lasted_ns
+            is_over = calls * self.muted[site].counted_ns > UNMUTE_SHARE * self._budget * lasted_ns
             if not is_over or not self._detach_one(site, now_ns, wait_ns):
                 self._stayed[site] = now_ns, off.wait_ns
                 del self._off[site]
@@ -303,7 +306,7 @@ class Governor:
     # ---------------------------------------------------------------- what was recorded
 
     def _use_by_thread(self) -> dict[int, dict[Site, _Use]]:
-        """Return the use by thread and site since the last call."""
+        """Return the calls since the last comparison, by thread and site."""
         threads: dict[int, dict[Site, _Use]] = {}
         uses: dict[tuple[int, Site], _Use] = {}
         for ring in self._recorder.rings():
@@ -329,8 +332,9 @@ class Governor:
         # The cost of a generator includes one step.
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
-    def _by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
-        """Return the sites by their cost times its share of the timed calls, the largest first."""
+    def _sort_by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
+        """Return the sites whose recording is the least worth first: by their cost, and its ratio to the calls'
+        time."""
 
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])
@@ -354,7 +358,7 @@ class Governor:
         return f"the budget of {100 * self._budget:.3g} % of each thread's time"
 
     def notes_off(self) -> list[str]:
-        """Return sentences on detached probes, on spans that ended early, and on sites that remain over the budget."""
+        """Return sentences on detached probes, on spans that ended early, and on sites that still exceed the budget."""
         return [
             *(
                 f"{_site_text(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone was "
@@ -370,11 +374,11 @@ class Governor:
                 f"{_site_text(site)}: to count its calls alone cost {100 * share:.2g} % of a thread's time, of "
                 f"{self._limit}; {self._why_fixed(site)}"
                 for site, share in list(self._counting_shares.items())
-                if share > LEFT * self._budget
+                if share > REMAINING_SHARE * self._budget
             ),
             *(
                 f"{_site_text(site)}: its spans cost {100 * share:.2g} % of a thread's time, of {self._limit}; "
-                + KEPT_KINDS.get(site.kind, "it cannot be muted")
+                + UNMUTABLE_KINDS.get(site.kind, "it cannot be muted")
                 for site, share in list(self._kept_shares.items())
             ),
         ]
@@ -387,7 +391,7 @@ class Governor:
         return "its probe cannot be removed: record it by a rule instead, or not at all"
 
     def release(self) -> None:
-        """Record every site again, at the end. `notes` still has the sites muted until then."""
+        """Unmute and attach all sites, at the end. `notes` still names the sites that were muted."""
         for off in self._off.values():
             off.attach()
         for site in self.muted:
@@ -395,9 +399,9 @@ class Governor:
 
 
 def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
-    """Return the wait of a site in ns, twice the last one if the site has returned recently."""
+    """Return for how many ns a site is muted, twice as long as the last time if it was unmuted recently."""
     at_ns, wait_ns = returned or (0, 0)
-    return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < SETTLED * wait_ns else first_ns
+    return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < WAIT_MULTIPLE * wait_ns else first_ns
 
 
 def _site_text(site: Site) -> str:
@@ -405,10 +409,9 @@ def _site_text(site: Site) -> str:
 
 
 class Budget:
-    """The `budget` of a profile, which a reload may change.
+    """The `budget` setting of a profile, which a reload may change, and the governor that enforces it, if any.
 
-    A governor applies it, if there is a limit. A new governor calls `costs_ns` and `passed_ns`: see `Governor`. Used by
-    one thread at a time.
+    `costs_ns` and `passed_ns` return the arguments for a new `Governor`. Only one thread may use this at a time.
     """
 
     def __init__(
@@ -426,7 +429,7 @@ class Budget:
         self._stepped_ns = 0
 
     def change(self, share: float | None) -> None:
-        """Keep the probes within another share of each thread's time from now on; None is without a limit."""
+        """Limit the cost of recording to another share of each thread's time, None for no limit."""
         self.release()
         self._governor = None
         if share is not None:
@@ -435,26 +438,25 @@ class Budget:
 
     @property
     def is_busy(self) -> bool:
-        """True if the next step should follow soon."""
         return self._governor is not None and self._governor.is_busy
 
     def step(self) -> None:
-        """Run the governor's comparison if it is due: after `STEP_NS`, or after `SOON_NS` while it is busy."""
+        """Have the governor compare costs if that is due: after `STEP_NS`, or after `BUSY_STEP_NS` while it is busy."""
         now_ns, governor = time.monotonic_ns(), self._governor
         if governor is None:
             return
         since_ns = now_ns - self._stepped_ns
-        if since_ns >= STEP_NS or (since_ns >= SOON_NS and (governor.is_busy or governor.may_be_over(now_ns))):
+        if since_ns >= STEP_NS or (since_ns >= BUSY_STEP_NS and (governor.is_busy or governor.may_be_over(now_ns))):
             self._stepped_ns = now_ns
             governor.step(now_ns)
 
     def release(self) -> None:
-        """Record every muted site again. `notes` still has them."""
+        """Unmute all sites. `notes` still names them."""
         if self._governor is not None:
             self._governor.release()
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
-        """Return a sentence per site that was ever muted; without `with_muted`, only per site with a detached probe."""
+        """Return a sentence per site that was ever muted or detached, or only detached without `with_muted`."""
         if self._governor is None:
             return []
         return self._governor.notes() if with_muted else self._governor.notes_off()

@@ -1,9 +1,8 @@
-"""The meter: the metrics of a process, counted while it runs, for OTLP and for a scrape of Prometheus.
+"""The meter, which counts the metrics of a process from its recording, for OTLP and Prometheus.
 
 The reader of the rings counts requests by endpoint, status and error from their rows, so the service's threads do
-nothing for them. The tally counts all requests, also those whose rows the rings have lost: these are added without a
-status. So the counts of all series add up to the ended requests. The reader of another process's recording uses the
-same code, and continues from the `state` of an earlier reader.
+nothing for metrics. Requests whose rows were overwritten are added without a status, from the tally, which has all. So
+the counts of all series add up to the ended requests. A reader continues from the `state` of an earlier one.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ SCHEME = "url.scheme"
 
 HTTP_DURATION = "http.server.request.duration", "Duration of HTTP server requests."
 RPC_DURATION = "rpc.server.call.duration", "Duration of incoming remote procedure calls."
-"""The metrics of requests by protocol, each with its description."""
+"""The names and descriptions of the request duration metrics, for HTTP and for RPC."""
 
 Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
-"""An endpoint and the counts of ended requests by histogram bucket, by name: the tally joins endpoints of one name."""
+"""The ended requests by span name: the labels of the endpoint, and the counts of requests by histogram bucket."""
 
 
 class MeteredRows(Protocol):
-    """The reader of a recording."""
+    """A reader of a recording, as a meter needs it."""
 
     def open_rows(self) -> Iterable[tuple[int, Row]]:
         """Return the rows of open spans."""
@@ -86,11 +85,11 @@ class MeteredRows(Protocol):
 
 
 class Meter:
-    """A count of metrics from `start_ns` on.
+    """A counter of all metrics of one process, from `start_ns` on.
 
-    Only the thread that reads the rings calls `count` and `snapshot`. `generations` are the profile's routes whose
-    answers a model generates. With `watches` there are metrics of generating functions, and of batches. Requests are
-    grouped `by` an attribute, up to `at_most` values of it: the `groups`, which several meters with common sums share.
+    Only the thread that reads the rings calls `count` and `snapshot`. `generations` are the routes whose answers a
+    model generates. With `watches`, generating functions and batches have metrics, too. Requests are grouped `by` an
+    attribute with up to `at_most` values. The `groups` are shared by the meters whose metrics are summed.
     """
 
     def __init__(self, recorder: MeteredRows, start_ns: int) -> None:
@@ -114,7 +113,7 @@ class Meter:
     # ---------------------------------------------------------------- requests
 
     def count(self, ended: Sequence[Row]) -> None:
-        """Count ended requests by their rows, at 2 us each."""
+        """Count ended requests from their rows, in 2 us each."""
         site_of = self._recorder.site_of
         for row in ended:
             site, attributes = site_of(row), row[ATTRIBUTES] or {}
@@ -128,12 +127,12 @@ class Meter:
             group = self._group(attributes)
             _distribution_of(self._requests, (*_labels(endpoint, attributes, row[ERROR]), *group)).add(duration_ns)
             if self._is_generation(endpoint):
-                self._count_generation((*_of_route(site), *group), attributes, duration_ns, row[ERROR])
+                self._count_generation((*_generation_labels(site), *group), attributes, duration_ns, row[ERROR])
             self._endpoints[endpoint] = None
             self._met.setdefault(site.name, Counter())[bucket(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
-        """Add a kept request, with its ids at the collector, as an exemplar to its series, if there is one."""
+        """Add a sampled request, with its ids at the collector, as an exemplar to its series."""
         endpoint = endpoint_of(request.site)
         group = self._group(request.attributes)
         labels = (*_labels(endpoint, request.attributes, request.error), *group)
@@ -142,13 +141,13 @@ class Meter:
             self._exemplars.setdefault(labels, Exemplars()).add(exemplar)
             if self._is_generation(endpoint):
                 attributes = request.attributes
-                for name, of_generation, value_ns in _generation(
-                    (*_of_route(request.site), *group), attributes, request.total_ns, request.error
+                for name, of_generation, value_ns in _generation_values(
+                    (*_generation_labels(request.site), *group), attributes, request.total_ns, request.error
                 ):
                     self._generated.note(name, of_generation, replace(exemplar, value_ns=value_ns))
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
-        """Return the label of a request's group: one of the first `at_most` values of `by`, or `OTHER`."""
+        """Return the label for the group of a request: one of the first `at_most` values of `by`, or `OTHER`."""
         value = group_of(attributes.get(self.by)) if self.by else None
         if value is None:
             return ()
@@ -162,13 +161,13 @@ class Meter:
     def count_served(
         self, request: Span, queue_ns: int, batch_size: float, sampled_ids: tuple[int, int] | None
     ) -> None:
-        """Count a request's time in the queue, and the mean size of its batches, 0 for none.
+        """Count a request's time in the queue, and the mean size of its batches, unless that is 0.
 
-        With `sampled_ids`, its trace id and span id, it is an exemplar, too.
+        With `sampled_ids`, its trace id and span id, the request also becomes an exemplar.
         """
         site, attributes, error = request.site, request.attributes, request.error
         endpoint = endpoint_of(site)
-        labels = _of_route(site) if endpoint else _call_labels(site)
+        labels = _generation_labels(site) if endpoint else _call_labels(site)
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, attributes) if is_generation else (*labels, *generation_facts(attributes))
         labels = (*labels, *_outcome_labels(attributes, error), *self._group(attributes))
@@ -182,7 +181,7 @@ class Meter:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def count_parts(self, rows: Sequence[Row], marks: Collection[str]) -> None:
-        """Count the items of the generators with one of the `marks`, and the sizes of batches, from rows."""
+        """Count the items of generators whose site has one of the `marks`, and the sizes of batches, from rows."""
         streams = [row for row in rows if FIRST_ITEM in (row[ATTRIBUTES] or ())]
         counts = {site: mark_of(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
@@ -198,11 +197,11 @@ class Meter:
     def _count_generation(
         self, labels_of_request: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
     ) -> None:
-        for name, labels, value_ns in _generation(labels_of_request, attributes, duration_ns, error):
+        for name, labels, value_ns in _generation_values(labels_of_request, attributes, duration_ns, error):
             self._generated.add(name, labels, value_ns)
 
     def ended(self) -> Ended:
-        """Return the tally's counts of all ended requests, perhaps some without a row in the rings yet."""
+        """Return the counts of all ended requests from the tally. It may be ahead of the rows that were read."""
         totals = self._totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
         for (name, *endpoint), lines in totals.lines_by(totals.tree.by_site(_named_endpoint_of)).items():
@@ -211,7 +210,7 @@ class Meter:
         return ended
 
     def _totals(self, marks: Collection[str]) -> Tally:
-        """Return the totals of requests, and of the functions with one of the marks, out of the tally's many paths."""
+        """Return the totals of requests and of functions with one of the marks, without the tally's other paths."""
 
         def are_metered(tree: CallTree) -> Sequence[bool]:
             endpoints = tree.by_site(endpoint_of)
@@ -221,7 +220,7 @@ class Meter:
         return self._recorder.totals(merged=True, is_counted=are_metered)
 
     def settle(self, ended: Ended) -> None:
-        """Count ended requests that are in the tally but were not among the rows."""
+        """Count the ended requests whose rows were lost: those of the tally that rows have not counted."""
         for name, (endpoint, buckets) in ended.items():
             counter = self._met.setdefault(name, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
@@ -231,7 +230,7 @@ class Meter:
                 counter.update(missed)
 
     def _active_requests(self) -> Metric:
-        """Return the metric of open requests."""
+        """Return the metric that counts open requests."""
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, filterfalse(_is_rpc, self._endpoints)), 0))
         for _, row in () if self.has_ended else self._recorder.open_rows():
             labels = endpoint_of(self._recorder.site_of(row))
@@ -250,7 +249,7 @@ class Meter:
         )
 
     def _queued_tasks(self, waiting: Mapping[str, int]) -> Metric:
-        """Return the metric of tasks that wait in executors, by the executors' names."""
+        """Return the metric that counts tasks waiting in executors, by the executor's name."""
         series: dict[Labels, float] = {}
         for name, count in waiting.items():
             labels: Labels = (("instrument.executor", name),)
@@ -262,9 +261,9 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Update the distributions of calls from the tally, for these marks and all earlier ones.
+        """Update the distributions of calls of functions from the tally, for these marks and all earlier ones.
 
-        After a reload a function has a new site, whose calls continue the series of the old one.
+        After a reload, a function's new site continues the series of its old site.
         """
         self._asked_for.update(marks)
         if not marks:
@@ -285,7 +284,7 @@ class Meter:
     # ---------------------------------------------------------------- who goes on
 
     def state(self) -> dict[str, Any]:
-        """Return all counts as JSON, without exemplars, for a meter that continues from them."""
+        """Return all counts as values for JSON, without exemplars, for a meter that continues from them."""
         return {
             "start_ns": self._start_ns,
             "requests": series_as_json(self._requests),
@@ -297,8 +296,8 @@ class Meter:
             "counters": [[name, key, value] for (name, key), value in self._counters.items()],
         }
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """Begin with the counts of another meter. Raises one of `export_checkpoint.DAMAGED` for a damaged state."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from the counts of an earlier meter. Raises one of `export_checkpoint.DAMAGED` for invalid ones."""
         requests, calls = series_from_json(state["requests"]), series_from_json(state["calls"])
         start_ns = int(state["start_ns"])
         met = {str(name): Counter({int(index): int(count) for index, count in counts}) for name, counts in state["met"]}
@@ -323,8 +322,8 @@ class Meter:
         costs_ns: Mapping[str, float],
         queued: Mapping[str, int],
     ) -> Snapshot:
-        """Return all current metrics. `requests` is True if requests are recorded, `marks` are of functions with
-        metrics. `losses` are by reason, `costs_ns` by part, and `queued` has the waiting tasks by executor."""
+        """Return all current metrics. `requests` is True if requests are recorded. `marks` identify the functions with
+        metrics. `losses` are by reason, `costs_ns` by component, `queued` has the waiting tasks by executor."""
         metrics = []
         if requests or self._requests:
             exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
@@ -352,19 +351,19 @@ class Meter:
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
 
     def _counted(self, name: str, unit: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Return a counter that never falls, even if a cost is measured again as lower."""
+        """Return a counter metric that never falls, even if a value is now lower, such as a cost measured again."""
         series: dict[Labels, float] = {((label, key),): value for key, value in self.rising(name, values).items()}
         return Metric(name, unit, COUNTER, about, series)
 
     def rising(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the largest values so far of a counter, by key."""
+        """Return the largest value so far for each key of a counter."""
         for key, value in values.items():
             self._counters[name, key] = max(value, self._counters.get((name, key), 0))
         return {key: value for (of, key), value in self._counters.items() if of == name}
 
 
 def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
-    """Return the distribution of the calls in some lines of the tally."""
+    """Return the distribution of the calls in some lines of a tally."""
     buckets, total = totals.histogram(totals.nodes(lines)), totals.total(lines)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
@@ -373,7 +372,7 @@ def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
 
 
 def _distribution_of(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
-    """Return the distribution of a series, or that of `OVERFLOW` beyond the limit."""
+    """Return the distribution for these labels, or that of `OVERFLOW` beyond `SERIES_LIMIT`."""
     if labels not in series and len(series) >= SERIES_LIMIT:
         labels = OVERFLOW
     return series.setdefault(labels, Distribution())
@@ -392,16 +391,16 @@ def queued_tasks() -> Mapping[str, int]:
         return {}
     waiting: Counter[str] = Counter()
     for name, queue in names.values():
-        waiting[_OF_POOL.sub("", name)] += queue.qsize()
+        waiting[_POOL_NUMBER.sub("", name)] += queue.qsize()
     return dict(waiting)  # of a Counter `dataclasses.asdict` would count the pairs
 
 
-_OF_POOL = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""The end of a pool thread's name, after the name of the pool."""
+_POOL_NUMBER = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
+"""A pattern of the number at the end of a pool thread's name, which follows the name of the pool."""
 
 
 def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:
-    """Return the labels of an endpoint's requests with the same outcome."""
+    """Return the labels for requests of one endpoint with one outcome."""
     if isinstance(scheme := attributes.get(SCHEME), str):
         endpoint += ((SCHEME, scheme),)
     if isinstance(status := attributes.get(STATUS), int) and 100 <= status < 1000:
@@ -412,7 +411,7 @@ def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) 
 
 
 def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
-    """Return the label of failed or cancelled requests, () for others."""
+    """Return the label for failed or cancelled requests, () for others."""
     if error is not None:
         return (("error.type", error),)
     return ((OUTCOME, outcome),) if isinstance(outcome := attributes.get(OUTCOME), str) else ()
@@ -428,10 +427,10 @@ def _durations(
     return Metric(name, "s", HISTOGRAM, description, series, exemplars or {})
 
 
-def _generation(
+def _generation_values(
     call_labels: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
-    """Yield the metrics of an ended generation. Each item of its stream counts as a token."""
+    """Yield the name, labels and value of each metric of an ended generation. An item of its stream is a token."""
     labels = generation_labels(call_labels, attributes)
     yield REQUEST_DURATION, (*labels, *_outcome_labels(attributes, error)), duration_ns
     if error is not None:
@@ -443,15 +442,15 @@ def _generation(
             yield OUTPUT_TOKEN, labels, times[1]
 
 
-def _of_route(site: Site) -> Labels:
-    """Return the labels of a site's generations: the route or the method, and the facts of the generation."""
+def _generation_labels(site: Site) -> Labels:
+    """Return the labels for the generations of a site: the route or method, and the operation, provider and model."""
     facts = dict(site.attributes)
     names = ("http.route", RPC_METHOD, *GENERATION)
     return tuple((name, value) for name in names if isinstance(value := facts.get(name), str))
 
 
 def endpoint_of(site: Site) -> Labels:
-    """Return the labels of a site's requests over HTTP or RPC, () for other sites."""
+    """Return the labels for a site's HTTP or RPC requests, () for a site of others."""
     if site.kind != "request":
         return ()
     facts = dict(site.attributes)
@@ -479,7 +478,7 @@ def _without_route(endpoint: Labels) -> Labels:
 
 
 def mark_of(site: Site) -> str:
-    """Return a short id of a site, the same in every process and for every name of its spans."""
+    """Return a short id of a site, which is the same in all processes and for all names of its spans."""
     return blake2b(repr(site.key[1:]).encode("utf-8", "replace"), digest_size=6).hexdigest()
 
 

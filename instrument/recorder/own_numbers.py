@@ -1,7 +1,7 @@
-"""Numbers that the service sets in its code or by rules: gauges, counters and histograms.
+"""The gauges, counters and histograms that a service sets in its code, or by rules of its profile.
 
-Each has a slot in the recording with its newest value, which a call overwrites. Once per interval a value also goes
-into a ring, for timelines. A session counts from 0.
+Each has a slot in the recording for its newest value, which a call overwrites. Once per interval a value also goes into
+a ring, for timelines. Each session counts from 0.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, TypeVar, cast
 from instrument.recorder import core
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import COUNTER, GAUGE
-from instrument.recording.numbers import OWN_GAUGES, SUM, cell_name, fits
+from instrument.recording.numbers import MOST_GAUGES, SUM, cell_name, fits
 
 EVERY_NS = 10**9
-"""The default ns between two values of a number that are kept for timelines."""
+"""The default nanoseconds between two values of a number that are kept for timelines."""
 
 REFUSED = "metrics not kept: no number, or too many names"
-"""The count of values that are not kept."""
+"""The name under which refused values are counted."""
 
 
 class Number(core.Number):
-    """A number by its name, unit and kind: `set` is for gauges, `add` for counters, `record` for histograms."""
+    """A gauge, counter or histogram of the service, whose values `set`, `add` or `record` write."""
 
     __slots__ = ("_kind", "_settings", "name")
 
@@ -34,11 +34,11 @@ class Number(core.Number):
         self._settings = name, unit, every_ns
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the number of that name for a copy, and in the process that unpickles it."""
+        """Pickle a number by its name. A copy is the same number, another process uses its own."""
         return _number, (self._kind, *self._settings)
 
     def refuse(self, value: object) -> None:
-        """Count a value that is not kept, and log the first of its kind."""
+        """Count a refused value, and log the first of its kind."""
         takes = {GAUGE: "`set` takes finite numbers", COUNTER: "`add` takes finite numbers from 0 on"}.get(
             self._kind, "`record` takes finite numbers"
         )
@@ -52,15 +52,15 @@ _numbers: dict[tuple[str, str], Number] = {}
 
 
 def _number(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number:
-    """Return the number of a name, the same at each call. Names beyond the limit have one together, without a value."""
+    """Return the number with a name, the same one at each call. Names beyond the limit share one that keeps nothing."""
     number = _numbers.get((kind, name))
-    if number is None and len(_numbers) >= OWN_GAUGES:
+    if number is None and len(_numbers) >= MOST_GAUGES:
         kind, name = "", ""
     return number or _numbers.setdefault((kind, name), Number(kind, name, unit, every_ns))
 
 
 def number_of(kind: str, name: str, unit: str, every_ns: int) -> Callable[[float], None]:
-    """Return the function that records a value of a number: a `gauge`, a `counter` or a `histogram`."""
+    """Return the function that writes a value of a number, which is a `gauge`, a `counter` or a `histogram`."""
     if kind == "gauge":
         return _number(GAUGE, name, unit, every_ns).set
     return _number(COUNTER, name, unit).add if kind == "counter" else _number(SUM, name, unit).record
@@ -70,8 +70,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _remembered(function: Function) -> Function:
-    """Return the function with its newest results remembered, in a fifth of the time of a call."""
-    return cast(Function, lru_cache(OWN_GAUGES)(function))
+    """Cache the newest results of a function, which a cached call returns in a fifth of the time."""
+    return cast(Function, lru_cache(MOST_GAUGES)(function))
 
 
 @_remembered

@@ -1,4 +1,4 @@
-"""The recording of this process, by the reader that other processes use, with its call paths and open spans."""
+"""The reader of this process's own recording, which is that of other processes, adapted to the recorder's objects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.recording.mapped import READINGS, Mapped
+from instrument.recording.mapped import MOST_TOTALS_READS, Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows
 from instrument.recording.memory import private_head
 from instrument.recording.paths import CallTree
@@ -28,7 +28,7 @@ class OwnRecording(Mapped):
         return tree
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return a view of a part's slots in memory, without a copy."""
+        """Return the slots of a part as a view of the memory, without a copy."""
         self._read_head()
         part, memory = self._parts[name], self._memory
         if memory is None or not part.used:
@@ -36,7 +36,7 @@ class OwnRecording(Mapped):
         return np.frombuffer(memory, kind, min(part.used, part.slots), part.offset)
 
     def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return the slots of several parts at one moment: `join` keeps the GIL."""
+        """Return copies of the slots of several parts, made at one moment, because `join` keeps the GIL."""
         memory = memoryview(b"") if self._memory is None else self._memory
 
         def slot_counts() -> list[int]:
@@ -44,7 +44,7 @@ class OwnRecording(Mapped):
             return [min(self._parts[name].used, self._parts[name].slots) for name, _ in parts]
 
         counts = slot_counts()
-        for _ in range(READINGS):
+        for _ in range(MOST_TOTALS_READS):
             pieces = [
                 memory[self._parts[name].offset :][: count * kind.itemsize]
                 for (name, kind), count in zip(parts, counts, strict=True)
@@ -75,7 +75,7 @@ class OwnRecording(Mapped):
 
 
 class Cursor:
-    """A reader that reads each row of every ring once, and counts the rows that were lost before."""
+    """A reader that returns each row of all rings once, and counts the rows that were overwritten before."""
 
     def __init__(self, recording: Callable[[], OwnRecording]) -> None:
         self._recording = recording
@@ -85,7 +85,7 @@ class Cursor:
 
     @property
     def lost(self) -> int:
-        """The number of rows that were overwritten, or lost with their ring, before they were read."""
+        """The number of rows that were lost before they were read, because their ring wrapped or was reused."""
         return self._written - self._seen
 
     def read(self) -> list[RingRows]:

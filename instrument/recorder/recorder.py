@@ -1,7 +1,7 @@
-"""The recorder of a process: it wraps functions, opens scopes by name, and reads rows as spans and tally.
+"""The recorder of a process, `RECORDER`, which wraps functions and opens scopes so that their spans are recorded.
 
-The hot path is in C (`native/_recorder.c`). If that is missing (`native.WHY_MISSING`) nothing is recorded, and
-`instrument.recorder.core` has a core that does nothing.
+The hot path is in C (`native/_recorder.c`). If that is missing, for the reason in `native.WHY_MISSING`, nothing is
+recorded.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _awaited: Callable[[], object] | None = None
 
 
 def await_first_span(action: Callable[[], object] | None) -> None:
-    """Have an action called once, by the next thread that records its first span; None cancels it.
+    """Have the next thread that records its first span call `action`, once; None cancels that.
 
-    It runs within a call of the service, perhaps under a lock: it must be short and wait for nothing.
+    The action runs within a call of the service, perhaps under a lock, so it must be short and must not wait.
     """
     global _awaited
     _awaited = action
@@ -74,7 +74,7 @@ _current_task: Callable[[Any], Any] | None = None
 
 
 def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
-    """Return a function for the running loop, and one for a loop's current task; None until asyncio is imported."""
+    """Return asyncio's functions for the running loop and for a loop's current task, None until asyncio is imported."""
     global _running_loop, _current_task
     if _running_loop is None:
         asyncio = sys.modules.get("asyncio")  # never imported by us
@@ -88,7 +88,7 @@ def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
-    """Return the values of the named headers. Of several headers with one name, the last counts."""
+    """Return the values of the named headers, None for missing ones. Of headers with one name, the last counts."""
     values: tuple[bytes | None, ...] = _native.header_values(headers, names)
     return values
 
@@ -99,23 +99,23 @@ SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
-"""The least bytes of memory for rings. Untouched memory costs nothing, and a later session may need more."""
+"""The minimum bytes of memory for rings. Unused memory costs nothing, and a later session may need more."""
 
 MANUAL = 2
-"""The core's state of a span that only `end_manual` closes."""
+"""The core's mark of a span that only `end_manual` may close."""
 
 STEP = "step"
-"""The name of the cost of a generator's later steps. The probe's cost includes the first step."""
+"""The shape under which the cost of a generator's second and later steps is measured."""
 
 REQUEST = "request"
-"""The shape of a request over ASGI."""
+"""The shape under which the cost of recording an ASGI request is measured."""
 
 
 class Recorder(Readback):
     """The recorder of one process.
 
-    `ring_bytes` limits the memory of all rings together. `on` may be switched at any time: open spans are finished, no
-    new one begins.
+    `ring_bytes` limits the memory of all rings together. `on` may be set to False at any time. Open spans then still
+    end, but no new ones begin.
     """
 
     def __init__(self, ring_bytes: int = RING_BYTES) -> None:
@@ -150,7 +150,7 @@ class Recorder(Readback):
         self._is_off = False
 
     def __reduce__(self) -> str:
-        """Pickle the recorder by its name. So a wrapper that is copied into another process records there."""
+        """Pickle the recorder by its name, so that a wrapper copied into another process records there."""
         return "RECORDER"
 
     # ---------------------------------------------------------------- functions and scopes
@@ -168,14 +168,15 @@ class Recorder(Readback):
         return wrapping.wrap(self, function, site, attributes, passes, works, results)
 
     def retire(self, function: Any) -> None:
-        """Have a function that `wrap` made call the bare function without a span from now on, for all its callers."""
+        """Have a function that `wrap` made call the bare function from now on, without a span."""
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)
         wrapping.retire(function)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
-        """Return the site of a scope's name, made at the first use with the code location that opened the scope."""
+        """Return the site for a scope's name. The first use makes it, with the place in the code that opened the
+        scope."""
         site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
@@ -227,9 +228,9 @@ class Recorder(Readback):
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), values)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
-        """Open a span that `end_manual` will close.
+        """Open a span that `end_manual` closes. Return its frame, None if too many are open.
 
-        Return None if too many are open. Its site is never muted: `scope_end` would close another scope instead.
+        The site can no longer be muted, because `scope_end` would then close another scope.
         """
         if self._mutable.pop(site, self) is not self:
             self.unmute(site)
@@ -242,7 +243,7 @@ class Recorder(Readback):
         return frame
 
     def end_manual(self, frame: Any, error: BaseException | None = None) -> None:
-        """Close a span that `start_manual` opened. A frame of None is counted, and raises nothing."""
+        """Close a span that `start_manual` opened. For None, only count the call."""
         if frame is None:
             self.count("scope_end without an open scope")
             return
@@ -262,7 +263,8 @@ class Recorder(Readback):
         return Scope(self, site, attributes)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Mute or unmute a site. A muted scope keeps one object, because making one costs more than passing a call."""
+        """Mute or unmute a site. A muted scope always returns one object, because making one costs more than a
+        count."""
         super()._set_passing(site, passing)
         current = self.user_sites.get(site.name)
         if passing is not None and current is site:
@@ -273,9 +275,9 @@ class Recorder(Readback):
     # ---------------------------------------------------------------- life
 
     def reset(self, ring_bytes: int | None = None) -> None:
-        """Drop all rows, totals, call paths and names of scopes, to make room for a new session.
+        """Drop all rows, totals, call paths and scope names, for a new session.
 
-        A span that is open now will be counted at its path when it ends.
+        A span that is open now is still counted at its call path when it ends.
         """
         with self._reading:
             self._reset(ring_bytes)
@@ -289,11 +291,11 @@ class Recorder(Readback):
         self._scope_sites.clear()
 
     def begin(self, ring_bytes: int, facts: Mapping[str, Any], directory: str = "", disk_bytes: int = 1 << 30) -> None:
-        """Reset, and record into memory that other processes can read: see `instrument.recording.memory`.
+        """Reset, and record into memory that other processes can read, see `instrument.recording.memory`.
 
-        With a directory it is a file there, which outlives the process. It takes at most `disk_bytes` with the files of
-        ended processes. `facts` describe the process and its session to readers. If there can be no such memory,
-        `no_memory` is the reason. The recording is then in private memory, and ends with the process.
+        With a directory the memory is a file there, which outlives the process. The directory is kept within
+        `disk_bytes`. `facts` describe the process and its session to readers. If no such memory can be made,
+        `no_memory` says why, and the recording is in private memory, which ends with the process.
         """
         from instrument.recording import memory
 
@@ -319,7 +321,7 @@ class Recorder(Readback):
         self.write_facts(facts)
 
     def write_facts(self, facts: Mapping[str, Any]) -> None:
-        """Write the process and the facts of its session into the memory."""
+        """Write the facts of the process and its session into the recording."""
         if self.memory is not None:
             from instrument.recording import memory
 
@@ -328,7 +330,7 @@ class Recorder(Readback):
         self.facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
-        """Switch the recording on or off, and write the state into the memory."""
+        """Switch the recording on or off, and write that state into the recording."""
         self.on, self._is_off = on, not on
         if self.memory is not None:
             from instrument.recording import memory
@@ -336,11 +338,11 @@ class Recorder(Readback):
             memory.write_switched(self.memory, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
-        """Return the memory of a part that Python writes; None without a memory for other processes."""
+        """Return the memory of a part that Python code writes, None if other processes cannot read the recording."""
         return None if self.memory is None else SlotRoom.of(self.memory, name)
 
     def write_goodbye(self) -> None:
-        """Write into the memory that the session has ended in order, and remove its file."""
+        """Write into the recording that the session has ended in order, and remove the recording's file."""
         if self.memory is not None:
             from instrument.recording import memory
 
@@ -351,7 +353,7 @@ class Recorder(Readback):
             self.memory_path, self._memory_of = "", None
 
     def after_fork_in_child(self) -> None:
-        """Begin anew in a forked child, with its own rings, and without parent spans from before the fork."""
+        """Begin anew in a forked child, with its own rings. Spans that were open at the fork are no parents there."""
         self._reading = RLock()
         if self._memory_of is not None and self._memory_of[0]:
             folder, self._memory_of = self._memory_of[0], None
@@ -368,9 +370,9 @@ class Recorder(Readback):
 
 
 class Scope(core.Scope):
-    """A span around a block: `with scope("x"):` or `async with scope("x"):`. One use at a time.
+    """A scope that `instrument.scope` returns: `with scope("x"):` or `async with scope("x"):` is a span.
 
-    Made by `instrument.scope`. `start` and `end` are for handlers that cannot use `with`.
+    It can be used again, but not while it is open. `start` and `end` are for handlers that cannot use `with`.
     """
 
     __slots__ = ()
@@ -385,7 +387,7 @@ class Scope(core.Scope):
         self.__exit__(kind, error, traceback)
 
     def rename(self, name: str) -> None:
-        """Give the span another name, from a small set; see `instrument.rename_span`."""
+        """Rename the span of this scope. Use few different names; see `instrument.rename_span`."""
         if self._frame is not None:
             span_attributes.rename(self._recorder, self._frame, name)
 
@@ -402,14 +404,14 @@ class Scope(core.Scope):
         return self
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the span from any code. A scope that never began (recording was off) does nothing."""
+        """Close the span, from any code. Do nothing if it never began because recording was off."""
         frame, self._frame = self._frame, None
         if frame is not None:
             self._recorder.end_manual(frame, error)
 
 
 def stream_handle(stream: Any) -> int:
-    """Return the handle of a stream: an address, or an object of torch, cupy, numba, cuda.core or cuda-python.
+    """Return the address of a stream, given as such or as an object of torch, cupy, numba, cuda.core or cuda-python.
 
     Raises `TargetError` for any other object.
     """
@@ -430,7 +432,7 @@ def stream_handle(stream: Any) -> int:
 
 
 def _caller() -> tuple[str, str, str, int]:
-    """Return module, qualified name, file and line of the nearest frame outside this package."""
+    """Return module, qualified name, file and line of the nearest caller outside of this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "instrument":
         frame = frame.f_back
@@ -444,19 +446,19 @@ RECORDER = Recorder()
 
 
 CHECK_NS = 10**9
-LIMIT_NS = 50_000
-"""The maximum number of ns that the time stamp counter may deviate from the monotonic clock in a second."""
+MOST_DEVIATION_NS = 50_000
+"""Nanoseconds that the time stamp counter may deviate from the monotonic clock per second. Beyond, it is not used."""
 
 
 class Ticks:
-    """The use of the time stamp counter by a recorder, and its checks."""
+    """The control of a recorder's clock: it may be the processor's time stamp counter while that proves right."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._checked_ns: int | None = None
 
     def start(self, now_ns: int) -> str:
-        """Time spans by the counter. Return the reason of a failure, "" on success. `Recorder.stop_ticks` undoes it."""
+        """Time spans by the counter. Return why that failed, "" on success. `Recorder.stop_ticks` undoes it."""
         unsound = _unsound_ticks() or ("" if self._recorder.start_ticks() else "the processor has none")
         self._checked_ns = None if unsound else now_ns
         return unsound
@@ -468,18 +470,17 @@ class Ticks:
 
     @property
     def clock(self) -> str:
-        """Return the name of the clock of spans."""
         return "time stamp counter" if self.are_used else "CLOCK_MONOTONIC"
 
     def check(self, now_ns: int) -> None:
-        """Compare the counter with the monotonic clock, once in `CHECK_NS`. If it deviates, use the clock again."""
+        """Compare the counter with the monotonic clock every `CHECK_NS`. If it deviates, use the clock again."""
         if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
             return
-        self._checked_ns = None if self._recorder.check_ticks(LIMIT_NS) is None else now_ns
+        self._checked_ns = None if self._recorder.check_ticks(MOST_DEVIATION_NS) is None else now_ns
 
 
 def _unsound_ticks() -> str:
-    """Return the reason why the time stamp counter is unreliable here, "" if processor and kernel call it reliable."""
+    """Return why the time stamp counter is unreliable here, "" if processor and kernel report it as reliable."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").partition("flags")[2].split("\n")[0]
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource").read_text(encoding="ascii")

@@ -1,4 +1,4 @@
-"""Spans opened by name in the service's own code."""
+"""The functions of `import instrument` that open, annotate, rename and end spans in a service's own code."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The attributes, names and statuses that a service gives to an open span, and the messages for refused ones.
+"""The check of attributes, names and statuses that a service gives to open spans.
 
-The allowed values are OpenTelemetry's. Any other value is left out, counted, and named in the log once: nothing here
-raises into the service. No code of a value's class is run, except of numbers and of an array on the host with a single
-number. So the class is read by `type`. `isinstance` reads an object's `__class__`, and a lazy object, such as Django's
-`request.user`, then loads the real one.
+OpenTelemetry's types are allowed. Any other value is left out, counted, and logged once; nothing raises into the
+service. No code of a value's class is run, except that of numbers, and of an array on the host with a single number. So
+classes are read by `type`, because `isinstance` would make a lazy object such as Django's `request.user` load.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from instrument.recording.spans import (
 )
 from instrument.runtime.cheap_start import replace
 
-NAMES_OF_PLACE = 256
-"""The maximum number of names that spans of one site get while they are open."""
+MOST_NAMES_PER_SITE = 256
+"""The maximum number of names that the spans of one site can get by renaming. Further names are refused."""
 
 
 def rename(recorder: Any, frame: Any, name: object) -> None:
@@ -56,10 +55,10 @@ def rename(recorder: Any, frame: Any, name: object) -> None:
 
 
 def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
-    """Return a copy of a site with another name.
+    """Return the copy of a site with another name, the same copy for the same name.
 
-    The same name gives the same copy. A site has at most `NAMES_OF_PLACE` names, and all sites together at most as many
-    as scopes. Beyond these limits the site itself is returned, and that is counted.
+    A site has at most `MOST_NAMES_PER_SITE` names, and all sites together as many as scopes. Beyond these limits the
+    site itself is returned, and that is counted.
     """
     place: Site = recorder.place_of.get(site, site)
     if name == place.name:
@@ -67,7 +66,7 @@ def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
     site_by_name: dict[str, Site] = recorder.renamed.setdefault(place, {})
     renamed = site_by_name.get(name)
     if renamed is None:
-        if len(site_by_name) >= NAMES_OF_PLACE or len(recorder.place_of) >= recorder.scope_name_limit:
+        if len(site_by_name) >= MOST_NAMES_PER_SITE or len(recorder.place_of) >= recorder.scope_name_limit:
             recorder.count("span names beyond the limit of their place, counted under the name that it has")
             return place
         renamed = site_by_name.setdefault(name, replace(place, name=name))
@@ -88,17 +87,17 @@ def set_status(recorder: Any, frame: Any, code: object, description: object, err
 
 
 REFUSED = "attributes of a kind that no span has"
-"""The name of the count of refused values."""
+"""The name under which refused values are counted."""
 
 ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
 
-KEY_PART = 4096
-"""The characters at each end of a long key that its checksum covers, to save the service's time."""
+CHECKSUM_CHARACTERS = 4096
+"""The number of characters at each end of a long key that its checksum covers, which bounds the time of a call."""
 
 
 class Complain(Protocol):
-    """A function that counts a refused value, by the count's name, a sentence, and the kind of the value."""
+    """A function that counts a refused value under a name, and logs a sentence once per kind of value."""
 
     def __call__(self, event: str, words: str, kind: str = ..., /) -> None: ...
 
@@ -129,7 +128,7 @@ def checked(attributes: object, more: Mapping[str, object], complain: Complain) 
 
 
 def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
-    """Return the allowed attributes of a scope. Plain values, the usual case, are copied at once."""
+    """Return the allowed attributes for a scope. The usual plain values are copied without further checks."""
     if type(attributes) is dict and len(attributes) <= ATTRIBUTE_LIMIT:
         for name, value in attributes.items():
             kind = type(value)
@@ -154,11 +153,11 @@ def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[s
 
 
 def key_text(value: object) -> str:
-    """Return a key as text of at most `KEY_LIMIT` characters; "" for None, a bool, a float or a container.
+    """Return the key of a request as text of at most `KEY_LIMIT` characters, "" for a value that cannot be a key.
 
-    Whole numbers of any kind, UUIDs and bytes are keys by their value, and so is a single whole number in an array on
-    the host. An object of another class, such as the service's own, is a key within its process by its class and
-    identity. Values such as dates, which may be copied, and other arrays are no keys.
+    Texts, whole numbers, UUIDs, bytes, and a single whole number in an array on the host are keys by their value. An
+    object of the service's own class is a key within its process, by its identity. None, bools, floats, containers,
+    dates and other arrays cannot be keys.
     """
     kind: Any = type(value)
     if kind is int:
@@ -168,7 +167,7 @@ def key_text(value: object) -> str:
     if text is not None:
         return text if len(text) <= KEY_LIMIT else _shortened(text)
     if kind is bytes:
-        return key_text(_text_of_bytes(cast(bytes, value)[:KEY_PART]))
+        return key_text(_text_of_bytes(cast(bytes, value)[:CHECKSUM_CHARACTERS]))
     if kind.__module__ == "builtins":
         return ""
     try:
@@ -192,14 +191,14 @@ def _text_of_bytes(value: bytes) -> str:
 
 
 def _shortened(key: str) -> str:
-    """Shorten a long key to its begin and a checksum, which distinguishes keys with the same begin."""
-    parts = f"{len(key)} {key[:KEY_PART]}{key[-KEY_PART:]}"
+    """Shorten a long key to its begin and a checksum, which distinguishes keys that begin alike."""
+    parts = f"{len(key)} {key[:CHECKSUM_CHARACTERS]}{key[-CHECKSUM_CHARACTERS:]}"
     return f"{key[: KEY_LIMIT - 9]}~{crc32(parts.encode('utf-8', 'surrogatepass')):08x}"
 
 
 @lru_cache(maxsize=256)
 def _is_uuid(kind: Any) -> bool:
-    """Return True for `uuid.UUID` and its subclasses, such as those of database drivers. Does not import `uuid`."""
+    """Return True for the class `uuid.UUID` and its subclasses, such as a database driver's, without importing it."""
     return any((base.__module__, base.__qualname__) == ("uuid", "UUID") for base in kind.__mro__)
 
 
@@ -208,7 +207,7 @@ _OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "_
 
 @lru_cache(maxsize=256)
 def _is_array(kind: Any, *, on_device: bool = False) -> bool:
-    """Return True for a class of arrays or tensors of any library, or of arrays that may be on a device."""
+    """Return True for a class of arrays or tensors, with `on_device` only if these may be on a device."""
     return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2 * on_device :])
 
 
@@ -238,7 +237,7 @@ def items_of(values: Any, most: int) -> list[Any]:
 
 
 class UnreadError(TypeError):
-    """The value given as keys cannot be read; the message says why."""
+    """An error that says why a value cannot be read as keys."""
 
 
 _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozenset, numbers.Number)
@@ -251,7 +250,7 @@ def _is_value(kind: Any) -> bool:
 
 
 def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
-    """Return the class of the first refused key, "" for none. None and "" are empty entries of a batch."""
+    """Return the class of the first refused key, "" if none is. None and "" are not refused: they are empty places."""
     if "" not in texts:
         return ""
     empty = (key for key, text in zip(keys, texts, strict=False) if not text)
@@ -260,14 +259,14 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
 
 
 def are_amounts(values: Sequence[object]) -> bool:
-    """Return True if a mapping's values contain a number. They are then weights."""
+    """Return True if some of a mapping's values are numbers, so that they are weights."""
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 
 def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
-    """Return weights as Python's own numbers; None unless all are finite 64-bit numbers from 0 on.
+    """Return weights as Python's own numbers, None unless all are finite 64-bit numbers from 0 on.
 
-    An item of an array on a device is refused, because reading it would wait for the device.
+    Items of an array on a device are refused, because reading them would wait for the device.
     """
     kinds = set(map(type, values))
     if bool in kinds or not all(issubclass(kind, numbers.Number) for kind in kinds):
@@ -283,7 +282,7 @@ def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
 
 
 def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
-    """Return the attributes of a span for a key, and for a batch of keys. A mapping as batch has the keys' weights."""
+    """Return the attributes of a span that serves a key, or a batch of keys. A mapping has the weights of its keys."""
     attributes: dict[str, AttributeValue] = {}
     if key is not None and (text := key_text(key)):
         attributes[KEY] = text
@@ -314,7 +313,7 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
 
 
 def name_of(name: object) -> str | None:
-    """Return a text as a span's name, None for another value."""
+    """Return a text as a span's name, cut if it is long, None for any other value."""
     text = _text(name)
     return _cut(text) if text else None
 
@@ -384,11 +383,11 @@ def _scalar(value: object) -> str | bool | int | float | None:
 
 _BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
 _ITEMS = (bool, int, float, str)
-"""The classes that a single item of an array must have to be an attribute."""
+"""The classes of the single item of an array that make the array an allowed attribute."""
 
 
 def _text(value: object) -> str | None:
-    """Return a text as Python's own, None for any other value."""
+    """Return a text as a plain `str`, None for any other value."""
     return str.__str__(cast(str, value)) if issubclass(type(value), str) else None
 
 
@@ -401,7 +400,7 @@ def _kind(value: object) -> str:
 
 
 def _kinds(value: object) -> str:
-    """Return the name of a value's class, and of the classes of a list's items."""
+    """Return the name of a value's class, for a list also those of its items' classes."""
     items = _items(value, ATTRIBUTE_LIMIT)
     if items is None:
         return "int of more than 64 bits" if type(value) is int else _kind(value)

@@ -1,1 +1,1 @@
-"""The recording: rows, totals, sites and spans, in the layout that recorders and readers share."""
+"""The recording, the memory that a process writes and others read: its layout, its readers, and the span model."""

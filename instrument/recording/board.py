@@ -1,9 +1,9 @@
-"""The board of a run: a few marks in shared memory that every process of the run can read and add.
+"""The board of a run: shared memory in which each process marks the rules of the profile that it uses.
 
-The processes of a service share a profile, and each runs some of its targets. A rule without a target here may be
-attached in another process, such as the engine's. A process that only starts others reports nothing if they have
-recorded. The first process of the run owns the memory, which ends with that process. Other processes find it by a path
-in the environment. Without it each process knows only its own marks.
+The processes of a service share a profile, and each runs only some of its targets. So a process must know if a rule
+without a target in it is in use in another process, before it reports the rule. The first process of the run owns the
+memory, which ends with that process. Others find it by a path in the environment. Without it they know only their own
+marks.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ VARIABLE = "INSTRUMENT_RUN_BOARD"
 _NAME = "instrument-run"
 
 _BYTES = 1 << 20
-"""The maximum number of bytes of a board that are read. A mark is a line of 20 bytes, and is written about once."""
+"""The maximum size of a board in bytes. Further marks, of some 20 bytes each, are not written."""
 
-_IN_VAIN = "%020d\n"
-"""The first line of a board: the monotonic time in ns at which a process last waited in vain for a collector."""
+_WAIT_LINE = "%020d\n"
+"""The format of a board's first line: the monotonic time in ns at which a process last waited for a collector in
+vain."""
 
 RECORDED = "recorded"
-"""The mark of a process that has recorded calls and will report them itself."""
+"""The mark that some process of the run has recorded calls, and will report them itself."""
 
 
 def make() -> Callable[[], None]:
-    """Make a board owned by this process, and return the function that removes it.
+    """Make a board that this process owns. Return a function that removes it.
 
     Do nothing if there is a board already, or if the system has no memory files.
     """
@@ -38,7 +39,7 @@ def make() -> Callable[[], None]:
     try:
         low_fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
-            os.write(low_fd, (_IN_VAIN % 0).encode())
+            os.write(low_fd, (_WAIT_LINE % 0).encode())
             fd = duplicate(low_fd)
         finally:
             os.close(low_fd)
@@ -56,12 +57,12 @@ def make() -> Callable[[], None]:
 
 
 def attached_mark(rule: str) -> str:
-    """Return the mark of a rule that is attached in a process."""
+    """Return the mark that a rule is attached in some process of the run."""
     return f"a {_digest(rule)}"
 
 
 def called_mark(rule: str) -> str:
-    """Return the mark of a rule with a called target."""
+    """Return the mark that a target of a rule was called in some process of the run."""
     return f"c {_digest(rule)}"
 
 
@@ -77,37 +78,37 @@ def marks() -> set[str]:
 
 
 def waited_in_vain_ns() -> int:
-    """Return the last time in ns at which a process's end waited in vain for a collector; 0 for none."""
-    line = _read(len(_IN_VAIN % 0)).strip()
+    """Return the last time in ns at which an ending process waited for a collector in vain, 0 for none."""
+    line = _read(len(_WAIT_LINE % 0)).strip()
     return int(line) if line.isdigit() else 0
 
 
 def note_wait_in_vain(at_ns: int) -> None:
-    """Note on the board that this process's end has waited in vain for a collector."""
-    with _opened(os.O_WRONLY) as descriptor:
+    """Note on the board that this ending process has waited for a collector in vain."""
+    with _open_board(os.O_WRONLY) as descriptor:
         if descriptor is not None:
-            os.pwrite(descriptor, (_IN_VAIN % at_ns).encode(), 0)
+            os.pwrite(descriptor, (_WAIT_LINE % at_ns).encode(), 0)
 
 
 def put(rule_marks: Iterable[str]) -> None:
-    """Add the given marks that are missing on the board."""
+    """Add to the board those marks that it does not have."""
     if missing := sorted(set(rule_marks) - marks()):
-        with _opened(os.O_WRONLY | os.O_APPEND) as descriptor:
+        with _open_board(os.O_WRONLY | os.O_APPEND) as descriptor:
             if descriptor is not None and os.fstat(descriptor).st_size < _BYTES:
                 os.write(descriptor, "".join(f"{mark}\n" for mark in missing).encode())
 
 
 def _read(most_bytes: int) -> bytes:
-    with _opened(os.O_RDONLY) as descriptor:
+    with _open_board(os.O_RDONLY) as descriptor:
         return b"" if descriptor is None else os.read(descriptor, most_bytes)
     return b""
 
 
 @contextmanager
-def _opened(flags: int) -> Iterator[int | None]:
-    """Yield a descriptor of the board, or None if its owner has ended or the path is another file now.
+def _open_board(flags: int) -> Iterator[int | None]:
+    """Open the board for a block, or yield None if its owner has ended and the path is another file by now.
 
-    An `OSError` in the block ends the block without being raised.
+    An `OSError` in the block ends the block, and is not raised.
     """
     descriptor = -1
     with suppress(OSError):

@@ -1,9 +1,8 @@
-"""Histograms of times, with the one definition of buckets and percentiles, and the metrics of a process.
+"""Histograms of durations, with the only definition of their buckets and percentiles, and the metrics made of them.
 
-Durations are distributions: exact count and sum, and the tally's buckets. The middle of a bucket is at most 1/128 (0.78
-%) away from any value in it. Exporters count each value as its bucket's middle.
-
-A histogram maps the index of a bucket to the number of calls in it, without empty buckets.
+A histogram maps the index of a bucket to the number of calls in it, and omits empty buckets. The middle of a bucket is
+at most 1/128 (0.78 %) away from any value in it. A `Distribution` adds the exact count, sum and extremes. A `Metric`
+has values or distributions by labels.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from instrument.runtime.cheap_start import dataclass, field, replace
 
 
 def bucket(value_ns: int) -> int:
-    """Return the index of the histogram bucket of a value.
+    """Return the index of the histogram bucket that counts a value.
 
-    Each integer below 128 has a bucket of its own. From 128 on, each power of two has 64 buckets of equal width. A
-    bucket's middle is at most 1/128 (0.78 %) away from any value in it.
+    Each integer below 128 has its own bucket. From 128 on, each power of two has 64 buckets of equal width. So the
+    middle of a bucket is at most 1/128 (0.78 %) away from any value in it.
     """
     exponent = value_ns.bit_length() - 7
     return value_ns if exponent <= 0 else (exponent << 6) + (value_ns >> exponent)
 
 
 LONGEST_NS = (1 << 63) - 1
-"""The largest time that a histogram counts, in ns: the largest signed 64-bit number."""
+"""The longest time in ns that a histogram counts, which is the largest signed 64-bit number."""
 
 LAST_BUCKET = bucket(LONGEST_NS)
 
@@ -49,10 +48,10 @@ def bucket_middle(index: int) -> int:
 def percentiles(
     histogram: Mapping[int, int], fractions: Sequence[float], calls: int, min_ns: int, max_ns: int
 ) -> list[int | None]:
-    """Return the percentiles of a histogram in ns, for instance p50, p90 and p99; None without calls.
+    """Return the percentiles of a histogram in ns at fractions such as 0.5, 0.9 and 0.99, None without calls.
 
-    A percentile is the middle of the bucket with the nearest rank, clipped to the exact extremes. So it is within 0.78
-    % of the exact percentile by nearest rank.
+    A percentile is the middle of the bucket at its nearest rank, clipped to the exact extremes. So it is within 0.78 %
+    of the exact value.
     """
     buckets = sorted(histogram)
     ranks = list(itertools.accumulate(map(histogram.__getitem__, buckets)))
@@ -65,40 +64,41 @@ def percentiles(
 
 
 def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
-    """Return the percentiles of sorted times, at least one, without a histogram."""
+    """Return the percentiles of sorted times, equal to those that a histogram of them has."""
     middles_ns = (bucket_middle(bucket(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
     return [min(max(middle_ns, values[0]), values[-1]) for middle_ns in middles_ns]
 
 
 def _rank(fraction: float, calls: int) -> int:
-    """Return the rank, from 1, of the call at a fraction. Rounding removes the noise of floats."""
+    """Return the rank, from 1, of a percentile among sorted calls. Rounding removes errors of floats."""
     return max(1, math.ceil(round(fraction * calls, 6)))
 
 
 Value = str | int | bool
 Labels = tuple[tuple[str, Value], ...]
-"""The attributes of a series, by OpenTelemetry's names."""
+"""The labels of a metric's series: pairs of an OpenTelemetry attribute name and a value."""
 
 SERIES_LIMIT = 2_000
-"""The maximum number of series of a metric, as in OpenTelemetry's SDKs. All later label sets share one series."""
+"""The maximum number of series per metric, as in OpenTelemetry's SDKs. Further label sets share one series."""
 
 OVERFLOW: Labels = (("otel.metric.overflow", True),)
-"""The labels of the series for label sets beyond `SERIES_LIMIT`, by OpenTelemetry's name."""
+"""The labels, as OpenTelemetry names them, of the series that all label sets beyond `SERIES_LIMIT` share."""
 
 OTHER = "other"
-"""The group of requests whose value of the attribute has no group of its own."""
+"""The group of requests whose attribute value came after the maximum number of groups."""
 
-MOST = (1 << 63) - 1
+MOST_COUNT = (1 << 63) - 1
 """The largest count that fits into OTLP."""
-MOST_SUM = 10**200
-"""The largest stored sum, in units of 1e-9. It has more than 64 bits, which a sum of bytes soon needs."""
+LARGEST_SUM = 10**200
+"""The largest valid sum in a stored distribution, in units of 1e-9. A sum of bytes soon needs more than 64 bits."""
 
 COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
 
 @dataclass(slots=True)
 class Distribution:
-    """Durations in ns, by the tally's bucket. `least_ns` and `most_ns` are valid if `count` is above 0."""
+    """A histogram of durations with their exact count and sum. If `count` is 0, `least_ns` and `most_ns` are
+    invalid."""
 
     count: int = 0
     sum_ns: int = 0
@@ -116,7 +116,7 @@ class Distribution:
         self.buckets[index] = self.buckets.get(index, 0) + 1
 
     def add_buckets(self, more: Mapping[int, int]) -> None:
-        """Count durations by their buckets, each with the lowest value of its bucket."""
+        """Count durations that are known only by their buckets, each as the lowest value of its bucket."""
         for index, count in more.items():
             start_ns = bucket_start(index)
             self.least_ns = min(self.least_ns, start_ns) if self.count else start_ns
@@ -126,9 +126,10 @@ class Distribution:
             self.buckets[index] = self.buckets.get(index, 0) + count
 
     def grow(self, now: Distribution) -> None:
-        """Add the calls of a later state `now` of the same distribution.
+        """Add the calls that a later state `now` of this distribution has in addition.
 
-        A counted call stays in its bucket, even if its device time has moved it to another bucket in `now`.
+        A call that is already counted stays in its bucket, even if its device time has moved it to another one in
+        `now`.
         """
         calls_left = now.count - self.count
         for index, count in now.buckets.items():
@@ -151,11 +152,10 @@ class Distribution:
                 self.buckets[index] = self.buckets.get(index, 0) + count
 
     def copy(self) -> Distribution:
-        """Return a copy."""
         return Distribution(self.count, self.sum_ns, self.least_ns, self.most_ns, dict(self.buckets))
 
     def as_json(self) -> list[Any]:
-        """Return the distribution as JSON."""
+        """Return the distribution as a list for JSON."""
         pairs = (number for pair in self.buckets.items() for number in pair)
         return [self.count, self.sum_ns, self.least_ns, self.most_ns, *pairs]
 
@@ -164,14 +164,16 @@ class Distribution:
         """Return a distribution from the JSON of `as_json`. Raises `TypeError` or `ValueError` for anything else."""
         count, sum_ns, least_ns, most_ns, *pairs = map(int, stored)
         buckets = dict(zip(pairs[::2], pairs[1::2], strict=True))
-        is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST for index, times in buckets.items())
-        is_sound = is_sound and 0 <= sum_ns <= MOST_SUM and all(0 <= at <= MOST for at in (count, least_ns, most_ns))
+        is_sound = all(0 <= index <= LAST_BUCKET and 0 <= times <= MOST_COUNT for index, times in buckets.items())
+        is_sound = (
+            is_sound and 0 <= sum_ns <= LARGEST_SUM and all(0 <= at <= MOST_COUNT for at in (count, least_ns, most_ns))
+        )
         if not is_sound:
             raise ValueError(f"found {stored!r:.100}, which no durations make")
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 
     def since(self, before: Distribution) -> Distribution:
-        """Return the counts since the state `before`. Their least and largest durations are unknown."""
+        """Return the calls counted since an earlier state, whose extremes are unknown."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
         return Distribution(
             self.count - before.count,
@@ -181,19 +183,19 @@ class Distribution:
 
 
 def group_of(value: object) -> str | None:
-    """Return a request's group for an attribute's value, None for none. The value of a header is a list."""
+    """Return the name of the group for a request's attribute value, such as a header's list, None for no group."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
 
 
 def labels_as_json(labels: Labels) -> list[list[Value]]:
-    """Return labels as JSON."""
+    """Return labels as a list for JSON."""
     return [[name, value] for name, value in labels]
 
 
 def labels_from_json(stored: Iterable[Sequence[Any]]) -> Labels:
-    """Return labels from JSON. Raises `TypeError` or `ValueError` for anything else."""
+    """Return labels from the list of `labels_as_json`. Raises `TypeError` or `ValueError` for anything else."""
     labels: list[tuple[str, Value]] = []
     for name, value in stored:
         if not (isinstance(name, str) and isinstance(value, str | int)):
@@ -203,22 +205,23 @@ def labels_from_json(stored: Iterable[Sequence[Any]]) -> Labels:
 
 
 def series_as_json(series: Mapping[Labels, Distribution]) -> list[list[Any]]:
-    """Return distributions by their labels as JSON."""
+    """Return distributions by labels as a list for JSON."""
     return [[labels_as_json(labels), distribution.as_json()] for labels, distribution in series.items()]
 
 
 def series_from_json(stored: Iterable[Sequence[Any]]) -> dict[Labels, Distribution]:
-    """Return distributions from JSON. Raises `TypeError` or `ValueError` for anything else."""
+    """Return distributions by labels from the list of `series_as_json`. Raises `TypeError` or `ValueError`."""
     return {labels_from_json(labels): Distribution.of(distribution) for labels, distribution in stored}
 
 
-EXEMPLARS = 8
-"""The maximum number of exemplars of a series."""
+MOST_EXEMPLARS = 8
+"""The maximum number of exemplars per series. The ones of the longest calls are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exemplar:
-    """A counted call with a kept trace: its duration, its end, and the time at which it was kept."""
+    """An exemplar of a histogram: a counted call whose trace was sampled, with its duration, its end (`at_ns`), and the
+    time of the sampling decision (`kept_ns`)."""
 
     value_ns: int
     at_ns: int
@@ -228,7 +231,7 @@ class Exemplar:
 
 
 class Exemplars:
-    """The exemplars of one series: the newest call per power of two of ns. The longest `EXEMPLARS` remain."""
+    """The exemplars of one series: the newest call for each power of two of its ns, up to `MOST_EXEMPLARS`."""
 
     __slots__ = ("_newest",)
 
@@ -238,7 +241,7 @@ class Exemplars:
     def add(self, exemplar: Exemplar) -> None:
         """Add an exemplar."""
         self._newest[exemplar.value_ns.bit_length()] = exemplar
-        if len(self._newest) > EXEMPLARS:
+        if len(self._newest) > MOST_EXEMPLARS:
             del self._newest[min(self._newest)]
 
     def all(self) -> tuple[Exemplar, ...]:
@@ -248,10 +251,10 @@ class Exemplars:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric with a value per series.
+    """A metric, with a value for each set of labels (series).
 
-    `kind` is `counter`, `updown`, `gauge` or `histogram`. The values of a histogram are distributions in s, and may
-    have exemplars.
+    `kind` is `counter`, `updown`, `gauge` or `histogram`. A histogram's values are distributions, and may have
+    exemplars.
     """
 
     name: str
@@ -281,7 +284,7 @@ class Metric:
 
 
 def summed(metrics: Iterable[Metric]) -> list[Metric]:
-    """Add up the metrics of the same name, for instance those of several processes."""
+    """Add up metrics of equal names, for instance those of several processes."""
     sums_by_name: dict[str, tuple[Metric, dict[Labels, float | Distribution], dict[Labels, Exemplars]]] = {}
     for metric in metrics:
         _, series, exemplars = sums_by_name.setdefault(metric.name, (metric, {}, {}))
@@ -305,7 +308,7 @@ def summed(metrics: Iterable[Metric]) -> list[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The metrics at `at_ns`, counted from `start_ns`, both on the monotonic clock."""
+    """The metrics of a process, counted from `start_ns` to `at_ns` on the monotonic clock."""
 
     start_ns: int
     at_ns: int

@@ -1,8 +1,8 @@
-"""The progress of a recording's export and metrics, written into the recording so that another exporter can continue.
+"""The checkpoint of an export, written into the exported recording so that another exporter can continue from it.
 
-One process at a time exports: it has a lock on the recording, which the system releases as that process ends. Each
-state is JSON in two copies. The metrics' state has totals of requests by status, which the tally lacks, the points
-sent, and the next row of each ring.
+Only one process exports at a time: it holds a lock on the recording, which the system releases if that process ends.
+The checkpoint has two states, of the spans and of the metrics. Each is JSON in two copies, so that one is valid if the
+exporter is killed while it writes.
 """
 
 from __future__ import annotations
@@ -24,48 +24,50 @@ EXPORT_COUNTERS = (
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
     "derived lost", "deriving", "unqueued", "queueing", "unwritten", "unstored",
 )  # fmt: skip
-"""The counters of a recording's spans by fate. `seen` spans were read, `missed` ones were overwritten before. The tail
-sampler dropped `passed` ones, its limits dropped the ones `beyond`, and the others are `kept`. `intervals` counts the
-device intervals of kept spans, which a collector gets as spans. A kept span is `exported`, `rejected`, `failed`,
-`dropped`, waiting, or `sending` in the current request. Without a collector a span in a complete file is `exported`,
-any other `unwritten`. `unstored` counts lost rows of a dataset. `untimed` ones were exported without their device
-times. If the exporter is killed, its `sending` spans become `unanswered`: the collector may have them. `abandoned` ones
-had not been sent by then, or their request had not ended as its process did. `derived lost` counts lost spans of
-stages, `unqueued` requests without a queue time in the metrics. `deriving` and `queueing` are the same before a
-decision."""
+"""The counters of what became of a recording's spans (their fates). `seen` spans were read, `missed` ones were
+overwritten before. Of the seen ones, the tail sampler dropped the `passed` ones, its limits dropped the ones `beyond`,
+and the others are `kept`. `intervals` counts device intervals of kept spans, which a collector gets as spans. A kept
+span waits, is `sending` in the current request, or is `exported`, `rejected`, `failed` or `dropped`. `untimed` spans
+were exported without their device times. Without a collector, a span in a complete file is `exported`, any other
+`unwritten`. `unstored` counts lost rows of a dataset. If the exporter is killed, `sending` spans become `unanswered`,
+because the collector may have them, and waiting ones `abandoned`, as do those of requests that had not ended. `derived
+lost` counts lost spans of stages, `unqueued` requests without a queue time in the metrics. `deriving` and `queueing`
+count the undecided
+spans and requests of both kinds."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
-"""The final fates of kept spans at a collector."""
+"""The final counters of kept spans if there is a collector."""
 
 ENDS = (*SENT, "unwritten")
-"""The final fates of kept spans."""
+"""The final counters of kept spans with or without a collector."""
 
 UNTIMED = "spans exported before their device times were known"
-"""The note on `untimed` spans."""
+"""The words of reports for `untimed` spans."""
 
 UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests, and the counter to which each is added if the exporter is killed."""
+"""The counters of undecided spans and requests, each with the counter to which it is added if the exporter is
+killed."""
 
 METRICS_LOST = "metrics lost"
-"""The counter of metric points that the collector did not accept."""
+"""The counter of metric data points that a collector did not accept."""
 
 DAMAGED = (TypeError, ValueError, KeyError, AttributeError, OverflowError)
-"""The errors that reading a damaged state raises."""
+"""The exceptions that reading a damaged checkpoint may raise."""
 
 LARGEST_BYTES = 16 << 20
-"""The largest size of the metrics' state before compression."""
+"""The maximum size in bytes of the metrics' state after decompression."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """The export state of one session (`generation`) in a recording.
+    """The checkpoint of the spans of one session, whose number is `generation`.
 
-    `places` has the next row of each ring, by the ring's number. Requests that had ended by `settled_ns`, on the
-    monotonic clock, are settled. `before` counts unreported spans of earlier sessions by fate; this session's are
-    reported if `is_reported`.
+    `places` has the next row to read of each ring, by the ring's number. Requests that ended before `settled_ns` on the
+    monotonic clock are settled. `fates` counts this session's spans, `before` unreported spans of earlier sessions.
+    `is_reported` is True once this session's losses are reported.
     """
 
     generation: int = 0
@@ -77,17 +79,17 @@ class Progress:
 
     @property
     def unsettled(self) -> int:
-        """Return the number of spans that were read and have no fate yet."""
+        """Return the number of spans that were read, but neither sent nor dropped."""
         decided = sum(self.fates[name] for name in ("passed", "beyond", "unanswered", "abandoned", *ENDS))
         return max(self.fates["seen"] + self.fates["intervals"] - decided, 0)
 
     @property
     def unanswered(self) -> int:
-        """Return the number of spans in the request that was being sent."""
+        """Return the number of spans in the request that the exporter was sending when it ended."""
         return min(self.fates["sending"], self.unsettled)
 
     def unreported(self) -> dict[str, int]:
-        """Return the unreported counts of all sessions by fate. The exporter must have ended."""
+        """Return the unreported counts of all sessions by counter. The exporter must have ended."""
         if self.is_reported:
             return dict(self.before)
         fates = {fate: count + self.before[fate] for fate, count in self.fates.items()}
@@ -95,12 +97,12 @@ class Progress:
         fates["abandoned"] += self.unsettled - self.unanswered
         fates["sending"] = 0
         fates["kept"] = sum(fates[fate] for fate in ENDS)
-        give_up(fates)
+        count_undecided_as_lost(fates)
         return fates
 
 
-def give_up(fates: MutableMapping[str, int]) -> None:
-    """Count spans and requests without a decision as lost, after the end of their exporter."""
+def count_undecided_as_lost(fates: MutableMapping[str, int]) -> None:
+    """Count undecided spans and requests as lost, because their exporter has ended."""
     for fate, lost in OPEN_FATES.items():
         fates[lost] += fates[fate]
         fates[fate] = 0
@@ -108,10 +110,10 @@ def give_up(fates: MutableMapping[str, int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeterState:
-    """The state of the metrics of one session (`generation`) in a recording.
+    """The checkpoint of the metrics of one session, whose number is `generation`.
 
-    `meter` has the counts of the rows before `places`, and `delivered` those that a collector has. Counts before
-    `settled_ns`, on the monotonic clock, have been sent or dropped.
+    `meter` has the counts from the rows before `places`, `delivered` the counts that a collector has. Metrics up to
+    `settled_ns` on the monotonic clock have been sent or dropped.
     """
 
     generation: int
@@ -122,7 +124,7 @@ class MeterState:
 
 
 class _TwoCopies:
-    """A text in two places of a file, written in turns. If a writer is killed, the earlier copy remains."""
+    """A text that is written to two places of a file in turns. If a writer is killed, the earlier copy is valid."""
 
     _HEAD = Struct("<QII")
 
@@ -142,7 +144,7 @@ class _TwoCopies:
         return newest
 
     def write(self, text: bytes) -> bool:
-        """Write over the older copy. Return False if there is no room for the text."""
+        """Write a text over the older copy. Return False if it is too long."""
         if self._turn < 0:
             self.read()
         if self._HEAD.size + len(text) > self._room:
@@ -155,9 +157,9 @@ class _TwoCopies:
 
 
 class ExportCheckpoint(Claim):
-    """The reader and writer of the states of a recording's export and metrics.
+    """The reader and writer of the checkpoint in a recording.
 
-    Raises `OSError` for a file that cannot be written, and for one that is no recording.
+    Raises `OSError` for a file that cannot be written or is no recording.
     """
 
     def __init__(self, fd: int) -> None:
@@ -167,7 +169,7 @@ class ExportCheckpoint(Claim):
         self._meter = _TwoCopies(self, at - layout.METER_BYTES, layout.METER_BYTES)
 
     def read(self) -> Progress:
-        """Return the last written state, an empty one if the recording was never exported."""
+        """Return the checkpoint of the spans, an empty one if the recording was never exported."""
         try:
             facts = json.loads(self._progress.read())
             return Progress(**{**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}})
@@ -175,13 +177,13 @@ class ExportCheckpoint(Claim):
             return Progress()
 
     def write(self, progress: Progress) -> None:
-        """Write the state of the export."""
+        """Write the checkpoint of the spans."""
         facts = {name: getattr(progress, name) for name in Progress.__slots__}
         facts["places"] = [*progress.places.items()]
         self._progress.write(_json(facts))
 
     def read_meter(self) -> MeterState | None:
-        """Return the last written state of the metrics; None if there is none, or both copies are damaged."""
+        """Return the checkpoint of the metrics, None if there is none or both copies are damaged."""
         try:
             facts = json.loads(zlib.decompressobj().decompress(self._meter.read(), LARGEST_BYTES))
             return MeterState(**{**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}})
@@ -189,7 +191,7 @@ class ExportCheckpoint(Claim):
             return None
 
     def write_meter(self, state: MeterState) -> bool:
-        """Write the state of the metrics. Return False if it does not fit."""
+        """Write the checkpoint of the metrics. Return False if it does not fit."""
         facts = {name: getattr(state, name) for name in MeterState.__slots__}
         facts["places"] = [*state.places.items()]
         return self._meter.write(zlib.compress(_json(facts), 1))
@@ -199,7 +201,7 @@ class ExportCheckpoint(Claim):
         return RecordingHead(self.fileno())
 
     def unread(self) -> int:
-        """Return the number of rows that no exporter has read; 0 if an exporter has reported the losses itself."""
+        """Return the number of rows that no exporter has read, 0 if an exporter has reported them already."""
         progress, head = self.read(), self.head()
         is_of_now = progress.generation == head.generation
         if is_of_now and progress.is_reported:
@@ -209,12 +211,12 @@ class ExportCheckpoint(Claim):
 
 
 def _json(facts: Mapping[str, Any]) -> bytes:
-    """Return facts as JSON. A count may be a number of numpy."""
+    """Return a mapping as JSON. Its counts may be numbers of numpy."""
     return json.dumps(facts, separators=(",", ":"), default=int).encode()
 
 
 def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the losses of an export by their names in reports. `fates` may also have `unread` and `perhaps`."""
+    """Return the losses of an export by their names in reports. `fates` are counters, also `unread` and `perhaps`."""
     return {name: fates[fate] for name, fate in _FATE_BY_LOSS.items() if fates.get(fate)}
 
 
@@ -235,8 +237,8 @@ _FATE_BY_LOSS = {
     "rows of the dataset that were not written": "unstored",
     "requests whose time in the queue is missing in the metrics": UNQUEUED,
 }
-"""The counter of each loss of an export."""
+"""The counter for each name of a loss in reports."""
 
 NO_LOSSES = {name: 0 for name, fate in _FATE_BY_LOSS.items() if fate in (*ENDS[1:], "missed", "unstored")}
-"""The usual losses of a live export, each 0. Prometheus' `increase` ignores the first value of a series, so a counter
-that begins with its first loss never raises an alert."""
+"""The usual losses of a running export, each with 0, so that metrics always have them. Prometheus' `increase` ignores
+the first value of a series, so a counter that began with its first loss would raise no alert."""

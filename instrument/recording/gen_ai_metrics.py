@@ -1,7 +1,6 @@
-"""The metrics of generative models by OpenTelemetry's names: request duration, time to first token, time per token.
+"""The metrics of generative models under OpenTelemetry's names: request duration, time to first token, time per token.
 
-Servers with batches have three metrics without an OpenTelemetry name: time in the queue, batch size, and mean batch
-size of a request.
+Servers with batches get three more under our own names: time in the queue, batch size, and mean batch size per request.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
 
 PROVIDER = "gen_ai.provider.name"
 GENERATION = (OPERATION, PROVIDER, "gen_ai.request.model")
-"""The attributes of a generation that a service may pass to `annotate_request`."""
+"""The attributes of a generation that become labels. A service may pass them to `annotate_request`."""
 
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
@@ -36,10 +35,10 @@ QUEUE_TIME = "instrument.request.queue.duration"
 BATCH_SIZE, SERVING_BATCH_SIZE = "instrument.batch.size", "instrument.request.batch.size"
 
 JOINED = (QUEUE_TIME, SERVING_BATCH_SIZE)
-"""The metrics that need the requests of all processes joined with their batches."""
+"""The metrics that can be counted only after requests of all processes are joined with their batches."""
 
 ONE = 10**9
-"""The number 1 in a distribution of counts, whose unit is 1e-9."""
+"""The value 1 as a distribution of counts has it, in units of 1e-9."""
 
 DESCRIPTIONS = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",
@@ -49,41 +48,41 @@ DESCRIPTIONS = {
     BATCH_SIZE: "Requests of a batch.",
     SERVING_BATCH_SIZE: "Requests of a batch, on average over those that served the request.",
 }
-"""The metrics and their descriptions."""
+"""The description of each metric, by its name."""
 
 
 class GenerationTimes:
-    """Distributions by the names of `DESCRIPTIONS` and their labels, with exemplars."""
+    """The distributions of a process's generations, by a metric's name and by labels, with exemplars."""
 
     def __init__(self) -> None:
         self._series: dict[str, dict[Labels, Distribution]] = {}
         self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
 
     def add(self, name: str, labels: Labels, value: int) -> None:
-        """Count one value, in ns for a time, else in units of 1e-9."""
+        """Count one value: a time in ns, or a number in units of 1e-9."""
         series = self._series.setdefault(name, {})
         if labels not in series and len(series) >= SERIES_LIMIT:
             labels = OVERFLOW
         series.setdefault(labels, Distribution()).add(max(value, 0))
 
     def note(self, name: str, labels: Labels, exemplar: Exemplar) -> None:
-        """Add the exemplar of a value that has been counted."""
+        """Add an exemplar for a value that has been counted."""
         if labels in self._series.get(name, ()):
             self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(exemplar)
 
     def state(self) -> dict[str, Any]:
-        """Return all counts as JSON, without exemplars."""
+        """Return all distributions as values for JSON, without exemplars."""
         return {name: series_as_json(series) for name, series in self._series.items()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> GenerationTimes:
-        """Return the counts from the JSON of `state`. Raises `TypeError` or `ValueError` for anything else."""
+        """Return the distributions from the values of `state`. Raises `TypeError` or `ValueError` for anything else."""
         times = cls()
         times._series = {str(name): series_from_json(series) for name, series in state.items()}
         return times
 
     def metrics(self, *names: str) -> list[Metric]:
-        """Return the metrics with some names, also those without a count."""
+        """Return the named metrics, even those without a count."""
         return [
             Metric(
                 name,
@@ -98,23 +97,23 @@ class GenerationTimes:
 
 
 def generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
-    """Return the labels of a generation: the given ones, and those among its span's attributes."""
+    """Return the labels of a generation: the given ones, and those from its span's attributes."""
     usual = operation_of(str(dict(labels).get("http.route", "")))
     return tuple({OPERATION: usual, **dict(labels), **dict(generation_facts(attributes))}.items())
 
 
 def operation_of(route: str) -> str:
-    """Return the operation of a generating route, such as `chat`, by OpenTelemetry's names."""
+    """Return OpenTelemetry's name for the operation of an HTTP route that generates text, such as `chat`."""
     return "chat" if route.endswith("/chat/completions") else "text_completion"
 
 
 def is_among(route: str, patterns: Sequence[str]) -> bool:
-    """Return True if a route matches a pattern. Patterns are exact or end with `*`."""
+    """Return True if an HTTP route matches one of the patterns, which are exact or end in `*`."""
     return any(route.startswith(pattern[:-1]) if pattern.endswith("*") else route == pattern for pattern in patterns)
 
 
 def has_generation_names(names: Iterable[object]) -> bool:
-    """Return True if a span's attribute names mark it as a generation of a model."""
+    """Return True if one of a span's attribute names marks it as a generation by a model."""
     return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 
@@ -124,7 +123,7 @@ def generation_facts(attributes: Mapping[Any, Any]) -> Labels:
 
 
 def token_times(attributes: Mapping[Any, Any]) -> tuple[int, int | None] | None:
-    """Return a stream's time to the first item and mean time per later item, in ns; None for a span without items."""
+    """Return the time to a stream's first item and the mean time per later item, in ns, None if it had no items."""
     first_ns, last_ns, items = (attributes.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
     if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
         return None  # missing, or the service's own attributes of the same names

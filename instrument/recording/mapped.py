@@ -1,8 +1,8 @@
-"""The reader of a recording in memory, for other processes, while the recorded process writes or after its end.
+"""The reader of a recording in memory, while the recorded process writes it or after the end of that process.
 
 Another process writes the bytes, so they may be half-written, stale or invalid. The reader copies bytes before it
-checks them, follows an address only to a slot of the right part, and leaves out invalid values. The writer does not
-know its readers and never waits. Files are read and not mapped: a truncated mapped file would end the reader.
+checks them, follows an address only to a slot of the right part, and leaves out invalid values. The writer never waits
+for readers. Files are read and not mapped, because a truncated mapped file would kill the reader.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ from instrument.recording.mapped_facts import (
 from instrument.recording.memory_layout import duplicate
 from instrument.recording.numbers import Cell
 from instrument.recording.paths import CallTree
-from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, value_of
+from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, typed_reading
 from instrument.recording.spans import GAUGES, HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, buckets_of
 from instrument.runtime.cheap_start import NamedTuple
 
 LARGEST_BYTES = 1 << 40
-"""The largest size of a recording in bytes."""
+"""The maximum size of a recording in bytes. A larger one counts as damaged."""
 MOST_SLOTS = {
     **{name: part.slots for name, part in layout.planned(0, is_sparse=True)[0].items()},
     "details": 1 << 32,
     "intervals": 1 << 26,
     "rows": 1 << 31,
 }
-"""The maximum number of slots of each part. A recording with more is damaged."""
-TRIES = 3
-"""The maximum number of reads of the open spans. A span is accepted once two copies of it are equal."""
-READINGS = 10
-"""The maximum number of reads of totals while they move between rings, for instance as a thread ends."""
+"""The maximum number of slots in each part of a recording. One with more counts as damaged."""
+MOST_OPEN_SPAN_READS = 3
+"""The maximum number of reads of the open spans. A span is valid once two successive reads of it are equal."""
+MOST_TOTALS_READS = 10
+"""The maximum number of reads of the totals. They are read again if they moved meanwhile, as at a thread's end."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 
 
-def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
-    """Return the numpy type of a record."""
+def _numpy_type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
+    """Return the numpy type of a record of the layout, with `before` bytes in front and `size` bytes in all."""
 
     def form(code: str) -> Any:
         count, kind = code[:-1], code[-1]
@@ -82,19 +82,19 @@ def _type(record: layout.Record, size: int | None = None, before: int = 0) -> np
     })  # fmt: skip
 
 
-_HEADER, _PART = _type(layout.HEADER), _type(layout.PART)
-ROWS = _type(layout.ROW)
-"""The numpy type of a row, with the layout of `instrument.recording.rows.PACKED_ROW`."""
-_NODE, _FRAME, _TOTALS = _type(layout.NODE), _type(layout.FRAME), _type(layout.TOTALS)
-_INTERVAL, _SAMPLE, _NUMBER = _type(layout.INTERVAL), _type(layout.SAMPLE), _type(layout.NUMBER)
-_CHUNK, _HIGH = _type(layout.CHUNK), _type(layout.HIGH)
+_HEADER, _PART = _numpy_type(layout.HEADER), _numpy_type(layout.PART)
+ROWS = _numpy_type(layout.ROW)
+"""The numpy type of a row (a finished span), with the layout of `instrument.recording.rows.PACKED_ROW`."""
+_NODE, _FRAME, _TOTALS = _numpy_type(layout.NODE), _numpy_type(layout.FRAME), _numpy_type(layout.TOTALS)
+_INTERVAL, _SAMPLE, _NUMBER = _numpy_type(layout.INTERVAL), _numpy_type(layout.SAMPLE), _numpy_type(layout.NUMBER)
+_CHUNK, _HIGH = _numpy_type(layout.CHUNK), _numpy_type(layout.HIGH)
 _FACT, _DETAIL = layout.FACT.packer(), layout.DETAIL.packer()
 
 
 @cache
 def _ring_type(object_bytes: int) -> np.dtype[np.void]:
-    """Return the numpy type of a ring. Its fields follow the `object_bytes` of the recorder's object."""
-    return _type(layout.RING, layout.STRIDES["rings"], object_bytes)
+    """Return the numpy type of a ring, whose fields come after the `object_bytes` of the recorder's own object."""
+    return _numpy_type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
 def _cells(records: Records) -> list[Cell]:
@@ -116,13 +116,13 @@ class _Ring(NamedTuple):
 
 
 class Mapped:
-    """A reader of a recording in a file, or in this process's own memory.
+    """A reader of a recording, given by a descriptor or as memory of this process. Each call reads the current state.
 
-    Each call reads the current state. Raises `TraceError` for a file that is no recording.
+    Raises `TraceError` for a file that is no recording.
     """
 
     in_doubt = 1
-    """The number of rows per ring that a killed process may have left half-written: the next one."""
+    """The number of rows per ring that are not read, because a killed process may have left them half-written."""
 
     def __init__(self, source: int | memoryview) -> None:
         self._memory = source if isinstance(source, memoryview) else None
@@ -138,7 +138,6 @@ class Mapped:
             raise
 
     def close(self) -> None:
-        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -192,19 +191,19 @@ class Mapped:
         return head
 
     def generation_now(self) -> int:
-        """Return the current generation."""
+        """Return the number of the recording's current session."""
         self._read_head()
         return self.generation
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return the slots of a part that were ever in use, up to the end of the file."""
+        """Return the slots of a part that have been in use, as far as the file has them."""
         self._read_head()
         part = self._parts[name]
         data = self._bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slot_of(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-        """Return the index of the slot in a part at each address, -1 for other addresses."""
+        """Return the slot of a part at each address of the recorded process, -1 for addresses outside of the part."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
@@ -217,7 +216,7 @@ class Mapped:
 
     @property
     def header(self) -> Header:
-        """Return the process of the recording and its current state."""
+        """Return the recorded process and the current state of its recording."""
         head = self._read_head()
         return Header(
             pid=int(head["pid"]),
@@ -228,16 +227,16 @@ class Mapped:
             monotonic_ns=int(head["monotonic_ns"]),
             realtime_ns=int(head["realtime_ns"]),
             memory_bytes=int(head["size_bytes"]) if self._fd < 0 else os.fstat(self._fd).st_blocks * 512,
-            facts=self._text(),
+            facts=self._read_facts(),
         )
 
-    def _text(self) -> Mapping[str, Any]:
+    def _read_facts(self) -> Mapping[str, Any]:
         part = self._parts["text"]
         data = self._bytes(part.offset, min(part.slots, part.used))
         return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
 
-    def _facts_of_sites(self) -> dict[int, Site]:
-        """Return the sites by their addresses in nodes. Read the sites that were added since the last call."""
+    def _read_sites(self) -> dict[int, Site]:
+        """Return the sites by the addresses that nodes have for them. Only new sites are read."""
         part = self._parts["facts"]
         generation, until = self._sites_until
         if generation != self.generation or part.used < until:
@@ -251,11 +250,11 @@ class Mapped:
 
     @property
     def known_tree(self) -> CallTree:
-        """Return the call paths at the last read, without a new read."""
+        """Return the call paths as of the last read, without reading again."""
         return self._tree
 
     def tree(self) -> CallTree:
-        """Return the current call paths: the same object until a path is added."""
+        """Return the current call paths. The object is the same until a path is added."""
         nodes = self._slots("nodes", _NODE)
         self._read_head()  # a site is written before its first node is known, but maybe after the head was read
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
@@ -277,7 +276,7 @@ class Mapped:
         parents = number_of[self._slot_of(nodes["parent"][slots], "nodes")]
         parents[parents >= np.arange(count)] = -1  # a parent is known before its children
         tree = CallTree()
-        site_by_address = self._facts_of_sites()
+        site_by_address = self._read_sites()
         addresses, numbers = np.unique(nodes["site"][slots], return_inverse=True)
         tree.sites.extend(site_by_address.get(int(address)) or Site(UNKNOWN) for address in addresses)
         tree.extend(0, array("i", numbers.tolist()).tobytes(), array("i", parents.tolist()).tobytes())
@@ -285,13 +284,12 @@ class Mapped:
         return tree
 
     def sites(self) -> list[Site]:
-        """Return the sites of all call paths."""
         return self.tree().sites
 
     def _rings(self) -> list[_Ring]:
-        """Return the rings of the current generation, by their numbers.
+        """Return the rings of the current session, in the order of their numbers.
 
-        Their rows must fit into the part, so in a damaged recording the last rings lose their rows.
+        If rings of a damaged recording have more rows than the part has room for, the last ones are without rows.
         """
         ring_by_number: dict[int, _Ring] = {}
         rings = self._slots("rings", self._ring_type)
@@ -314,21 +312,21 @@ class Mapped:
         return [ring_by_number[number] for number in sorted(ring_by_number)]
 
     def threads(self) -> dict[int, str]:
-        """Return the native ids and names of the recorded threads, in the order in which they first recorded."""
+        """Return the names of the recorded threads by native id, in the order in which they began to record."""
         return {ring.thread_id: ring.name for ring in self._rings() if ring.thread_id}
 
     # ---------------------------------------------------------------- spans
 
     def heads(self) -> dict[int, int]:
-        """Return the count of rows ever written to each ring, by the ring's number."""
+        """Return how many rows have been written to each ring, by the ring's number."""
         return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
 
     def first_after(self, after_ns: int) -> dict[int, int]:
-        """Return the number of the first row that ended after a time, by the ring's number."""
+        """Return for each ring the number of its first row that ended after a time, by the ring's number."""
         return {ring.number: self._first_after(ring, after_ns) for ring in self._rings() if ring.thread_id}
 
     def _first_after(self, ring: _Ring, after_ns: int) -> int:
-        """Return the number of a ring's first row that ended after a time; rows are in the order of their ends."""
+        """Return the number of a ring's first row that ended after a time. Rows are in the order of their ends."""
         part, mask, at = self._parts["rows"], ring.capacity - 1, layout.ROW.fields["end_ns"][0]
 
         def has_ended_after(number: int) -> bool:
@@ -339,10 +337,10 @@ class Mapped:
         return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
 
     def overwritten_since(self, since_ns: int) -> tuple[set[int], set[int]]:
-        """Return the threads that may lack rows after a time: threads with wrapped rings, and ended threads.
+        """Return which threads may have lost rows of after a time: those with wrapped rings, and ended ones.
 
-        The rings of the threads that ended first are reused first. So lost rows are older than the rows in the rings of
-        ended threads.
+        The rings of threads that ended first are reused first, so lost rows of ended threads are older than the rows in
+        the rings of other ended threads.
         """
         rings = [ring for ring in self._rings() if ring.thread_id]
 
@@ -355,10 +353,10 @@ class Mapped:
         return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
 
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
-        """Return at most `most` of the newest rows of all rings.
+        """Return the rows of all rings from the numbers in `since` on, the newest `most` of them.
 
-        `since` has the number of the first wanted row by the ring's number. Rows `in_doubt` are left out. Each result's
-        `head` is the first row for the next call.
+        `since` has the number of a row by the ring's number. Rows `in_doubt` are left out. The next call continues from
+        the `head` of each result.
         """
         copied, requests = [], []
         for place, ring in enumerate(ring for ring in self._rings() if ring.thread_id):
@@ -370,7 +368,7 @@ class Mapped:
             first = ring.head - count
             end = min(ring.head, first + most // (len(requests) - served))
             rows = self._copied(ring, first, end)
-            now = self._ring_now(ring)
+            now = self._current_head(ring)
             overwritten = max(now - ring.capacity + self.in_doubt - first, 0)
             late = min(overwritten, len(rows)) if now >= ring.head else len(rows)
             rows, first = rows[late:], first + late
@@ -390,7 +388,7 @@ class Mapped:
         return np.frombuffer(data.ljust((end - first) * part.stride, b"\0"), ROWS)
 
     def _wrapped(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
-        """Return the slots `first` to `end` of a ring in a part, by their numbers in the order of writing."""
+        """Return the slots of a ring from the `first` to before the `end` ever written, as bytes."""
         at, count = first % capacity, end - first
         before = min(count, capacity - at)
         pieces = ((at, before), (0, count - before))
@@ -398,8 +396,8 @@ class Mapped:
             self._bytes(part.offset + (offset + begin) * part.stride, length * part.stride) for begin, length in pieces
         )
 
-    def _ring_now(self, ring: _Ring) -> int:
-        """Return the current head of a ring, -1 if the ring has gone."""
+    def _current_head(self, ring: _Ring) -> int:
+        """Return how many rows have been written to a ring by now, -1 if the ring is another thread's."""
         part = self._parts["rings"]
         data = self._bytes(part.offset + ring.slot * part.stride, part.stride)
         if len(data) < part.stride:
@@ -408,14 +406,14 @@ class Mapped:
         return int(now["head"]) if now["number"] == ring.number else -1
 
     def open_spans(self) -> list[OpenSpan]:
-        """Return the spans that have begun and not ended, in the order in which they began."""
+        """Return the open spans, in the order in which they began."""
         rings = {ring.slot: ring for ring in self._rings()}
         # A process that was killed may not have closed the frame of a ring's newest row.
-        newest = [(ring, self._ring_now(ring)) for ring in rings.values()]
+        newest = [(ring, self._current_head(ring)) for ring in rings.values()]
         last_rows = [self._copied(ring, now - 1, now) for ring, now in newest if now > 0]
         ended = {int(rows["span_id"][0]) for rows in last_rows if len(rows)}
         span_by_id: dict[int, OpenSpan] = {}
-        for _ in range(TRIES):
+        for _ in range(MOST_OPEN_SPAN_READS):
             before, frames = self._slots("frames", _FRAME), self._slots("frames", _FRAME)
             before, frames = before[: len(frames)], frames[: len(before)]
             tree = self.tree()  # it has the node of every frame: read after them, for the process continues
@@ -443,7 +441,7 @@ class Mapped:
         return sorted(span_by_id.values(), key=lambda span: (span.start_ns, span.span_id))
 
     def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
-        """Return the current attributes of an open span, none while they are being written."""
+        """Return the attributes of an open span so far, none while they are being written."""
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
@@ -453,19 +451,19 @@ class Mapped:
 
     @property
     def details_bytes(self) -> int:
-        """Return the size of the area for row details, in bytes."""
+        """Return the size in bytes of the ring for details of rows, such as their attributes."""
         return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """Return the details of rows from the offset `begin` on, by span id, and the offset after them.
+        """Return the details of rows that were written from the offset `begin` on, by span id, and the offset after.
 
-        A detail is the active time in ns, and the text for `facts_in` and `detail_of`.
+        A detail is the active time in ns, and a text for `facts_in` and `detail_of`.
         """
         pieces, used = self.copied_details(begin)
         return details_in(pieces), used
 
     def copied_details(self, begin: int = 0) -> tuple[list[bytes], int]:
-        """Return the details from the offset `begin` on as bytes for `details_in`, and the offset after them."""
+        """Return the details from the offset `begin` on as bytes for `details_in`, and the offset after."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
@@ -482,10 +480,7 @@ class Mapped:
         return [data for at, data in pieces if at >= oldest], used
 
     def intervals(self, since: int = 0) -> Records:
-        """Return the remaining device intervals after the first `since` ones, oldest first.
-
-        Invalid ones are left out.
-        """
+        """Return the valid device intervals in the ring, the oldest first, without the first `since` ever written."""
         table = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
         sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
@@ -495,25 +490,25 @@ class Mapped:
         return np.asarray(table[sound])
 
     def interval_count(self) -> int:
-        """Return the number of all device intervals ever written."""
+        """Return how many device intervals have been written in all."""
         self._read_head()
         return self._parts["intervals"].used
 
     def settled_ns(self) -> int:
-        """Return the time up to which the device intervals of ended spans are complete; 0 if no device was timed."""
+        """Return the time up to which ended spans have all their device intervals, 0 if no device is timed."""
         return int(self._read_head()["settled_ns"])
 
     def samples(self, since_ns: int = 0) -> list[Sample]:
-        """Return the newest readings of gauges and of the service's numbers from a time on, oldest first."""
+        """Return the readings of gauges and of the service's own numbers from a time on, the oldest first."""
         self._read_head()
-        slots, used = min(self._parts["samples"].slots, layout.SAMPLES), self._parts["samples"].used
+        slots, used = min(self._parts["samples"].slots, layout.MOST_SAMPLES), self._parts["samples"].used
         table = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
         if len(table) and table["at_ns"].min() >= since_ns:
             table = self._newest("samples", _SAMPLE, slots)
         sound = (table["at_ns"] >= max(since_ns, 1)) & (table["at_ns"] < FARTHEST_NS) & (table["device"] >= HOST)
         sound &= (table["device"] < MOST_DEVICES) & np.isfinite(table["value"])
         samples = [
-            Sample(name, int(row["device"]), int(row["at_ns"]), value_of(name, row["value"], row["is_reported"]))
+            Sample(name, int(row["device"]), int(row["at_ns"]), typed_reading(name, row["value"], row["is_reported"]))
             for row in table[sound]
             if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]
@@ -521,7 +516,7 @@ class Mapped:
         return sorted([*samples, *values], key=attrgetter("at_ns")) if values else samples
 
     def _newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
-        """Return the slots of a ring in order, without the next slot, which may be half-written."""
+        """Return the slots of a part that is a ring, in order, without the next slot, which may be half-written."""
         self._read_head()
         part = self._parts[name]
         slots, used = min(slots, part.slots), part.used
@@ -536,15 +531,15 @@ class Mapped:
     # ---------------------------------------------------------------- totals
 
     def tally(self, choose_sites: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the totals of all calls up to now, by call path and thread.
+        """Return the totals of all calls so far, by call path and thread.
 
-        `choose_sites(tree)` returns True for each site to include, by the site's number.
+        `choose_sites(tree)` returns for each site, by its number, True to include it.
         """
         tree, threads, totals, *histograms = self._totals(choose_sites)
         return Tally.of_nodes(tree, *_lines(threads, totals, self._histograms(totals, *histograms)))
 
     def totals(self) -> Tally:
-        """Return the totals of all calls, as `tally` does. Histograms are added up only on access."""
+        """Return the totals of all calls, as `tally` does, but add up histograms only when they are asked for."""
         tree, threads, totals, *histograms = self._totals(None)
 
         def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:
@@ -559,7 +554,7 @@ class Mapped:
         return Tally.of_nodes(tree, *_lines(threads, totals, buckets_of(*[np.zeros(0, np.int64)] * 3)), histogram)
 
     def firsts(self) -> dict[int, tuple[int, int]]:
-        """Return the begin and length in ns of the first completed call of each call path."""
+        """Return the begin and the length in ns of the first completed call of each call path, by node."""
         firsts: dict[int, tuple[int, int]] = {}
         _, _, totals, *_ = self._totals(None)
         for node, begin_ns, length_ns in totals[["node", "first_ns", "first_total_ns"]].tolist():
@@ -569,7 +564,7 @@ class Mapped:
     def _totals(
         self, choose_sites: Callable[[CallTree], Sequence[bool]] | None
     ) -> tuple[CallTree, dict[int, _Ring], Records, Records, Records]:
-        for _ in range(READINGS):
+        for _ in range(MOST_TOTALS_READS):
             moving = int(self._read_head()["moving"])
             tree, rings = self.tree(), self._rings()
             totals, chunks, highs = self._slots_at_once(("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
@@ -584,11 +579,11 @@ class Mapped:
         return tree, threads, totals[is_counted], chunks, highs
 
     def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return the slots of several parts. Another process may write between the reads."""
+        """Return the slots of several parts. The recorded process may write between these reads."""
         return [self._slots(name, kind) for name, kind in parts]
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
-        """Return the histograms of totals as buckets; a bucket may occur more than once."""
+        """Return the histograms of totals as bucket records. A bucket may occur more than once."""
         row, place = np.nonzero(totals["chunks"])
         slots = self._slot_of(totals["chunks"][row, place], "chunks")
         sound = (slots >= 0) & (slots < len(chunks))
@@ -620,7 +615,7 @@ class Mapped:
 
 
 def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
-    """Return the active time and the text of each detail in copied bytes, by span id."""
+    """Return the active time and the text of each detail in copied bytes (of `copied_details`), by span id."""
     return {
         span_id: (active_ns, text)
         for data in pieces
@@ -630,7 +625,7 @@ def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
 
 
 def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
-    """Return a mask of the rows with valid values."""
+    """Return a mask of the rows whose values are valid."""
     sound = (rows["span_id"] != 0) & (rows["node"] < nodes) & (rows["start_ns"] >= -FARTHEST_NS)
     for name in ("span_id", "parent_id", "root_id"):
         sound &= rows[name] >> np.uint64(63) == 0
@@ -639,7 +634,7 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
 
 
 def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> tuple[Records, Records, dict[int, str]]:
-    """Convert totals to the lines of a tally. Return them with their buckets, and the names of their threads."""
+    """Convert totals of the layout to lines of a tally. Return these, their buckets, and the names of threads."""
     lines = np.zeros(len(totals), TOTALS)
     for name in set(Totals._fields).intersection(totals.dtype.names or ()):
         lines[name] = np.minimum(totals[name], LARGEST) if name in SUMS else totals[name]
@@ -653,7 +648,7 @@ def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> t
 
 
 def numbers_in(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
-    """Return the former values of the service's own numbers, and the newest value of each."""
+    """Return the former values of the service's own numbers (`Gauge`, `Counter`), and the newest value of each."""
     mapped._read_head()
     part, first = mapped._parts["numbers"], layout.NUMBERS
     if not part.used or part.slots < first + layout.NEWEST_NUMBERS:

@@ -1,6 +1,6 @@
-"""Facts read from a recording in memory and checked: its process, sites, open spans, and details of rows.
+"""The values that are stored as JSON in a recording, parsed and checked: process, sites, open spans, details of rows.
 
-Another process wrote them, as numbers followed by JSON. A value of the wrong type counts as missing.
+Another process wrote them, so they may be invalid. A value of the wrong type counts as missing.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from instrument.runtime.cheap_start import NamedTuple
 Records = NDArray[np.void]
 
 FARTHEST_NS = 1 << 62
-"""The latest valid time of a clock."""
+"""The limit in ns above which a time in a recording is invalid."""
 MOST_DEVICES = 1 << 16
-"""The limit of device indices."""
+"""The number of device indices. A larger index in a recording is invalid."""
 UNKNOWN = "(unknown)"
 
 
 class Header(NamedTuple):
-    """The process of a recording and its state.
+    """The header of a recording: the recorded process, and the state of its session.
 
-    `facts` describes the process and its session. `monotonic_ns` and `realtime_ns` are the time of the last update on
-    both clocks.
+    `facts` describes the process and its session. `monotonic_ns` and `realtime_ns` are the last time at which the
+    process updated the header, on the two clocks.
     """
 
     pid: int
@@ -44,7 +44,7 @@ class Header(NamedTuple):
 
     @property
     def begun_ns(self) -> int:
-        """Return the begin of the recording on the monotonic clock; the time of the last update if unknown."""
+        """Return the begin of the session on the monotonic clock, else the time of the last update."""
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
@@ -55,7 +55,7 @@ class Header(NamedTuple):
 
     @property
     def resource(self) -> Mapping[str, Any]:
-        """Return the attributes of the process's resource."""
+        """Return the OpenTelemetry resource attributes of the process."""
         resource = self.facts.get("resource")
         return resource if isinstance(resource, dict) else {}
 
@@ -72,19 +72,19 @@ class Header(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the last notes of the process on missing observations."""
+        """Return the newest notes of the process, on what it did not observe."""
         notes = self.facts.get("notes")
         return tuple(map(str, notes)) if isinstance(notes, list) else ()
 
     @property
     def origin(self) -> Mapping[str, Any]:
-        """Return the known fields of `spans.Origin`."""
+        """Return the fields of `spans.Origin` that the process has written."""
         origin = self.facts.get("origin")
         return origin if isinstance(origin, dict) else {}
 
 
 class OpenSpan(NamedTuple):
-    """A span that has begun and not ended, of the call path with the number `node`. It ran for `active_ns`."""
+    """A span that has begun but not ended. `node` is the number of its call path, `active_ns` the time it has run."""
 
     site: Site
     node: int
@@ -100,7 +100,7 @@ class OpenSpan(NamedTuple):
 
 
 class RingRows(NamedTuple):
-    """The newest rows of one thread, from number `first` on. `missed` rows were overwritten before they were read."""
+    """Rows that were read from one thread's ring, from number `first` on. `missed` ones were overwritten before."""
 
     ring: int
     thread_id: int
@@ -111,7 +111,7 @@ class RingRows(NamedTuple):
 
 
 class Detail(NamedTuple):
-    """The details of a row: the active time in ns (-1: the total time), the error, and the attributes."""
+    """The details that only some rows have. `active_ns` is -1 if it is the same as the total time."""
 
     active_ns: int
     error: str | None
@@ -119,9 +119,9 @@ class Detail(NamedTuple):
 
 
 def records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
-    """Yield consecutive records, each with its text, up to the first invalid one.
+    """Yield consecutive records, each with the text after it, up to the first invalid record.
 
-    The last fields of a record are its size and its text's size.
+    The last two fields of a record are its size and the size of its text.
     """
     at, least = 0, packer.size
     while at + least <= len(data):
@@ -134,7 +134,7 @@ def records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], byte
 
 
 def facts_in(text: bytes) -> dict[str, Any]:
-    """Return a JSON object, an empty one for any other text."""
+    """Parse a JSON object. Return an empty one for any other text."""
     try:
         facts = json.loads(text) if text else {}
     except (ValueError, RecursionError):
@@ -143,12 +143,12 @@ def facts_in(text: bytes) -> dict[str, Any]:
 
 
 def attributes_in(text: bytes) -> dict[str, Any]:
-    """Return the attributes in a JSON object, without values of invalid types."""
+    """Parse attributes from a JSON object. Values of invalid types are left out."""
     return _sound_attributes(facts_in(text))
 
 
 def site_of(facts: Mapping[str, Any]) -> Site:
-    """Return the site with the valid fields of some facts."""
+    """Return a site from a JSON object. Invalid fields get their defaults."""
     sound = {name: facts[name] for name, kind in _SITE.items() if _is_sound(facts.get(name), kind)}
     return Site(**{"name": UNKNOWN, **sound, "attributes": tuple(_sound_attributes(facts.get("attributes")).items())})
 
@@ -183,7 +183,7 @@ def detail_of(active_ns: int, facts: Mapping[str, Any]) -> Detail:
 
 
 def label_of(label: bytes) -> str:
-    """Return a thread's name from JSON. A long name is cut and has no closing quote."""
+    """Return a thread's name from its JSON, which has no closing quote if the name was too long."""
     for text in (label, label + b'"'):
         try:
             name = json.loads(text)

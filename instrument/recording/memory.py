@@ -1,7 +1,7 @@
-"""The memory that a process records into and other processes read: its file, its header, and its process's facts.
+"""The creation of the memory into which a process records and which other processes read, and the writes of its header.
 
-It is a file without a name (`memfd_create`), which exists while any process has it open. Or it is a file in a directory
-of the profile, which outlives the process. `memory_layout` defines its layout.
+The memory is a file without a name (`memfd_create`), which exists while any process has it open, or a file in the
+profile's `limits.ring_dir`, which outlives the process. `memory_layout` defines its layout.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from instrument.runtime import atomic
 from instrument.runtime.cheap_start import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
-"""The flag for a memory file that is not executable. Some systems refuse or log files without it (vm.memfd_noexec)."""
+"""The flag of a memory file that is not executable. With vm.memfd_noexec, systems refuse or log files without it."""
 
 _HEAD = struct.Struct("<8sIIQQIIQ40sqqQQQ")
 
 
 class Memory(NamedTuple):
-    """A file for a recording: its descriptor, its size, and its path, "" for a file without a name."""
+    """The file of a recording. `path` is "" for a file without a name."""
 
     fd: int
     size_bytes: int
@@ -44,11 +44,11 @@ _NAME = re.compile(r"([0-9]+)-([0-9]+)\.recording")
 
 
 def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
-    """Make a memory for rings of `ring_bytes`, with its header.
+    """Make the memory of a recording with rings of `ring_bytes`, and write its header. The caller must close it.
 
-    The caller closes it. A file on a disk gets all its blocks at once: a write to a mapped file on a full disk would
-    end the process. The oldest recordings of ended processes are removed to keep the directory within `disk_bytes`. A
-    lock on the file shows that its process lives. Raises `OSError` after a failure.
+    In `directory`, the oldest recordings of ended processes are removed to keep it within `disk_bytes`. A file there
+    gets all its blocks at once, because a write to a mapped file on a full disk would kill the process. A lock on the
+    file shows that its process lives. Raises `OSError`.
     """
     parts, size_bytes = layout.planned(ring_bytes, is_sparse=not directory)
     _refuse_beyond_limits(size_bytes, is_sparse=not directory)
@@ -61,7 +61,7 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
             Path(path).unlink()  # an earlier session's, whose file may still be mapped
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     elif hasattr(os, "memfd_create"):
-        fd = _without_name()
+        fd = _create_memfd()
     else:
         raise OSError("this system has no memory to share with other processes")
     try:
@@ -73,7 +73,7 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
         else:
             os.ftruncate(fd, size_bytes)
             _seal(fd)
-        os.pwrite(fd, _head(parts, size_bytes), 0)
+        os.pwrite(fd, _pack_header(parts, size_bytes), 0)
     except BaseException:
         os.close(fd)
         if path:
@@ -83,7 +83,7 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
 
 
 def left(directory: Path) -> list[Path]:
-    """Return the recordings that ended processes have left in a directory, the oldest first."""
+    """Return the paths of the recordings in a directory whose processes have ended, the oldest first."""
     files = []
     for path in directory.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError):
@@ -93,9 +93,9 @@ def left(directory: Path) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Return True if the process of a recording in a file lives, by its lock on the file.
+    """Return True if the process that writes the recording at a path lives, which its lock on the file shows.
 
-    A process that has closed all its descriptors is found by its id and start time.
+    A process that has closed all its descriptors, and so the lock, is found by its id and start time.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -125,7 +125,7 @@ def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:
         raise OSError("this system does not overcommit memory (vm.overcommit_memory = 2), which a recording needs")
 
 
-def _without_name() -> int:
+def _create_memfd() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create("instrument", flags | MFD_NOEXEC_SEAL)
@@ -134,18 +134,18 @@ def _without_name() -> int:
 
 
 def _seal(fd: int) -> None:
-    """Seal the size of the memory, so that no other process can truncate it while it is mapped."""
+    """Seal the size of a memory file, so that no other process can truncate it while it is mapped."""
     with contextlib.suppress(OSError):  # an old kernel: readers check the length themselves
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def private_head(ring_bytes: int) -> bytes:
-    """Return the header of a recording in private memory, whose unused pages take no memory if the system allows."""
+    """Return the header for a recording in private memory, which has room to spare if the system allows overcommit."""
     is_sparse = _read("/proc/sys/vm/overcommit_memory") != "2"
-    return _head(*layout.planned(ring_bytes, is_sparse=is_sparse))
+    return _pack_header(*layout.planned(ring_bytes, is_sparse=is_sparse))
 
 
-def _head(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
+def _pack_header(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
     boot_id = _read("/proc/sys/kernel/random/boot_id").encode()
     head = _HEAD.pack(
         layout.MAGIC, layout.VERSION, 0, size_bytes, 0, os.getpid(), layout.NEW, clock.start_ticks(clock.STAT), boot_id,
@@ -157,9 +157,9 @@ def _head(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
 
 
 def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
-    """Write this process, its state, and facts on it and its session into a memory's first pages.
+    """Write this process, the state of its session, and `facts` on both into the header of a recording.
 
-    Facts are JSON, and left out if they are too long.
+    Facts are written as JSON, and left out if they are too long.
     """
     at = {name: offset for name, (offset, _) in layout.HEADER.fields.items()}
     struct.pack_into("<I", view, at["pid"], os.getpid())
@@ -182,7 +182,7 @@ def write_state(view: memoryview, state: int) -> None:
 
 
 def write_switched(view: memoryview, *, on: bool) -> None:
-    """Write if the session of a recording records or is switched off. Do nothing before its begin and after its end."""
+    """Write that the session of a recording is switched on or off. Do nothing if no session runs."""
     (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
     if state in (layout.RUNNING, layout.OFF):
         write_state(view, layout.RUNNING if on else layout.OFF)

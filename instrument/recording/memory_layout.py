@@ -1,11 +1,8 @@
-"""The layout of a recording in memory that others can read, and the header as it is now, for readers without numpy.
+"""The layout of a recording in memory, and a reader of its header and rings that needs no numpy.
 
-`native/_recording_layout.h` is the same layout for the native recorder, whose own structures are in the memory. A
-recording has a header of one page and parts of equal slots. A released slot is zeroed. Pointers are addresses in the
-process: an address less the header's `address` is the offset in the recording. Numbers are little-endian, as on all
-machines of the native recorder.
-
-The operating system releases a lock when its process ends.
+A recording has a header of one page, and parts, each of equal slots. `native/_recording_layout.h` has the same layout
+for the recorder, whose own C structures are in the memory. A released slot is zeroed. Pointers are addresses in the
+recorded process: an address minus the header's `address` is the offset in the recording. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -20,19 +17,19 @@ from contextlib import suppress
 from instrument.runtime.cheap_start import NamedTuple
 
 EXPORT, GAUGES = 0, 1
-"""The claims on a recording: to export its rows, and to write its process's gauges into it."""
+"""The kinds of claims on a recording, each a lock for one process: to export it, and to write gauges into it."""
 
 FIRST_FD = 256
-"""The lowest descriptor that we use. So the service's own files have the same numbers as without us."""
+"""The lowest number of our descriptors, so that the service's own files get the same numbers as without us."""
 
 _OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
 _LOCK = struct.Struct("hhqqi4x")
 _LOCK_AT = 1 << 50
-"""The offset of the lock's byte. It is beyond the data of any recording, so it collides with no other lock."""
+"""The offset of the locked bytes in a file. It is beyond the data of any recording, so that no other lock is there."""
 
 
 def duplicate(fd: int) -> int:
-    """Return a copy of a descriptor with a number from `FIRST_FD` on, or with any number if the limit is lower."""
+    """Duplicate a descriptor. The copy has a number from `FIRST_FD` on, unless the process's limit is lower."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FD)
     except OSError:
@@ -40,7 +37,7 @@ def duplicate(fd: int) -> int:
 
 
 def identity_of(fd: int) -> tuple[int, int]:
-    """Return the identity of a descriptor's file, (-1, -1) for none."""
+    """Return the device and the inode of a descriptor's file, (-1, -1) for a closed descriptor."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -49,7 +46,7 @@ def identity_of(fd: int) -> tuple[int, int]:
 
 
 class OwnDescriptor:
-    """A descriptor that a service may close and reuse for its own file, as daemons do. -1 is none."""
+    """A descriptor of ours, -1 for none, which the service may close and reuse for its own file, as daemons do."""
 
     def __init__(self, fd: int = -1) -> None:
         self._fd, self._identity = fd, identity_of(fd)
@@ -69,7 +66,10 @@ class OwnDescriptor:
 
 
 class Claim(OwnDescriptor):
-    """A claim on a recording: a lock that `take` acquires. `fileno` is the recording's descriptor. Raises `OSError`."""
+    """A claim of one process on a recording, as a lock on the file. The system releases it when the process ends.
+
+    `fileno` returns the recording's descriptor. Raises `OSError`.
+    """
 
     def __init__(self, fd: int, kind: int) -> None:
         # Open the file anew: a lock belongs to an open file, which a passed descriptor shares with its sender.
@@ -81,7 +81,7 @@ class Claim(OwnDescriptor):
         self._lock_at = _LOCK_AT + kind
 
     def take(self) -> bool:
-        """Acquire the claim. Return False while another process has it."""
+        """Acquire the claim. Return False if another process has it."""
         try:
             fcntl.fcntl(self.fileno(), _OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._lock_at, 1, 0))
         except OSError:
@@ -95,13 +95,13 @@ class Claim(OwnDescriptor):
 
 
 MOST_SLOTS = 1 << 15
-"""The maximum number of slots that are read of a part."""
+"""The maximum number of slots to read from one part."""
 
 
 class RingHead(NamedTuple):
-    """A ring of the current generation: its number, its thread, and the address of its object in the process.
+    """A ring of the current session. `head` counts all rows that were ever written to it.
 
-    `head` counts all rows ever written, `rows` is the address of its rows in the process.
+    `address` and `rows` are the addresses of the recorder's object and of its rows in the recorded process.
     """
 
     number: int
@@ -114,7 +114,7 @@ class RingHead(NamedTuple):
 
 
 class RecordingHead:
-    """The header of a recording in a file, read once. Raises `OSError` for a file that is no recording."""
+    """A reader of a recording without numpy. It reads the header once. Raises `OSError` if a file is no recording."""
 
     def __init__(self, fd: int) -> None:
         self._fd, self._data = fd, os.pread(fd, HEADER.size, 0)
@@ -129,24 +129,24 @@ class RecordingHead:
 
     @property
     def generation(self) -> int:
-        """The generation of the recording: a new one begins with each session."""
+        """The number of the recording's session: each session of a process begins a new generation."""
         return self.number("generation")
 
     def part(self, name: str) -> Part:
-        """Return a part. Raises `OSError` if it is invalid."""
+        """Return where a part is in the recording. Raises `OSError` if that is invalid."""
         part = Part(*struct.unpack_from("<5Q", self._data, part_at(name)))
         if part.stride != STRIDES[name] or part.offset + part.slots * part.stride > 1 << 62:
             raise OSError(errno.EINVAL, f"the part {name} is damaged")
         return part
 
     def slots(self, name: str) -> list[bytes]:
-        """Return the slots of a part that were ever in use."""
+        """Return the slots of a part that have been in use."""
         part = self.part(name)
         data = os.pread(self._fd, min(part.used, part.slots, MOST_SLOTS) * part.stride, part.offset)
         return [data[at : at + part.stride] for at in range(0, len(data) - part.stride + 1, part.stride)]
 
     def rings(self) -> list[RingHead]:
-        """Return the rings of the current generation."""
+        """Return the rings of the current session."""
         before, rings = self.number("object_bytes"), []
         first = self.number("address") + self.part("rings").offset
         for slot, data in enumerate(self.slots("rings")):
@@ -187,7 +187,7 @@ def _number(data: bytes, record: Record, name: str) -> int:
 
 
 def generation_of(fd: int) -> int:
-    """Return the current generation of a recording, 0 if it cannot be read."""
+    """Return the number of a recording's current session, 0 if it cannot be read."""
     try:
         return RecordingHead(fd).generation
     except OSError:
@@ -198,22 +198,23 @@ MAGIC, VERSION = b"instrrec", 9
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
-"""The alignment of parts: the largest page size of any machine."""
+"""The alignment of parts in bytes, which is the largest page size of any machine."""
 DETAIL_BLOCK_BYTES = 64 << 10
-"""The size of a block of details. A record never crosses into the next block."""
+"""The size in bytes of a block of details. No record crosses into the next block."""
 CHUNKS = 60
-"""The blocks of a histogram, of 64 buckets each."""
+"""The number of blocks of a histogram. Each has 64 buckets, and is allocated when it is first used."""
 
 NEW, RUNNING, GOODBYE, FORKED, OFF = range(5)
-"""The states of a recording. NEW: no session has begun. RUNNING: a session records. GOODBYE: the session has ended as
-planned. FORKED: a forked child has no session yet. OFF: a session runs and records nothing."""
+"""The states of a recording. NEW: no session has begun. RUNNING: a session records. GOODBYE: the session was stopped.
+FORKED: a forked child has not begun its session. OFF: a session runs, but is switched off."""
 
 PARTS = (
     "text", "rings", "nodes", "totals", "chunks", "highs", "frames", "attributes", "facts", "details", "intervals",
     "samples", "numbers", "rows",
 )  # fmt: skip
-"""The parts in order. Each slot of `frames` has a slot of `attributes`. Slots of `text`, `facts` and `details` are
-bytes. `details`, `intervals`, `samples` and `numbers` are rings, whose `used` counts all slots ever written."""
+"""The names of a recording's parts, in order. Slots of `text`, `facts` and `details` are bytes. Each slot of `frames`
+(open spans) has a slot of `attributes`. `details`, `intervals`, `samples` and `numbers` are rings: their `used` counts
+all slots that were ever written."""
 
 OVERWRITTEN = "spans overwritten by newer ones"
 
@@ -233,22 +234,22 @@ REASONS = (
     "span annotated that is not open",
     "attributes beyond the limit of a span",
 )
-"""The losses that the header's `reasons` count, in the same order."""
+"""The names of the losses that the header's `reasons` count, in the same order."""
 
 
 class Record(NamedTuple):
-    """A structure: its size, and the offset and type of each field, in the codes of `struct`."""
+    """The layout of a C structure: its size, and for each field its offset and its type as a code of `struct`."""
 
     size: int
     fields: Mapping[str, tuple[int, str]]
 
     def packer(self) -> struct.Struct:
-        """Return the packer of a record without gaps between its fields."""
+        """Return a `struct.Struct` for a structure without gaps between its fields."""
         return struct.Struct("<" + "".join(code for _, code in self.fields.values()))
 
 
-def _in_order(**types: str) -> Record:
-    """Return a record without gaps between its fields."""
+def _packed_record(**types: str) -> Record:
+    """Return the layout of a structure without gaps, from the types of its fields in order."""
     fields, at = {}, 0
     for name, code in types.items():
         fields[name] = at, code
@@ -256,13 +257,13 @@ def _in_order(**types: str) -> Record:
     return Record(at, fields)
 
 
-HEADER = _in_order(
+HEADER = _packed_record(
     magic="8s", version="I", object_bytes="I", size_bytes="Q", address="Q", pid="I", state="I", start_ticks="Q",
     boot_id="40s", monotonic_ns="q", realtime_ns="q", generation="Q", moving="Q", ended_rows="Q",
     ended_too_short="Q", reasons="32Q", interval_slots="Q", settled_ns="Q",
     parts=f"{5 * len(PARTS)}Q",
 )  # fmt: skip
-PART = _in_order(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
+PART = _packed_record(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
 RING = Record(
     224,
     {
@@ -271,7 +272,7 @@ RING = Record(
         "label": (136, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
-"""The fields of a ring, after the `object_bytes` of the recorder's object."""
+"""The layout of a ring, which comes after the `object_bytes` of the recorder's own object."""
 NODE = Record(64, {"site": (0, "Q"), "parent": (8, "Q"), "index": (16, "I"), "is_known": (31, "B")})
 TOTALS = Record(
     640,
@@ -283,8 +284,8 @@ TOTALS = Record(
         "node": (608, "I"), "cancelled": (616, "Q"),
     },
 )  # fmt: skip
-CHUNK = _in_order(low="64H", high="Q")
-HIGH = _in_order(high="64Q")
+CHUNK = _packed_record(low="64H", high="Q")
+HIGH = _packed_record(high="64Q")
 FRAME = Record(
     128,
     {
@@ -292,19 +293,19 @@ FRAME = Record(
         "task": (48, "Q"), "children_ns": (64, "q"), "ring": (72, "Q"), "state": (122, "B"),
     },
 )  # fmt: skip
-ROW = _in_order(
+ROW = _packed_record(
     span_id="Q", parent_id="Q", root_id="Q", start_ns="q", end_ns="q", children_ns="q", rare="Q", node="I", task="I"
 )
-FACT = _in_order(site="Q", size_bytes="I", text_bytes="I")
-DETAIL = _in_order(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
-ATTRIBUTES = _in_order(span_id="Q", text_bytes="Q")
-"""An open span's attributes, followed by their JSON. While they are written, `span_id` is another span's or 0."""
-INTERVAL = _in_order(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
-"""A device interval of a span. A stream is an address, or a small number."""
-SAMPLE = _in_order(at_ns="q", device="i", is_reported="I", value="d", name="40s")
-"""A reading of a gauge. `is_reported` is 0 if the device does not report the gauge."""
-NUMBER = _in_order(at_ns="q", value="d", name="112s")
-"""A value of one of the service's own numbers. `name` has a name, a unit and a kind, each on a line."""
+FACT = _packed_record(site="Q", size_bytes="I", text_bytes="I")
+DETAIL = _packed_record(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
+ATTRIBUTES = _packed_record(span_id="Q", text_bytes="Q")
+"""The layout of an open span's attributes, before their JSON. Until that is written, `span_id` is another one or 0."""
+INTERVAL = _packed_record(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
+"""The layout of a device interval of a span. `stream` is an address or a small number."""
+SAMPLE = _packed_record(at_ns="q", device="i", is_reported="I", value="d", name="40s")
+"""The layout of a reading of a gauge. `is_reported` is 0 if the device does not report the gauge."""
+NUMBER = _packed_record(at_ns="q", value="d", name="112s")
+"""The layout of a value of one of the service's own numbers. `name` has name, unit and kind, each on a line."""
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
@@ -314,7 +315,7 @@ STRIDES: Mapping[str, int] = {
 
 
 class Part(NamedTuple):
-    """The offset of a part, the number of its slots and their size in bytes."""
+    """The place of a part in a recording: its offset, and the size in bytes (`stride`) and number of its slots."""
 
     offset: int
     stride: int
@@ -324,42 +325,42 @@ class Part(NamedTuple):
 
 
 def part_at(name: str) -> int:
-    """Return the offset of a part's record in the header."""
+    """Return the offset in the header at which the place of a part is stored."""
     return HEADER.fields["parts"][0] + PARTS.index(name) * PART.size
 
 
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
-"""The size of the rings as a multiple of the size of the device intervals."""
-SAMPLES = 131_072
-"""The maximum number of readings of gauges: an hour with one GPU. They take 8 MiB."""
+"""The ratio of the memory of all rings of rows to the memory of device intervals."""
+MOST_SAMPLES = 131_072
+"""The number of readings of gauges that a recording keeps: those of an hour with one GPU, in 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
-"""The slots for values that the service sets: a ring of former values, then one slot for each newest value."""
+"""The number of slots in the ring of former values of the service's own numbers, and of slots for newest values."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
-"""The bytes of the export state, at the end of a recording. Only its exporter writes them, see
+"""Bytes of the checkpoint of spans, at the end of a recording. Only its exporter writes it, see
 `instrument.recording.export_checkpoint`."""
 METER_BYTES = 16 * ALIGNED_BYTES
-"""The bytes of the metrics' state, before the export state."""
-SMALL_RINGS = 4096
-"""The maximum number of threads with a ring of the smallest size, after larger rings have used up the memory."""
+"""Bytes of the checkpoint of metrics, before that of spans."""
+MOST_SMALL_RINGS = 4096
+"""The maximum number of threads that get a ring of the smallest size once larger rings have used up the memory."""
 
 
 def interval_slots(ring_bytes: int) -> int:
-    """Return the number of device intervals in a recording with rings of `ring_bytes`."""
+    """Return how many device intervals a recording with rings of `ring_bytes` keeps."""
     return max(ring_bytes // INTERVAL_SHARE // INTERVAL.size, 64)
 
 
 def detail_bytes(ring_bytes: int) -> int:
-    """Return the bytes for details of rows: a fourth of the rings' bytes, at least 8 MiB, in whole blocks."""
+    """Return the bytes for details of rows: a fourth of `ring_bytes`, at least 8 MiB, in whole blocks."""
     return max(8 << 20, ring_bytes // 4 // (4 * DETAIL_BLOCK_BYTES) * 4 * DETAIL_BLOCK_BYTES)
 
 
 def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
-    """Return a recording's parts by name, and its size in bytes. A sparse file takes only the pages in use."""
+    """Plan a recording: return its parts by name, and its size in bytes. A sparse file takes only the used pages."""
     share = 1 if is_sparse else 4
     slots = {
         "text": TEXT_BYTES,
-        "rings": SMALL_RINGS,
+        "rings": MOST_SMALL_RINGS,
         "nodes": 20_992,  # all call paths that a tally keeps, and one for each site beyond
         "totals": 131_072 // share,
         "chunks": 262_144 // share,
@@ -369,10 +370,10 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
         "facts": (16 << 20) // share,
         "details": detail_bytes(ring_bytes) // share,
         "intervals": interval_slots(ring_bytes),
-        "samples": SAMPLES // share,
+        "samples": MOST_SAMPLES // share,
         "numbers": NUMBERS + NEWEST_NUMBERS,
         # Rings have sizes of powers of two, which leave holes.
-        "rows": (ring_bytes + ring_bytes // 4) // ROW.size + 64 * SMALL_RINGS // share,
+        "rows": (ring_bytes + ring_bytes // 4) // ROW.size + 64 * MOST_SMALL_RINGS // share,
     }
     parts, at = {}, HEADER_BYTES
     for name in PARTS:

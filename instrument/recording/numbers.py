@@ -1,7 +1,7 @@
-"""The service's own numbers in a recording: gauges, counters and histograms.
+"""The gauges, counters and histograms that a service defines itself, as cells in its recording.
 
-A number has a cell with its value. A histogram has a cell with its sum, and a cell with the count of each bucket in
-use. A reader adds the names of numbers to `GAUGES`, from which reports take units and descriptions.
+A gauge or counter has one cell with its value. A histogram has a cell with its sum, and one with the count of each used
+bucket. A reader adds the numbers to `GAUGES`, from which reports take units and descriptions.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import ldexp
 
-from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, MOST_SUM, Distribution, Metric, bucket
+from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, LARGEST_SUM, Distribution, Metric, bucket
 from instrument.recording.spans import GAUGES, HOST, Gauge, Sample
 from instrument.runtime.cheap_start import NamedTuple
 
 NAME_BYTES = 112
 SUM = "sum"
-OWN_GAUGES = 2_000
-"""The maximum number of names in `GAUGES`, with those of the service's numbers."""
+MOST_GAUGES = 2_000
+"""The maximum number of names in `GAUGES`. Further numbers of the service are not reported."""
 
-LARGEST = 9e9
-"""The largest value of a bucket's middle: in units of 1e-9 it fits 64 bits."""
+LARGEST_MIDDLE = 9e9
+"""The largest middle of a bucket, because it must fit 64 bits in units of 1e-9."""
 
 NANO = 10**9
-"""The number 1 in a distribution, whose unit is 1e-9."""
+"""The value 1 as a distribution counts it, in units of 1e-9."""
 
 
 class Cell(NamedTuple):
-    """A value of a number, and the time at which it was written. `kind` is `gauge`, `counter`, `sum` or a bucket."""
+    """A value of one of the service's numbers, written at `at_ns`. `kind` is `gauge`, `counter`, `sum` or a bucket."""
 
     name: str
     unit: str
@@ -41,13 +41,13 @@ def cell_name(name: str, unit: str, kind: str) -> bytes:
 
 
 def fits(name: str, unit: str) -> bool:
-    """Return True if a name and a unit fit into a cell."""
+    """Return True if the name and unit of a number are valid and fit into a cell."""
     is_text = bool(name) and name.isprintable() and unit.isprintable()
     return is_text and len(cell_name(name, unit, str(ZERO))) < NAME_BYTES
 
 
 def middle_of(bucket: int) -> float:
-    """Return the middle of a bucket: four for a factor of two, one for all up to 0."""
+    """Return the middle of a histogram's bucket. Each factor of two has four buckets, and all values up to 0 one."""
     return 0.0 if bucket == ZERO else ldexp(((bucket & 7) + 0.5) / 8, bucket >> 3)
 
 
@@ -65,7 +65,7 @@ def cell_of(name: bytes, at_ns: int, value: float) -> Cell | None:
 def samples_of(
     former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0, until_ns: int = 1 << 62
 ) -> list[Sample]:
-    """Return the readings of gauges, counters and sums between two times, and add their names to `GAUGES`."""
+    """Return the readings of gauges, counters and sums within an interval, and add their names to `GAUGES`."""
     samples = []
     for cell in (*former, *newest):
         if cell.kind not in (GAUGE, COUNTER, SUM) or not since_ns <= cell.at_ns < until_ns:
@@ -77,8 +77,8 @@ def samples_of(
 
 
 def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
-    """Add a number to `GAUGES`. Return False if another gauge has the name, or if there are too many names."""
-    if name not in GAUGES and len(GAUGES) < OWN_GAUGES:
+    """Add a number of the service to `GAUGES`. Return False if a gauge has that name, or there are too many names."""
+    if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, grows)
     return is_own(name)
 
@@ -87,7 +87,7 @@ ABOUT, GROWS = "a number of the service's own", "a number of the service's own, 
 
 
 def learn_gauges(gauges: Mapping[object, object]) -> None:
-    """Add the numbers of a file to `GAUGES`. Each has its unit and description in one text."""
+    """Add the service's numbers in a file to `GAUGES`. Each has its unit and description in one text."""
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):
@@ -100,7 +100,7 @@ def is_own(name: str) -> bool:
 
 
 def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
-    """Return the counters and histograms of the newest cells."""
+    """Return the service's counters and histograms as metrics, from the newest cells."""
     counters: list[Metric] = []
     sums: dict[tuple[str, str], float] = {}
     distributions: dict[tuple[str, str], Distribution] = {}
@@ -111,9 +111,9 @@ def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
         elif cell.kind == SUM:
             sums[key] = cell.value
         elif cell.kind.lstrip("-").isdecimal():
-            index = bucket(int(min(middle_of(int(cell.kind)), LARGEST) * NANO))
+            index = bucket(int(min(middle_of(int(cell.kind)), LARGEST_MIDDLE) * NANO))
             distributions.setdefault(key, Distribution()).add_buckets({index: int(cell.value)})
     for key, distribution in distributions.items():
-        distribution.sum_ns = min(int(min(sums.get(key, distribution.sum_ns / NANO), MOST_SUM) * NANO), MOST_SUM)
+        distribution.sum_ns = min(int(min(sums.get(key, distribution.sum_ns / NANO), LARGEST_SUM) * NANO), LARGEST_SUM)
     histograms = [Metric(*key, HISTOGRAM, ABOUT, {(): distribution}) for key, distribution in distributions.items()]
     return [*counters, *histograms]

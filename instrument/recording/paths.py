@@ -1,6 +1,6 @@
-"""Call paths as columns: the site and the parent path of each. A site is an instrumented place in the code.
+"""The call tree: each call path as a node, with the last site (an instrumented function) and the node of its caller.
 
-The paths of a process only grow, so a report computes only the facts of new paths.
+The tree of a process only grows, so values that were computed for its nodes are kept, and extended for new nodes.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, TypeVar
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import NamedTuple
 
-Said = TypeVar("Said")
+Result = TypeVar("Result")
 
 CallPath = tuple[Site, ...]
 
 NOT_BELOW = -1
-"""The parent of a topmost node."""
+"""The number in place of a parent for a topmost node."""
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 """The site for calls of new call paths after the tally is full."""
 
 
 NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
-"""Facts of sites, for `CallTree.by_site` and `CallTree.numbered`."""
+"""Functions of a site for `CallTree.by_site` and `CallTree.numbered`, which keep results by function."""
 
 
 class CallTree:
-    """Call paths as columns, by node number.
+    """The call tree of a process, as columns by node number. A node's parent has a smaller number.
 
-    A node's parent has a smaller number. A fact of a site must not change, because it is computed once. A column that
-    grows is replaced by a new one: a thread may read the old one while another thread, or a signal's handler, extends
-    it. Two threads that extend it get the same result. Columns must not be changed elsewhere.
+    A column that grows is replaced by a new one, because another thread may read the old one meanwhile. Two threads
+    that extend a column get the same result. Callers must not change columns. Values of a site are computed once, so
+    they must not change.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,9 @@ class CallTree:
         return len(self._nodes) // 2
 
     def extend(self, first: int, numbers: bytes, parents: bytes) -> None:
-        """Add nodes from the number `first` on: the index of each one's site in `sites`, and its parent.
+        """Add nodes from the number `first` on: for each the index of its site in `sites`, and its parent.
 
-        A parent is a node or `NOT_BELOW`. Both are in 32 bits. For one thread at a time.
+        A parent is a node or `NOT_BELOW`. Both columns are 32-bit numbers. Only one thread may call this at a time.
         """
         if numbers:
             added = array("i", 2 * numbers)
@@ -61,7 +61,6 @@ class CallTree:
             self._nodes = self._nodes[: 2 * first] + added
 
     def site(self, node: int) -> Site:
-        """Return the site of a node."""
         return self.sites[self._nodes[2 * node]]
 
     def parent(self, node: int) -> int:
@@ -69,30 +68,30 @@ class CallTree:
         return self._nodes[2 * node + 1]
 
     def upwards(self, node: int) -> Iterator[Site]:
-        """Yield the sites of a node's path, from its own upwards."""
+        """Yield the sites on a node's call path, from the node's own site upwards."""
         while node != NOT_BELOW:
             yield self.site(node)
             node = self._nodes[2 * node + 1]
 
     def nodes_of(self, sites: Collection[Site]) -> set[int]:
-        """Return the nodes of some sites."""
+        """Return the nodes whose sites are in `sites`."""
         numbers = {number for number, site in enumerate(self.sites) if site in sites}
         return {node for node, number in enumerate(self.site_of) if number in numbers}
 
     @property
     def site_of(self) -> array[int]:
-        """The current number of each node's site."""
+        """The index in `sites` of each node's site."""
         return self._nodes[::2]
 
     def located(self) -> Located:
-        """Return the places of all nodes."""
+        """Return the nodes with equal paths merged, see `Located`."""
         nodes, located = self._nodes, self._located
         if len(located.places) < len(nodes) // 2:
             located = self._located = Located.of(nodes[::2], nodes[1::2], self.keys())
         return located
 
     def nodes(self, places: Iterable[int]) -> array[int]:
-        """Return all nodes of the places."""
+        """Return all nodes that are merged into some places."""
         located = self.located()
         of, nodes_of = self._shared
         if of is not located:
@@ -109,15 +108,15 @@ class CallTree:
         """Return for each site the number of the first site with the same key."""
         return self.numbered(KEY)
 
-    def by_site(self, say: Callable[[Site], Said]) -> list[Said]:
-        """Return `say(site)` for each site, by the site's number. Results are cached by function: pass no lambda."""
-        results: list[Said] = self._said.get(say, [])
+    def by_site(self, say: Callable[[Site], Result]) -> list[Result]:
+        """Return `say(site)` for each site, by the site's number. Results are kept by function, so pass no lambda."""
+        results: list[Result] = self._said.get(say, [])
         if len(results) < len(self.sites):
             results = self._said[say] = [*results, *map(say, self.sites[len(results) :])]
         return results
 
     def numbered(self, say: Callable[[Site], Hashable]) -> array[int]:
-        """Return for each site the number of the first site with the same `say(site)`."""
+        """Return for each site the number of the first site for which `say` returns the same value."""
         numbers, number_by_result = self._numbers.setdefault(say, (array("i"), {}))
         start = len(numbers)
         if start < len(self.sites):
@@ -127,7 +126,7 @@ class CallTree:
         return numbers
 
     def column(self, more: Callable[[CallTree, int], array[int]]) -> array[int]:
-        """Return a column for all nodes. `more(tree, length)` returns the values that a column of that length lacks."""
+        """Return a computed column. `more(tree, length)` returns the values for the nodes from `length` on."""
         column = self._columns.get(more, array("i"))
         added = more(self, len(column))
         if added:
@@ -136,10 +135,10 @@ class CallTree:
 
 
 class Located(NamedTuple):
-    """The site, the parent's place and the own place of each node.
+    """The nodes of a call tree with equal paths merged. A node's place is the first node with an equal path.
 
-    `shared` has the nodes at another node's place. A node's place is the first node with the same parent's place and
-    site's key.
+    Paths are equal if the keys of their sites are. `parents` has the place of each node's parent, `shared` the nodes
+    whose place is another node.
     """
 
     site_of: array[int]
@@ -149,7 +148,7 @@ class Located(NamedTuple):
 
     @classmethod
     def of(cls, site_of: array[int], parents: array[int], keys: array[int]) -> Located:
-        """Locate nodes by their parents, and by the numbers of their sites' keys."""
+        """Merge nodes with equal paths, from their sites, their parents and the keys of sites."""
         above, places, shared = array("i"), array("i"), array("i")
         place_by_key: dict[int, int] = {}  # by numbers: a pair would be a thing more for the collector to look at
         for node, (site, parent) in enumerate(zip(site_of, parents, strict=True)):

@@ -1,4 +1,4 @@
-"""Spans of other tracers: the caller of a request, links of a root or a batch, and their texts in rows."""
+"""The spans of other tracers to which ours refer, as callers or by links, and their text form in recordings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass, late_pattern
 class RemoteParent:
     """The span of another tracer that was current when a request began: the fields of an OpenTelemetry span context.
 
-    `span_id` is 0 if only the trace is known. `is_local` is True for a span of this process, `in_server_span` for a
-    server span of the request or a span below it. `state` is its W3C `tracestate`, which is passed on unchanged.
+    `span_id` is 0 if only the trace is known. `is_local` is True for a span of this process, `in_server_span` if that
+    is the request's server span or a span below it. `state` is its W3C `tracestate`, which is passed on unchanged.
     """
 
     trace_id: int
@@ -24,25 +24,25 @@ class RemoteParent:
     state: str = ""
 
 
-OF_OURS = 3
-"""The flags of our own traces: sampled, with a random id (W3C Trace Context, level 2)."""
+OWN_TRACE_FLAGS = 3
+"""The W3C trace flags of our own traces: sampled, and with a random id (Trace Context, level 2)."""
 
 REMOTE = "instrument.remote"
-"""The name of the attribute of a request's row with the caller's trace, which `remote_of` reads. Readers of spans do
-not get it. It is a text, because the garbage collector would follow each row with an object."""
+"""The attribute of a request's row with its caller's span as text, for `remote_of`. Readers of spans do not get it. An
+object in its place would give the garbage collector more work with each row."""
 
 _TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 STATE_LIMIT = 512
-"""The most characters of a `tracestate`. The last entries of a longer one are left out (W3C Trace Context, 3.3.1.5)."""
+"""The maximum length of a `tracestate`. The last entries of a longer one are left out (W3C Trace Context, 3.3.1.5)."""
 
 _ENTRY = r"[ \t]*(?:[a-z0-9][a-z0-9_\-*/@]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~][ \t]*)?"
 _TRACESTATE = late_pattern(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
 def state_of(header: bytes | str) -> str:
-    """Return the entries of a `tracestate` that are passed on, up to `STATE_LIMIT`; "" for an invalid one."""
+    """Return a `tracestate` cut to `STATE_LIMIT`, to be passed on, "" if it is invalid."""
     header = header[: STATE_LIMIT + 1]
     text = header if isinstance(header, str) else header.decode("latin-1")
     if len(text) > STATE_LIMIT:
@@ -51,7 +51,7 @@ def state_of(header: bytes | str) -> str:
 
 
 def remote_of(context: object) -> RemoteParent | None:
-    """Return another tracer's span from its context, its headers, or the result of `noted`.
+    """Parse the span of another tracer from its headers, or from the text that `noted` returned. Return None for none.
 
     Headers are the `traceparent`, alone or with the `tracestate`, as bytes or text. An invalid `traceparent` (W3C Trace
     Context, 3.2) counts as none.
@@ -88,11 +88,11 @@ def header_of(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark of a trace that began in this request and was passed on to other services."""
+"""The mark, in the text of `noted`, of a trace that began in this request and was passed on to other services."""
 
 
 def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
-    """Return another tracer's span as text for a recording, which `remote_of` reads."""
+    """Encode the span of another tracer as text for a recording, from which `remote_of` parses it."""
     if remote is None:
         return None
     parent = f"00-{remote.trace_id:032x}-{remote.span_id:016x}-{remote.flags & 255:02x}"
@@ -104,22 +104,22 @@ def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
 
 
 LINK = "instrument.link"
-"""The attribute of a root that an ended span had started: the ids of that span and of its root."""
+"""The attribute of a root span whose task an ended span had started: the ids of that span and of its root."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
-"""The attribute with the trace id of the root in `LINK` in hexadecimal digits, if it is another tracer's."""
+"""The attribute with the trace id, in hexadecimal digits, of the span in `LINK`, if its trace began elsewhere."""
 
 
 LINK_REMOTE = "instrument.link.remote"
-"""The attribute of a request with only a link to its caller's span: the trace id and span id in hexadecimal digits,
-with a hyphen between them."""
+"""The attribute of a request that is only linked to its caller's span: the trace id and the span id of that, in
+hexadecimal digits with a hyphen between them."""
 
 LINK_STATE = "instrument.link.tracestate"
-"""The attribute with the `tracestate` of the caller's span in `LINK_REMOTE`, if it has one."""
+"""The attribute with the `tracestate` of the span in `LINK_REMOTE`, if it has one."""
 
 
 def link_of(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
-    """Return the attributes of a root for its link to an ended span."""
+    """Return the attributes that link a root span to the ended span that started its task."""
     link: dict[Any, Any] = {LINK: (span_id, root_id)}
     remote = remote_of(remote)
     return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}

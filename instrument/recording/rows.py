@@ -1,4 +1,4 @@
-"""Rows: finished spans, as 64 bytes in a recording, or as tuples with the indices below."""
+"""The two forms of a row, which is a finished span: 64 bytes in a recording, and a tuple with the indices below."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Final
 from instrument.recording import memory_layout
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
-"""A row with the fields of `row_of`."""
+"""A row as a tuple, with the arguments of `row_of`."""
 
 NODE: Final = 0
-"""The index of the call path."""
+"""The index of the node (call path) in a row."""
 SPAN_ID: Final = 1
 PARENT_ID: Final = 2
 ROOT_ID: Final = 3
@@ -21,29 +21,30 @@ TASK: Final = 4
 START_NS: Final = 5
 END_NS: Final = 6
 CHILDREN_NS: Final = 7
-"""The ns of the children less the ns that the span waited. The active time less this is the self time with waits."""
+"""The index of the time of the children minus the time that the span waited, in ns. The active time minus this is the
+self time including waits."""
 ACTIVE_NS: Final = 8
-"""The active time in ns, -1 if it is the total time."""
+"""The index of the active time in ns, which is -1 if it equals the total time."""
 ERROR: Final = 9
-"""The name of the exception, or None."""
+"""The index of the name of the exception, which is None without an error."""
 ATTRIBUTES: Final = 10
-"""The attributes of the span, or None."""
+"""The index of the attributes, which are None if the span has none."""
 MORE: Final = ACTIVE_NS
-"""The index of a row's first detail. The details have the types of `More`."""
+"""The index of the first of the details, which few rows have. Their types are those of `More`."""
 
 More = tuple[int, "str | None", "dict[Any, Any] | None"]
 
 REQUEST_BIT = 1
-"""The bit of a span id that is set only for root requests. So a root id shows if the root is a request."""
+"""The bit of a span id that is set only for root requests, so that a root id shows if the root is a request."""
 
 PACKED_ROW = memory_layout.ROW.packer()
-"""A row in 64 bytes, as in recordings. `rare` is 0, or 1 plus twice the active time, or 8 if details have more."""
+"""The 64-byte form of a row. Its field `rare` is 0, or 1 plus twice the active time, or 8 if the row has details."""
 
 _unpack = PACKED_ROW.iter_unpack
 
 
 STREAM = object()
-"""The key of the stream or `Work` for a span's device time, among its attributes. Readers of spans do not get it."""
+"""The key, among a span's attributes, of the stream or `Work` to time on a device. Readers of spans do not get it."""
 
 
 def row_of(
@@ -64,12 +65,12 @@ def row_of(
 
 
 def with_more(row: Row, more: More) -> Row:
-    """Return the row with the details `more`."""
+    """Return the row with these details."""
     return *row[:MORE], *more
 
 
 def unpacked_rows(data: bytes) -> Iterator[Row]:
-    """Yield rows of a recording, without their details."""
+    """Yield the rows in bytes of a recording, without their details."""
     for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _unpack(data):
         active_ns = rare >> 1 if rare & 1 else -1
         yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None
@@ -81,14 +82,14 @@ def is_request_root(row: Row) -> bool:
 
 
 RANDOM_BITS = 56
-"""The number of random bits at the end of a trace id, by which samplers decide (W3C Trace Context, level 2)."""
+"""The number of random bits at the end of a trace id, which decide if it is sampled (W3C Trace Context, level 2)."""
 
 
 @lru_cache(maxsize=64)
 def threshold_of(sample: float) -> int:
-    """Return the least random value of a sampled trace, rounded to the digits that fit OpenTelemetry's `tracestate`.
+    """Return the lowest value of a trace id's random bits at which the share `sample` of traces is sampled.
 
-    These are four hexadecimal digits after the leading digits that have all bits set.
+    It is rounded to four hexadecimal digits after leading digits of F, as OpenTelemetry's `tracestate` has it.
     """
     if sample <= 0:
         return 1 << RANDOM_BITS
@@ -99,12 +100,12 @@ def threshold_of(sample: float) -> int:
 
 
 def is_sampled(trace_id: int, sample: float) -> bool:
-    """Return True if the trace is in the share `sample` of traces. The answer is the same for all its spans."""
+    """Return True if a trace is in the sampled share of traces. The answer is the same for all its spans."""
     return trace_id & (1 << RANDOM_BITS) - 1 >= threshold_of(sample)
 
 
 def state_of_share(sample: float) -> str:
-    """Return the `tracestate` of a trace in a random share, "" for a share of 0 or 1."""
+    """Return the `tracestate` that names the sampled share of traces, "" for a share of 0 or 1."""
     if not 0 < sample < 1:
         return ""
     return f"ot=th:{threshold_of(sample):014x}".rstrip("0")

@@ -1,4 +1,4 @@
-"""Rings of slots that Python writes: the newest records of one kind, in a recording or in local memory."""
+"""The rings that Python code writes into a recording: device intervals and readings of gauges, the newest of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from instrument.recording import memory_layout as layout
 from instrument.recording.memory_layout import GAUGES as CLAIMED
-from instrument.recording.memory_layout import SAMPLES, Claim, RecordingHead, generation_of
+from instrument.recording.memory_layout import MOST_SAMPLES, Claim, RecordingHead, generation_of
 from instrument.recording.spans import GAUGES, Sample
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.unpatched import Lock
@@ -19,7 +19,7 @@ _U64 = Struct("<Q")
 
 
 class SlotRoom(NamedTuple):
-    """The memory of a part that Python writes: the recording's header, the part's name, and the part."""
+    """The memory of one part of a recording, with the recording's header."""
 
     head: memoryview
     name: str
@@ -27,16 +27,16 @@ class SlotRoom(NamedTuple):
 
     @classmethod
     def of(cls, memory: memoryview, name: str) -> SlotRoom:
-        """Return the memory of a part in a recording's memory."""
+        """Return the part of a recording with that name."""
         part = layout.Part(*layout.PART.packer().unpack_from(memory, layout.part_at(name)))
         return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride])
 
     def used(self) -> int:
-        """Return the number of slots ever written, by any writer."""
+        """Return how many slots have been written, by any process."""
         return int(_U64.unpack_from(self.head, self.used_at())[0])
 
     def used_at(self) -> int:
-        """Return the offset of the part's `used` in the header."""
+        """Return the offset in the header of the part's count of written slots."""
         return layout.part_at(self.name) + layout.PART.fields["used"][0]
 
     def put(self, field: str, value: int) -> None:
@@ -45,15 +45,15 @@ class SlotRoom(NamedTuple):
 
 
 FindRoom = Callable[[], "SlotRoom | None"]
-"""A function that returns the memory for a ring's slots, None if no other process can read the recording."""
+"""A function that returns the memory of a ring in the recording, None if other processes cannot read the recording."""
 
 
 class SlotRing:
-    """A ring of slots.
+    """A ring of slots for records of one kind, which loses its oldest slots.
 
-    One thread at a time writes, any thread of the process reads. Its memory is found at the first slot, so a forked
-    child writes into its own recording. Another process reads the slots up to `used`, which is set after a slot is
-    complete.
+    One thread at a time writes, any thread of the process reads. The memory is looked up with the first slot, so that a
+    forked child writes into its own recording. Another process reads the slots up to the header's `used`, which is set
+    once a slot is complete.
     """
 
     def __init__(self, cells: Struct, slots: int, find_room: FindRoom | None = None, capacity_name: str = "") -> None:
@@ -72,11 +72,11 @@ class SlotRing:
         self.add_all((values,))
 
     def add_all(self, slots: Iterable[Sequence[Any]]) -> None:
-        """Add several slots, in less time than one by one."""
+        """Add several records, in less time than one by one."""
         with self._lock:
             memory = self._memory
             if memory is None:
-                memory = self._found()
+                memory = self._find_memory()
             pack_into, size, capacity = self._cells.pack_into, self._cells.size, self.capacity
             head, used_at = (None, 0) if self._room is None else (self._room.head, self._used_at)
             for values in slots:
@@ -86,14 +86,14 @@ class SlotRing:
                     _U64.pack_into(head, used_at, self.count)
 
     def put(self, field: str, value: int) -> None:
-        """Set a field of the recording's header, if the slots are in a recording."""
+        """Set a field of the recording's header, if the ring is in a recording."""
         with self._lock:
             if self._memory is None:
-                self._found()
+                self._find_memory()
             if self._room is not None:
                 self._room.put(field, value)
 
-    def _found(self) -> memoryview | bytearray:
+    def _find_memory(self) -> memoryview | bytearray:
         self._room = self._find_room() if self._find_room is not None else None
         if self._room is None:
             self._memory = memory = bytearray(self.capacity * self._cells.size)
@@ -106,20 +106,19 @@ class SlotRing:
         return part
 
     def follow(self) -> None:
-        """Continue after the slots that another process has written meanwhile."""
+        """Continue after slots that another process has written into the ring."""
         with self._lock:
             if self._memory is None and self._find_room is not None and self._find_room() is not None:
-                self._found()
+                self._find_memory()
             if self._room is not None:
                 self.count = self._room.used()
 
     @property
     def overwritten(self) -> int:
-        """Return the number of slots that newer ones have overwritten."""
         return max(self.count - self.capacity, 0)
 
     def since(self, number: int) -> bytes:
-        """Return the remaining slots after the first `number` ones, the oldest first."""
+        """Return the slots in the ring as bytes, the oldest first, without the first `number` ever written."""
         with self._lock:
             size, memory = self._cells.size, self._memory
             first, last = max(number, self.count - self.capacity), self.count
@@ -135,12 +134,12 @@ class SlotRing:
 
 
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
-"""The labels of an interval.
+"""The labels of a device interval, which say how far its time can be trusted.
 
-`exclusive`: no other timed interval ran on the device meanwhile. `overlapped`: another one ran on another stream, and
-each may have slowed the other. `launch-bound`: the stream was idle when the span ended, or the events took much of the
-interval, so its length is the time of the launch. `stale`: its length is exact, its position is not. `captured` and
-`dropped` were not timed and have no length: the stream was being captured into a graph, or no event was available.
+`exclusive`: no other timed interval ran on the device meanwhile. `overlapped`: another stream had one, and each may
+have slowed the other. `launch-bound`: the stream was idle when the span ended, or the events took much of the interval,
+so its length is the time of the launch. `stale`: its length is exact, its position is not. `captured` and `dropped`
+have no length, because the stream was being captured into a graph, or no event was available.
 """
 
 _NUMBERS = {label: number for number, label in enumerate(LABELS)}
@@ -150,13 +149,13 @@ _CELLS = Struct("<QqQqqqq")
 INTERVAL_BYTES = _CELLS.size
 
 NOTHING_TO_COME = 1 << 62
-"""The settled time of a recording that will get no more intervals."""
+"""The value of `settled_ns` in the header of a recording that will get no more device intervals."""
 
 
 class IntervalRing:
-    """A ring of intervals by span. One thread writes it, any thread reads it.
+    """A ring of the device intervals of spans. One thread writes it, any thread may read it.
 
-    `find_room` returns its memory, which other processes can read. Without `find_room`, its memory is private.
+    `find_room` returns its memory in the recording. Without that, its memory is private.
     """
 
     def __init__(self, memory_bytes: int, find_room: FindRoom | None = None) -> None:
@@ -183,11 +182,11 @@ class IntervalRing:
         self._slots.add_all([(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals])
 
     def publish_settled(self, until_ns: int) -> None:
-        """Publish the time up to which the intervals of ended spans are complete."""
+        """Publish the time up to which ended spans have all their intervals."""
         self._slots.put("settled_ns", until_ns)
 
     def packed(self) -> bytes:
-        """Return all intervals as bytes, the oldest first. A label is its index in `LABELS`."""
+        """Return all intervals in the ring as bytes, the oldest first. A label is an index in `LABELS`."""
         return self._slots.since(0)
 
 
@@ -197,11 +196,11 @@ class IntervalRing:
 _SAMPLE = Struct("<qiId40s")
 
 FEW_SAMPLES = 4096
-"""The number of newest readings that a search copies first: three minutes with one GPU."""
+"""The number of newest readings that are copied first, and mostly suffice: those of three minutes with one GPU."""
 
 
-def value_of(name: str, value: float, is_reported: Any) -> float | None:
-    """Return a value in its gauge's type: an int for bytes, and None for a value that the device does not report."""
+def typed_reading(name: str, value: float, is_reported: Any) -> float | None:
+    """Return a stored reading as the type of its gauge: an int for bytes, None if the device does not report it."""
     if not is_reported:
         return None
     return int(value) if GAUGES[name].unit == "bytes" else float(value)
@@ -212,10 +211,10 @@ def _cells_of(sample: Sample) -> tuple[int, int, bool, float, bytes]:
 
 
 class Readings:
-    """A ring of a process's readings, written by the process itself. Any thread may read; one thread at a time adds."""
+    """A ring of gauge readings that this process writes. Any thread may read, and one thread at a time may add."""
 
     def __init__(self, find_room: FindRoom | None = None) -> None:
-        self._slots = SlotRing(_SAMPLE, SAMPLES, find_room)
+        self._slots = SlotRing(_SAMPLE, MOST_SAMPLES, find_room)
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Add readings. A full ring loses its oldest ones."""
@@ -224,13 +223,13 @@ class Readings:
             self._slots.add(*_cells_of(sample))
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
-        """Return the newest readings from `first_ns` to before `last_ns`, by time, device and name."""
+        """Return the readings from `first_ns` to before `last_ns`, ordered by time, device and name."""
         self._slots.follow()
         cells = self._samples_since(max(self._slots.count - FEW_SAMPLES, 0))
         if not cells or min(cells)[0] >= first_ns:
             cells = self._samples_since(0)
         samples = [
-            Sample(text, device, at_ns, value_of(text, value, is_reported))
+            Sample(text, device, at_ns, typed_reading(text, value, is_reported))
             for at_ns, device, is_reported, value, name in cells
             if first_ns <= at_ns < last_ns
             and (text := name.rstrip(b"\0").decode("ascii", "replace")) in GAUGES
@@ -239,7 +238,7 @@ class Readings:
         return sorted(samples, key=lambda sample: (sample.at_ns, sample.device, sample.name))
 
     def _samples_since(self, number: int) -> list[tuple[int, int, int, float, bytes]]:
-        """Return the readings after the first `number`, without those that were overwritten meanwhile."""
+        """Return the readings after the first `number` ever written, without those overwritten meanwhile."""
         first = max(number, self._slots.overwritten)
         data = self._slots.since(number)
         self._slots.follow()
@@ -254,9 +253,9 @@ class Readings:
 
 
 class GaugePlace(Claim):
-    """The ring of another process's readings, in its current session.
+    """The ring of gauge readings in another process's recording, for its current session.
 
-    Raises `OSError`. Only the process with the claim reads the gauges.
+    Only the process that has the claim may read the gauges. Raises `OSError`.
     """
 
     def __init__(self, fd: int) -> None:
@@ -264,7 +263,7 @@ class GaugePlace(Claim):
         self._generation = generation_of(fd)
 
     def add(self, samples: Iterable[Sample]) -> bool:
-        """Add readings. A full ring loses its oldest ones. Return False if another session has begun there."""
+        """Add readings. Return False if the other process has begun another session."""
         fd = self.fileno()
         try:
             head = RecordingHead(fd)
@@ -272,7 +271,7 @@ class GaugePlace(Claim):
         except OSError:
             return False
         end = part.offset + part.slots * part.stride
-        if head.generation != self._generation or not 0 < part.slots <= SAMPLES or end > os.fstat(fd).st_size:
+        if head.generation != self._generation or not 0 < part.slots <= MOST_SAMPLES or end > os.fstat(fd).st_size:
             return False
         used = part.used
         for sample in samples:

@@ -1,8 +1,7 @@
-"""The span model: an instrumented place (site), one timed execution (span), and the facts of a process.
+"""The span model that recorders and readers share: `Site`, an instrumented place in code, `Span`, one timed execution
+of it, and `Origin`, `Cost`, `Sample` and others, which describe a process.
 
-All classes are plain data with integer nanoseconds on the monotonic clock. They do not depend on recording or reports,
-so another process can read a saved trace. `instrument.trace.trace.Trace` has many spans,
-`instrument.trace.trace.Allocations` many allocations.
+All classes are plain data. Times are integer nanoseconds on the monotonic clock.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ Interval = tuple[int, int]
 
 
 KEY_ATTRIBUTES = ("phase", "direction", "sync")
-"""Attributes of a site by which reports group its calls. Others, such as a rank, differ between processes."""
+"""The attributes that are part of a site's `key`. Others, such as a rank, may differ between processes."""
 
 
 class Work(NamedTuple):
-    """The device work of a span: the framework that launches it, and the indices of the devices.
+    """The framework that launches a span's device work, and the indices of the devices.
 
-    Without indices it is the framework's current device.
+    Without indices, the work is on the framework's current device.
     """
 
     framework: str
@@ -34,15 +33,15 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """One instrumented place: static facts that all its spans share.
+    """An instrumented place in code, such as a function, with the static values that all its spans share.
 
-    A site is compared by identity, because it is the key of the tally on the hot path; `key` compares by value.
+    A site is compared by identity, because it is the key of the tally on the hot path. `key` compares by value.
 
-    `name` groups rows (for a layer the class name), `instance` distinguishes sites that share a name (for a layer its
-    path in the module tree). `attributes` are the same for every span of the site. A span shorter than `min_ns` without
-    children and error is only counted in the tally. A site that `suspends` is a coroutine or an async generator, which
-    may wait while it is open. `work()` returns the framework and devices of a span that begins. `told` names the fields
-    in recordings and files: all of plain types.
+    `name` groups calls; for a layer it is the class name. `instance` distinguishes sites of one name; for a layer it is
+    the path in the module tree. `attributes` are those of every span. A span shorter than `min_ns` without children and
+    error is only counted in the tally. A site that `suspends` is a coroutine or an async generator, which may wait
+    while it is open. `work()` returns the framework and devices of a span that begins. Recordings and files store the
+    fields of plain types.
     """
 
     told: ClassVar[tuple[str, ...]]
@@ -62,7 +61,7 @@ class Site:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A value that is equal for sites of the same place in all processes, including their `KEY_ATTRIBUTES`."""
+        """A value that is equal for the sites of one place in code in all processes."""
         facts = [fact for fact in self.attributes if fact[0] in KEY_ATTRIBUTES and isinstance(fact[1], (str, bool))]
         return (self.name, self.kind, self.module, self.qualname, self.file, self.line, self.instance, *facts)
 
@@ -73,19 +72,20 @@ class Site:
 
 
 def plain_fields(kind: type) -> list[Field[Any]]:
-    """Return the fields of a flat dataclass that can be written as data: all except functions."""
+    """Return the fields of a dataclass that can be stored: all except functions."""
     return [member for member in fields(kind) if not str(member.type).startswith("Callable")]
 
 
 Site.told = tuple(name for name, kind in Site.__annotations__.items() if not kind.startswith(("Callable", "ClassVar")))
 
 NO_DEVICE_TIME = "no device time: "
-"""The begin of a note with the reason why no device time was measured."""
+"""The first words of a note that says why no device time was measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceInterval:
-    """One interval of a device stream on the host clock, with its label and the uncertainty of its position."""
+    """The time of a span's work on a device stream, on the host's clock, with its label (`slot_ring.LABELS`) and the
+    uncertainty of its position."""
 
     device: int
     stream: int
@@ -96,53 +96,55 @@ class DeviceInterval:
 
 
 UNTIMED: frozenset[str] = frozenset({"captured", "dropped"})
-"""The labels of intervals with the time of submission, but without a length."""
+"""The labels of device intervals that have the time of their submission, but no length."""
 
 
 VALUE_LIMIT = 256
-"""The most characters of a text among a span's attributes, and of an attribute's name. A longer text is cut."""
+"""The maximum number of characters of an attribute's name and of its value. A longer text is cut."""
 
 ATTRIBUTE_LIMIT = 128
-"""The most attributes of a span, as in OpenTelemetry, and the most values of an attribute that is a list."""
+"""The maximum number of attributes of a span, as in OpenTelemetry, and of values in an attribute that is a list."""
 
 STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_description", "error.type"
-"""The attributes of a span's status, by OpenTelemetry's names: `OK` or `ERROR`, the reason, and the kind of error."""
+"""OpenTelemetry's attributes for the status of a span: `OK` or `ERROR`, its reason, and the kind of error."""
 
 OUTCOME = "instrument.outcome"
-"""The attribute of an interrupted span with the cause, such as `cancelled`. Without an error it has not failed."""
+"""The attribute with the cause that interrupted a span, such as `cancelled`. The span has not failed by that."""
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
-"""The attributes of a span with a streamed result: the ns from its begin to the first and to the last item."""
+"""The attributes of a span that streams its result: the ns from its begin to the first and to the last item."""
 
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
-"""The attributes of a streamed result: the number of items, and the largest and the median time between two items."""
+"""The attributes of a span that streams its result: the number of items, and the longest and the median time between
+two items in ns."""
 
 KEY = intern("instrument.key")
-"""The attribute of a span with the key of the request that it serves: the same in every process."""
+"""The attribute with the key of the request that a span serves, such as a request id. All processes use one key."""
 
 BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.batch.weights")
-"""The attributes of a span that serves several requests: their keys, and the weight of each in the span."""
+"""The attributes of a batch, a span that serves several requests: the requests' keys, and the weight of each."""
 
 FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
-"""The attribute of a span that lists its facts of requests, each as a word of `KEEPS`, a space and a name. A fact with
-a list has one item per request. The attribute with the fact's name and `FACT_KEYS` has the requests' keys."""
+"""The attribute that lists which attributes of a span are facts of requests, such as token counts: each as a word of
+`KEEPS`, a space and a name. A fact that is a list has one item per request, whose keys are in the attribute with the
+fact's name and `FACT_KEYS`."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
-"""The most characters of a key, and the most keys of a batch. A longer key is cut and ends in a checksum."""
+"""The maximum number of characters of a key, and of keys of a batch. A longer key is cut and ends in a checksum."""
 
 BLOCKED_BY, BLOCKED_AT = "instrument.blocked_by", "instrument.blocked_at"
-"""The attributes of a blocked event loop's span: the span or function that blocked the loop, and the line of code."""
+"""The attributes of a span in which an event loop was blocked: the span or function that blocked it, and the line."""
 
 
 @dataclass(slots=True)
 class Span:
-    """One timed execution.
+    """One timed execution of a site.
 
-    `parent_id` is the nearest span that was open above this one, or that started its task or thread; 0 for a root.
-    `root_id` is the span id of the tree's root. `task_id` is 0 if no task ran it. `active_ns` is the time in which the
-    body ran: less than the total for generators, and for spans that were suspended by an await. `self_ns` is the time
-    outside the children of its own thread and task, including waits. `clipped` marks a span that was open at the
-    window's edge. `links` are the known requests that a batch serves.
+    `parent_id` is the span around this one, or the span that started its task or thread, 0 for a root. `root_id` is the
+    root of the tree. `task_id` is 0 outside of asyncio tasks. `active_ns` is the time in which the body ran: less than
+    the total for generators, and for spans that were suspended by an await. `self_ns` is the time, including waits,
+    outside of children on the same thread and task. A `clipped` span was open at the edge of the window. `links` are
+    the known requests that a batch serves.
     """
 
     site: Site
@@ -182,14 +184,14 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The process of the spans, and a reading of its monotonic clock with the wall time.
+    """The process that recorded spans, and one pair of readings of its monotonic and its wall clock.
 
     `profile` is the source of the profile, `digest` identifies its content, and `generation` counts the profiles of the
-    process from 1 (0: unknown). `boot` identifies the boot of the machine: processes of one boot share one monotonic
-    clock. `wall_error_ns` is the largest error of `realtime_ns`, 0 if unknown. `run` is the run in which keys name
-    requests: that of `instrument run`, or a name for several hosts, "" for none. `start_ticks` is the start of the
-    process in ticks since boot (0: unknown): two containers may use one process id. `version` is the service's own, ""
-    for none. `caller` is the `traceparent` of its environment, with a space and the `tracestate` after it, "" for none.
+    process from 1 (0: unknown). `boot` identifies the boot of the machine; processes of one boot share the monotonic
+    clock. `wall_error_ns` is the largest error of `realtime_ns`, 0 if unknown. `run` is the run in which keys are
+    unique: that of `instrument run`, or one of several hosts, "" for none. `start_ticks` is the start of the process in
+    ticks since boot (0: unknown), because two containers may use one process id. `version` is the service's, "" for
+    none. `caller` is the `traceparent` of its environment, followed by a space and the `tracestate`, "" for none.
     """
 
     pid: int
@@ -210,21 +212,21 @@ class Origin:
 
     @property
     def remote(self) -> RemoteParent | None:
-        """The span of `caller`, None for none."""
+        """The span that `caller` names, None for none."""
         return remote_of(tuple(self.caller.split(" ", 1)))
 
     def realtime_of(self, monotonic_ns: int) -> int:
-        """Return the wall-clock nanoseconds since 1970 of a monotonic reading."""
+        """Convert a monotonic time to wall-clock nanoseconds since 1970."""
         return self.realtime_ns + (monotonic_ns - self.monotonic_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of the instrumentation itself: `calls` spans at `per_call_ns` each, in `window_ns` of wall time.
+    """The cost of the instrumentation in `window_ns` of wall time: that of recording `calls`, and that of its threads.
 
-    `thread_ns` is the processor time of its own threads, which read spans and send them. A call costs `per_call_ns` if
-    its memory is in the processor's caches, and up to `cold_call_ns` (0: unknown) if other code has used these
-    meanwhile. A service's calls are between the two.
+    Recording a call costs `per_call_ns` if its memory is in the processor's caches, and up to `cold_call_ns` (0:
+    unknown) if it is not. The calls of a service cost between the two. `thread_ns` is the processor time of the threads
+    that read and send spans.
     """
 
     calls: int
@@ -235,20 +237,20 @@ class Cost:
 
     @property
     def total_ns(self) -> int:
-        """The ns of all calls and threads, if the memory of probes is in the processor's caches."""
+        """The cost of all calls and threads in ns, if the memory of probes is always in the processor's caches."""
         return round(self.calls * self.per_call_ns) + self.thread_ns
 
     @property
     def most_ns(self) -> int:
-        """The ns of all calls and threads, if no memory of probes is in the processor's caches."""
+        """The cost of all calls and threads in ns, if the memory of probes is never in the processor's caches."""
         return round(self.calls * max(self.cold_call_ns, self.per_call_ns)) + self.thread_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """A gauge: its `unit`, and a description, for instance the base of a share.
+    """The unit and the description of a gauge.
 
-    A gauge that `grows` counts up from its first reading: only differences of its values have a meaning.
+    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning.
     """
 
     unit: str
@@ -289,19 +291,18 @@ GAUGES: dict[str, Gauge] = {
     "nvlink_sent": Gauge("bytes/s", "over all NVLinks from the device, mean since the reading before"),
     "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before"),
 }
-"""Every gauge by name: those of the host and of GPUs, and the service's own numbers in read recordings."""
+"""All known gauges by name: those of host and GPUs, and the service's own numbers in recordings that were read."""
 
 HOST = -1
-"""The device index of samples of the host."""
+"""The `device` of a sample that is of the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of a gauge of a device or of the host.
+    """One reading of the gauge `name` of a device or of the host.
 
-    `name` is one of `GAUGES`, and `value` has its unit. `value` is None if the device does not report it ("n/a", never
-    0). A gauge that is never reported has one such sample. `device` is CUDA's index of the device in this process, as
-    derived without CUDA (see `Gpu`), and `HOST` for the host.
+    `value` is None if the device does not report the gauge; a gauge that is never reported has one such sample.
+    `device` is the index that CUDA has for the device in this process (see `Gpu`), or `HOST`.
     """
 
     name: str
@@ -315,8 +316,8 @@ class Gpu:
     """A GPU, or a MIG instance of one, whose gauges are read.
 
     `device` is the index among the devices in `CUDA_VISIBLE_DEVICES`, in the order of PCI buses. CUDA has the same
-    indices with `CUDA_DEVICE_ORDER=PCI_BUS_ID`, and on machines with GPUs of one model. `uuid` is the name in NVML and
-    nvidia-smi, with `GPU-` or `MIG-`.
+    indices if `CUDA_DEVICE_ORDER` is `PCI_BUS_ID`, or if all GPUs are of one model. `uuid` is the name in NVML and
+    nvidia-smi, which begins with `GPU-` or `MIG-`.
     """
 
     device: int
@@ -325,10 +326,9 @@ class Gpu:
 
 
 class Kernel(NamedTuple):
-    """The work of a device's stream, from torch.profiler.
+    """A kernel, copy or fill on a device's stream, as torch.profiler recorded it.
 
-    `kind` is one of `WORK`. `launched_ns` is the begin of the host's call that launched it, on `thread_id`; both are 0
-    if unknown.
+    `launched_ns` is the begin of the host's call that launched it, on `thread_id`. Both are 0 if unknown.
     """
 
     name: str
@@ -342,11 +342,11 @@ class Kernel(NamedTuple):
 
 
 WORK: tuple[str, ...] = ("kernel", "copy", "fill")
-"""Every kind of work of a `Kernel`."""
+"""The kinds of a `Kernel`."""
 
 
 class Flops(NamedTuple):
-    """The floating-point operations of one of torch's operators, from torch.profiler, with its thread and begin."""
+    """The floating-point operations of a call of an operator, as torch.profiler counted them, with thread and begin."""
 
     thread_id: int
     at_ns: int
@@ -354,11 +354,11 @@ class Flops(NamedTuple):
 
 
 FLOPS = "flops"
-"""The attribute of a span with its floating-point operations, without those of its children."""
+"""The attribute with the floating-point operations of a span, without those of its children."""
 
 
 OPERATORS = "torch.profiler"
-"""The module name of the sites of torch's operators, which have no instrumented code."""
+"""The `module` of the sites that stand for operators of torch, which torch.profiler recorded."""
 
 
 def is_operator(site: Site) -> bool:
@@ -367,7 +367,7 @@ def is_operator(site: Site) -> bool:
 
 
 BLOCKED_LOOP = Site("loop blocked", "user", module="asyncio.events", qualname="Handle._run")
-"""The site of intervals in which one callback blocked an event loop while requests were open."""
+"""The site of spans in which one callback blocked an event loop while requests were open."""
 
 
 def is_blocked_loop(site: Site) -> bool:
@@ -385,14 +385,14 @@ def is_collection(site: Site) -> bool:
 
 
 EXECUTOR_QUEUE = "queue (executor)"
-"""The name of the spans in which a request's work waits for a thread of a pool."""
+"""The name of the spans in which a request's work waits for a free thread of an executor."""
 
 
 TIME_IN_QUEUE = "instrument.time_in_queue"
-"""The attribute of a job with the seconds from its entry into its queue to its begin."""
+"""The attribute with the seconds for which a job, such as a Celery task, waited in its queue."""
 
 LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qualname="requests")
-"""The site of failures of a server's app after it had completely answered a request."""
+"""The site of spans for failures of a web application after it had completely answered the request."""
 
 
 def is_late_failure(site: Site) -> bool:
@@ -408,23 +408,23 @@ def is_request(site: Site) -> bool:
 def is_interruption(site: Site) -> bool:
     """Return True if spans of the site are blocked loops or garbage collections.
 
-    Their time is within the interrupted spans: it is shown, but not added to sums.
+    Their time is part of the spans that they interrupt, so reports show it, but do not add it to sums.
     """
     return is_blocked_loop(site) or is_collection(site)
 
 
 def flops_in(attributes: Mapping[str, object]) -> int:
-    """Return the floating-point operations of a span, 0 for none or for more than fit into 64 bits."""
+    """Return the floating-point operations of a span from its attributes, 0 for none or an invalid number."""
     count = attributes.get(FLOPS)
     return count if type(count) is int and 0 < count < 1 << 63 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class ImportTime:
-    """The imports of one top-level package: their count from outside the package, and their time.
+    """The time to import one top-level package, and the number of its imports by other code.
 
-    `total_ns` includes packages that it imported. `self_ns` is only of its own modules, so it adds up over packages and
-    threads. `in_spans_ns` is the time of `self_ns` with a span open on the thread. `late_ns` is the other time in
+    `total_ns` includes packages that it imported. `self_ns` is only that of its own modules, so it adds up over
+    packages and threads. `in_spans_ns` is the part of it with a span open on the thread, `late_ns` the other part in
     imports that began after the first request.
     """
 
@@ -451,16 +451,16 @@ FIRSTS: Mapping[str, str] = {
     "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
     "count: a rule with first_request: true would say better.",
 }
-"""The reasons why a request is chosen as the first one."""
+"""The sentences of reports that say why a request counts as the first one, by `Startup.why`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """The start of a process, which remains after its first spans are overwritten.
+    """The startup of a process, which is kept even if its first spans are overwritten.
 
-    `process_ns` is the start of the process, None if unknown. `imports` is None if they were not timed. `firsts` has
-    every called site, in no order. `request` is the chosen first request, None for the one that began first; its length
-    is 0 if unknown. `why` is one of `FIRSTS`.
+    `process_ns` is the start of the process, None if unknown. `imports` is None if imports were not timed. `firsts` has
+    the first call of each site, in no order. `request` is the request that counts as the first, None for the one that
+    began first; its length is 0 if unknown. `why` is a key of `FIRSTS`.
     """
 
     session_ns: int
@@ -472,7 +472,7 @@ class Startup:
 
     @property
     def first_request(self) -> FirstCall | None:
-        """Return the chosen first request, else the completed one that began first."""
+        """Return the request that counts as the first, else the completed one that began first."""
         if self.request is not None:
             return self.request
         requests = [call for call in self.firsts if call.site.kind == "request"]
@@ -481,10 +481,10 @@ class Startup:
 
 @dataclass(frozen=True, slots=True)
 class OwnNotes:
-    """The rules without a target or a call in a process, which other processes of the run may have.
+    """The rules and targets of a profile that one process did not use, but other processes of the run may have.
 
-    `at_work` has the marks of rules in use here, `waiting` the notes on other rules by their marks. `uncalled` has the
-    targets without a call here, as modules and qualified names.
+    `at_work` has the marks of the rules that the process used, `waiting` the notes on the others by their marks.
+    `uncalled` has the names of targets that the process did not call.
     """
 
     at_work: tuple[str, ...] = ()
@@ -493,11 +493,11 @@ class OwnNotes:
 
 
 UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
-"""The maximum number of uncalled targets in a note, and the maximum number of characters of each name."""
+"""The maximum number of names in a note on uncalled targets, and of characters per name."""
 
 
 def never_called(targets: Sequence[str]) -> str:
-    """Return the note on uncalled targets, with the first `UNCALLED_NAMED` names."""
+    """Return a note on targets that were never called, with up to `UNCALLED_NAMED` of their names."""
     some = sorted(targets)[:UNCALLED_NAMED]
     half = UNCALLED_COLUMNS // 2
     names = [name if len(name) <= UNCALLED_COLUMNS else f"{name[: half - 2]}...{name[1 - half :]}" for name in some]
@@ -508,9 +508,9 @@ def never_called(targets: Sequence[str]) -> str:
 
 
 def covered_ns(parts: Iterable[Interval], limits: Interval | None = None) -> int:
-    """Return the length of the union of a few intervals, within `limits` if given.
+    """Return the length of the union of some intervals, within `limits` if given.
 
-    For many intervals use `instrument.trace.intervals`.
+    For many intervals `instrument.trace.intervals` is faster.
     """
     some = sorted(parts)
     reached_ns, last_ns = limits or (min(some, default=(0, 0))[0], max((end for _, end in some), default=0))

@@ -1,14 +1,14 @@
-"""The tally: the call tree with running totals, in constant memory, exact for every call.
+"""The tally: running totals for each call path and thread, in constant memory, exact for all calls.
 
-A node is a path of sites; each thread has its own totals for it. The totals are one numpy array, with a line per node
-and thread. Live, saved and counted tallies have the same form. Merging adds integers and takes minima and maxima, so it
-is exact in any order. Recursion makes no new paths: a site that is on the path already, directly or through others,
-counts at its node. A call of a node inside another call of the same node and thread is an *inner* call. It counts as a
-call, with its error, its self time, and its length in extremes and percentiles. Its total and device time do not count,
-because the outer call's include them. So the self times of a tree sum to its total, and `total / calls` counts no time
-twice. The children of a node may have more time in total than the node, if one of them ran inside another. The spans of
-a timeline have their true parents. The first `NODE_LIMIT` call paths have a node of their own. After that each site
-gets one more node, below the overflow's, for all its calls by new paths.
+A node of the call tree is a path of sites (instrumented functions). The totals are one numpy array, with a line per
+node and thread. Merging adds integers and takes minima and maxima, so it is exact in any order.
+
+Recursion makes no new paths: a call of a site that is on the path already counts at that site's node. Such an inner
+call counts as a call, with its error, its self time, and its length in extremes and percentiles. Its total and device
+time do not count, because those of the outer call include them. So the self times of a tree sum to its total. The
+children of a node may have more total time than the node, if one of them ran inside another.
+
+The first `NODE_LIMIT` call paths have nodes of their own. Later, all new paths that end in a site share one node.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 LARGEST_COPY_BYTES = 1 << 50
-"""The maximum number of bytes of one copy. A larger number is from a damaged file and not added."""
+"""The maximum number of bytes of one memory copy. A larger number is from a damaged file, and is not added."""
 
 LARGEST = 1 << 62
-"""The largest sum over all lines. Larger numbers are from damaged files, and are cut so that sums fit 64 bits."""
+"""The largest sum over all lines. Larger numbers come from damaged files, and are cut so that sums fit 64 bits."""
 
 ALL_THREADS = "(all threads)"
 
 
 class Totals(NamedTuple):
-    """A line of a tally, or the sum of several, as Python's numbers.
+    """The totals of some calls: a line of a tally, or a sum of lines. All times are in ns.
 
-    All times are in ns. `waiting_ns` is the time in `self_ns` in which the calls were suspended by an await.
-    `elapsed_ns` is the union of host and device interval of each call; without device work it equals the host total.
-    `cancelled` counts requests that were cancelled without an error. `first_ns` is the monotonic time at which the
-    first call began (0: no call). `probe_ns` is the cost of the calls' probes outside of the calls (0: unknown). It is
-    in the self time of their callers.
+    `waiting_ns` is the part of `self_ns` in which the calls were suspended by an await. `elapsed_ns` adds up the union
+    of host and device interval of each call; without device work it equals the host total. `cancelled` counts requests
+    that were cancelled without an error. `first_ns` is the monotonic time at which the first call began, 0 for no call.
+    `probe_ns` is the part of the probes' cost that falls into the self time of the callers, 0 if unknown.
     """
 
     node: int = NOT_BELOW
@@ -68,17 +67,17 @@ class Totals(NamedTuple):
 
 
 CORE_WIDTH = Totals._fields.index("first_ns") + 1
-"""The number of fields that a recorder fills, at the begin of a line."""
+"""The number of fields, at the begin of a line, that the recorder fills."""
 
 TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
 WIDTH = len(Totals._fields)
 
 LEAST, MOST = ("min_ns", "first_ns"), ("max_ns",)
 SUMS = tuple(name for name in Totals._fields if name not in ("node", "thread_id", *LEAST, *MOST))
-"""The fields that are added when lines are merged."""
+"""The fields that are added when lines are merged. Of the others, minimum or maximum is taken."""
 
 BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64)])
-"""A bucket of a line's histogram, and the calls in it."""
+"""The numpy type of a bucket: the index of its line, the bucket of the line's histogram, and the calls in it."""
 
 _ADDED = [Totals._fields.index(name) for name in SUMS]
 _EXTREMES = {
@@ -87,7 +86,7 @@ _EXTREMES = {
 
 
 class Row(NamedTuple):
-    """The totals of one call path on one thread."""
+    """The totals of one call path on one thread, with the path as sites."""
 
     path: CallPath
     totals: Totals
@@ -98,12 +97,12 @@ class Row(NamedTuple):
 
 
 class Tally:
-    """Totals by call path and thread.
+    """The totals of all calls by call path and thread.
 
-    `threads` maps thread ids to names, in the order in which the threads first recorded. Thread 0 collects ended
-    threads that were merged to keep the tally small. The `lines` are grouped by thread, in the same order. `site_of`
-    and `parents` are by node; parents come before their children. A running recorder adds up the histograms of nodes on
-    demand (`make_histogram`); other tallies have them.
+    `threads` maps thread ids to names, in the order in which the threads first recorded. Thread 0 has the calls of
+    ended threads that were merged to save memory. `lines` are grouped by thread, in the same order. `site_of` and
+    `parents` are columns by node; parents come before their children. With `make_histogram`, the histograms of nodes
+    are added up on demand, as those of a running recorder are; else `buckets` has them.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Tally:
         self.tree = CallTree() if tree is None else tree
         located = self.tree.located()
         self.site_of, self.parents = (np.asarray(ids, dtype=np.int32) for ids in (located.site_of, located.parents))
-        self.lines = _narrowed(np.zeros(0, TOTALS) if lines is None else lines)
+        self.lines = _cut_lines(np.zeros(0, TOTALS) if lines is None else lines)
         self.buckets = np.zeros(0, BUCKETS) if buckets is None else buckets
         self.threads = dict(threads or {})
         self._make_histogram = make_histogram
@@ -132,7 +131,7 @@ class Tally:
         threads: Mapping[int, str],
         make_histogram: Callable[[Iterable[int], int | None], dict[int, int]] | None = None,
     ) -> Tally:
-        """Return the tally of lines by node. Lines of one place and thread are merged, in the order of first calls."""
+        """Return a tally of lines whose `node` is one of `tree`. Lines of equal paths on one thread are merged."""
         order = np.argsort(lines["first_ns"], kind="stable")
         lines, buckets = lines[order], buckets.copy()
         buckets["line"] = np.argsort(order)[buckets["line"]]
@@ -143,9 +142,9 @@ class Tally:
     def of_paths(
         cls, paths: Sequence[CallPath | None], lines: Records, buckets: Records, threads: Mapping[int, str]
     ) -> Tally:
-        """Return the tally of lines whose `node` is an index in `paths`; lines with None there are left out.
+        """Return a tally of lines whose `node` is an index in `paths`. Lines with None there are left out.
 
-        Lines of one path and thread are merged. Nodes are in the order of their paths.
+        Lines of equal paths on one thread are merged. Nodes are in the order of their paths.
         """
         lines, numbers = lines.copy(), np.full(len(paths), NOT_BELOW, dtype=np.int64)
         used = np.unique(lines["node"]).tolist()
@@ -159,7 +158,7 @@ class Tally:
 
     @classmethod
     def together(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
-        """Return the sum of several tallies, such as those of processes. A thread has its first name."""
+        """Return the sum of several tallies, such as those of processes. A thread gets the first name that it has."""
         paths, lines, buckets, names = (
             list[CallPath](),
             [np.zeros(0, TOTALS)],
@@ -186,7 +185,7 @@ class Tally:
         threads: Mapping[int, str] | None = None,
         moved_ns: int = 0,
     ) -> Tally:
-        """Return the calls with changed paths, threads and times, without those whose new path or thread is None."""
+        """Return a tally with changed paths, threads and times. Lines whose new path or thread is None are left out."""
         lines = self.lines.copy()
         paths: list[CallPath | None] = [*self.paths]
         if path_of is not None:
@@ -208,14 +207,14 @@ class Tally:
 
     @cached_property
     def paths(self) -> list[CallPath]:
-        """The path of each node."""
+        """The call path of each node."""
         paths, sites = list[CallPath](), self.tree.sites
         for site, parent in zip(self.site_of.tolist(), self.parents.tolist(), strict=True):
             paths.append((*(paths[parent] if parent != NOT_BELOW else ()), sites[site]))
         return paths
 
     def rows(self) -> Iterator[Row]:
-        """Yield each line with its path. Slow for many lines: use `lines` if no path is needed."""
+        """Yield each line with its call path. This is slow for many lines; `lines` is an array."""
         paths = self.paths
         return (Row(paths[line[0]], Totals._make(line)) for line in self.lines.tolist())
 
@@ -226,7 +225,7 @@ class Tally:
     # ---------------------------------------------------------------- sums
 
     def of(self, thread: int | None) -> Records:
-        """Return the lines of a thread, or of all threads (None)."""
+        """Return the lines of a thread, or all lines for None."""
         if thread is None:
             return self.lines
         begin, end = self._ranges.get(thread, (0, 0))
@@ -239,20 +238,21 @@ class Tally:
         return {int(ids[begin]): (begin, end) for begin, end in pairwise(edges)}
 
     def has(self, field: str) -> bool:
-        """Return True if a field is not 0 in any line."""
+        """Return True if a field is not 0 in some line."""
         return bool(self.lines[field].any())
 
     def by(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
-        """Return the sums of a thread's lines, or of all (None), by their node's group. Groups below 0 are left out."""
+        """Return the sums of a thread's lines, or of all lines for None, by the group of their node in `groups`. Groups
+        are numbers below `count`. Nodes in groups below 0 are left out."""
         lines = self.of(thread)
         return summed(lines, np.asarray(groups)[lines["node"]], count)
 
     def by_site(self) -> Records:
-        """Return the sums of all lines by the number of their site."""
+        """Return the sums of all lines by site, as numbers of sites."""
         return self.by(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
-        """Return the indices of lines by key. `keys` has a key per site; lines with an empty key are left out."""
+        """Return the indices of lines by the key of their site in `keys`. Lines with an empty key are left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
             if keys[site]:
@@ -264,11 +264,10 @@ class Tally:
         return list(dict.fromkeys(self.lines["node"][list(places)].tolist()))
 
     def total(self, places: Sequence[int]) -> Totals:
-        """Return the sum of some lines."""
         return total_of(self.lines[list(places)])
 
     def histogram(self, nodes: Iterable[int], thread: int | None = None) -> dict[int, int]:
-        """Return the sum of the histograms of nodes, on a thread or on all."""
+        """Return the sum of the histograms of some nodes, on one thread or on all for None."""
         if self._make_histogram is not None:
             return self._make_histogram(nodes, thread)
         order, edges = self._by_node
@@ -283,15 +282,15 @@ class Tally:
 
     @cached_property
     def _by_node(self) -> tuple[Int64s, list[int]]:
-        """The order of the buckets by their node, and the index of each node's first bucket."""
+        """The indices of the buckets in the order of their nodes, and where in it each node begins."""
         nodes = self.lines["node"][self.buckets["line"]]
         order = np.argsort(nodes, kind="stable")
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def device_below(self, thread: int | None) -> Mapping[int, int]:
-        """Return by node the device time below it in addition to its own, if any, on a thread or on all.
+        """Return by node the device time of nodes below it that its own does not include, on one thread or on all.
 
-        A node's events include device time below it on the same stream, which does not count twice.
+        A node's own device time includes that of nodes below it on the same stream.
         """
         if thread not in self._device_below:
             self._device_below[thread] = self._find_device_below(thread) if self.has("device_ns") else {}
@@ -317,7 +316,7 @@ class Tally:
     # ---------------------------------------------------------------- other tallies of it
 
     def merged(self) -> Tally:
-        """Return the tally summed over all threads, in the order of first calls. Paths without calls are left out."""
+        """Return the sum over all threads, in the order of first calls. Paths without calls are left out."""
         sums = summed(self.lines, self.lines["node"], len(self.parents))
         sums["node"] = np.arange(len(sums))
         called = np.flatnonzero(sums["calls"])
@@ -330,7 +329,7 @@ class Tally:
         return Tally(self.tree, sums[called], buckets[buckets["line"] >= 0], threads, self._make_histogram)
 
     def since(self, before: Tally) -> Tally:
-        """Return the calls of all threads since an earlier tally. Minima and maxima are of all calls."""
+        """Return the calls of all threads since an earlier tally. Minima and maxima remain those of all calls."""
         now, old = self.merged(), before.merged()
         place = np.full(len(now.parents), NOT_BELOW, dtype=np.int64)
         place[old.lines["node"]] = np.arange(len(old))
@@ -346,12 +345,12 @@ class Tally:
         return now
 
     def charge(self, outside_ns: Callable[[Site], float]) -> None:
-        """Set `probe_ns` of every line from `outside_ns(site)`, the cost of a call's probe outside of its span."""
+        """Set `probe_ns` of all lines. `outside_ns(site)` is the cost of one call's probe outside of its span."""
         each_ns = np.array([*map(outside_ns, self.tree.sites), 0.0])
         self.lines["probe_ns"] = np.rint(self.lines["calls"] * each_ns[self.site_of[self.lines["node"]]])
 
     def corrected(self) -> Tally:
-        """Return a copy with self times without the cost of the children's probes, and never negative."""
+        """Return a copy in which self times are reduced by the cost of the children's probes, but not below 0."""
         lines, above = self.lines.copy(), self.parents[self.lines["node"]].astype(np.int64)
         key, parent_key = _keys(lines["node"], lines["thread_id"], above)
         order = np.argsort(key, kind="stable")
@@ -365,19 +364,20 @@ class Tally:
 
 
 def numbers_of(lines: Records) -> Int64s:
-    """Return a view of lines as a table of numbers."""
+    """Return a view of lines as a two-dimensional array of numbers."""
     return lines.view(np.int64).reshape(-1, WIDTH)
 
 
 def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) -> Records:
-    """Return buckets as records."""
+    """Return an array of `BUCKETS` from its three columns."""
     buckets = np.zeros(len(line), BUCKETS)
     buckets["line"], buckets["bucket"], buckets["times"] = line, bucket, np.minimum(times, LARGEST)
     return buckets
 
 
 def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
-    """Return the sums of lines by group. Groups below 0, and lines without calls, are left out."""
+    """Return the sums of lines by group, for groups below `count`. Negative groups, and lines without calls, are left
+    out."""
     sums, table = np.zeros(count, TOTALS), numbers_of(lines)
     is_counted = (groups >= 0) & (lines["calls"] != 0)
     if not is_counted.all():
@@ -403,8 +403,8 @@ def total_of(lines: Records) -> Totals:
     return Totals._make(total)
 
 
-def _narrowed(lines: Records) -> Records:
-    """Return the lines, cut if their sums would need more than 64 bits."""
+def _cut_lines(lines: Records) -> Records:
+    """Return the lines, with numbers cut if their sums would need more than 64 bits."""
     lines = np.ascontiguousarray(lines)
     table = numbers_of(lines)[:, : CORE_WIDTH - 1]
     if max(int(table.max(initial=0)), -int(table.min(initial=0))) * len(lines) < LARGEST:
@@ -438,7 +438,7 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
 
 
 def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """Return a number for each pair of node and thread, and for each pair of other node and thread."""
+    """Return a number per pair of node and thread, and one per pair of other node and thread, which are comparable."""
     _, numbers = np.unique(threads, return_inverse=True)
     width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1
@@ -455,7 +455,7 @@ def _summed_buckets(buckets: Records) -> Records:
 
 
 def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
-    """Return the tree of call paths, and the place of each path, `NOT_BELOW` for an empty path."""
+    """Make a call tree of call paths. Return it with the node of each path, `NOT_BELOW` for an empty path."""
     node_of: dict[CallPath, int] = {(): NOT_BELOW}
     number_of: dict[Site, int] = {}
     numbers, parents, nodes = array("i"), array("i"), list[int]()

@@ -1,2 +1,2 @@
-"""Adapters to Python and the operating system that leave the service unaffected: imports, threads, signals, files,
-limits."""
+"""Adapters to Python and the operating system, such as import hooks, threads and signals, that leave the service
+unaffected."""

@@ -1,7 +1,7 @@
-"""The start of a run's agent, separate from the service.
+"""The start of a run's agent as a process that the service does not notice.
 
 The agent is no child of the service, which may wait for all its children. It has a session and a process group of its
-own: no signal of a terminal or of a group reaches it. It keeps none of the service's descriptors.
+own, so that no signal of a terminal or a group reaches it. It keeps none of the service's descriptors.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from typing import IO
 from instrument.runtime import run_folder
 from instrument.runtime.unpatched import sleep
 
-ENTRY = Path(__file__).parents[1] / "agent" / "entry.py"
+AGENT_SCRIPT = Path(__file__).parents[1] / "agent" / "entry.py"
 
 FIRST = "INSTRUMENT_RUN_PID"
-"""The variable with the pid of the command that `instrument run` runs."""
+"""The environment variable with the process id of the command that `instrument run` runs."""
 
 INTERPRETER, BEGINNINGS = "python", "agents"
-"""The names, in a run's folder, of the link to its agents' interpreter and of the file with their start times."""
+"""Names in the folder of a run: of a link to the interpreter for its agents, and of a file with their start times."""
 
-AGENTS, AGENTS_S = 10, 600.0
-"""The maximum number of agents of a run that start within a time, and that time in seconds."""
+MOST_AGENTS, AGENTS_WINDOW_S = 10, 600.0
+"""The maximum number of agents that start for a run within a window of this many seconds. Further starts are
+refused."""
 
-LOCK_S, LOCK_TRIES = 0.01, 50
-"""The seconds between two tries to lock the start of an agent, and the maximum number of tries."""
+LOCK_RETRY_S, LOCK_TRIES = 0.01, 50
+"""Seconds between two attempts to lock the start of an agent, and the maximum number of attempts."""
 
 
 def prepare_run(run: str) -> socket.socket:
-    """Create the folder of a run and listen in it, so that processes may join. Raises `OSError`."""
+    """Create the folder of a run, and its agent's socket, so that processes can join. Raises `OSError`."""
     path = socket_of(run)
     try:
         return run_folder.listen(path)
@@ -48,10 +49,7 @@ def prepare_run(run: str) -> socket.socket:
 
 
 def socket_of(run: str) -> Path:
-    """Create the folder of a run.
-
-    Return the path of its agent's socket, which has no listener yet. Raises `OSError`.
-    """
+    """Create the folder of a run. Return the path for its agent's socket, which is not made yet. Raises `OSError`."""
     run_folder.remove_abandoned()
     folder = run_folder.make(run)
     (folder / INTERPRETER).symlink_to(sys.executable)
@@ -60,9 +58,9 @@ def socket_of(run: str) -> Path:
 
 
 def start_agent(listener: socket.socket, run: str, first: int) -> None:
-    """Start the agent of a run whose first process is `first`, without waiting until it is ready. Raises `OSError`.
+    """Start the agent of a run whose first process is `first`, without waiting until it is ready.
 
-    It forks, so the process must have only one thread.
+    This forks, so the process must have only one thread. Raises `OSError`.
     """
     child = os.fork()
     if child:
@@ -76,9 +74,10 @@ def start_agent(listener: socket.socket, run: str, first: int) -> None:
 
 
 def can_replace(path: Path) -> bool:
-    """Return True if processes of the run may start another agent at a path after the end of the current one.
+    """Return True if a process of the run may start another agent at a socket after the end of the current one.
 
-    Users replace agents that they started, and `instrument run` replaces its own as a container's first process.
+    It may not if a user started that agent by hand, or if `instrument run` is a container's first process, which
+    restarts its own agent.
     """
     folder = path.parent
     is_of_container = run_folder.first_process(folder.name) == 1 and FIRST in os.environ
@@ -86,11 +85,11 @@ def can_replace(path: Path) -> bool:
     return is_of_run and (folder / INTERPRETER).is_symlink()
 
 
-def replace_ended(path: Path) -> bool:
-    """Start an agent in place of an ended one, unless another process does. Returns True if an agent listens.
+def replace_ended_agent(path: Path) -> bool:
+    """Start an agent in place of an ended one, unless another process does. Return True if an agent listens.
 
-    It takes some 20 ms of a thread. It does not fork and runs no fork hooks. A fork at this time would pass the socket
-    to a child.
+    It takes some 20 ms, and runs no fork hooks. No other thread may fork meanwhile, because the child would inherit the
+    agent's socket.
     """
     folder = path.parent
     with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
@@ -100,7 +99,7 @@ def replace_ended(path: Path) -> bool:
             return True
         beginnings.seek(0)
         times = [float(line) for line in beginnings]
-        if len(times) >= AGENTS and time.monotonic() - times[-AGENTS] < AGENTS_S:
+        if len(times) >= MOST_AGENTS and time.monotonic() - times[-MOST_AGENTS] < AGENTS_WINDOW_S:
             return False
         beginnings.write(f"{time.monotonic()}\n")
         interpreter = str((folder / INTERPRETER).readlink())
@@ -114,24 +113,24 @@ def replace_ended(path: Path) -> bool:
 
 
 def _try_lock(file: IO[str]) -> bool:
-    """Lock a file for this process alone, not for forked children. Returns False after `LOCK_TRIES` tries."""
+    """Lock a file for this process, but not for its forked children. Return False after `LOCK_TRIES` attempts."""
     for _ in range(LOCK_TRIES):
         with suppress(BlockingIOError, PermissionError):
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        sleep(LOCK_S)
+        sleep(LOCK_RETRY_S)
     return False
 
 
 def spawn_agent(
     interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
 ) -> int:
-    """Start an agent on a socket as a child, or with `is_apart` as a grandchild. Returns the pid of the child.
+    """Start an agent on a listening socket as a child, or with `is_apart` as an orphan. Return the child's process id.
 
-    Runs no fork hooks. Raises `OSError`.
+    This runs no fork hooks. Raises `OSError`.
     """
     settings = {"run": run, "first": first, "path": [*filter(None, sys.path)], "says": says, "is_apart": is_apart}
-    words = [interpreter, "-I", "-S", str(ENTRY), json.dumps(settings)]
+    words = [interpreter, "-I", "-S", str(AGENT_SCRIPT), json.dumps(settings)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("INSTRUMENT", "PYTHON"))}
     listening = fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD_CLOEXEC, 4)  # no number that is replaced below
     try:

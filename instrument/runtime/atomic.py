@@ -1,7 +1,7 @@
-"""Files that appear whole or not at all, for their owner only, and are removed to keep within a bound.
+"""The writing of files that only their owner can read, and that appear complete or not at all.
 
-A file is written as `.instrument-*.part` in the same folder, and renamed once it is complete. Its writer locks it. An
-unlocked part is abandoned.
+A file is written as `.instrument-*.part` in the same folder, locked by its writer, and renamed once it is complete. An
+unlocked `.part` file was abandoned by its writer. The module also removes old files to stay within a disk limit.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ PREFIX, SUFFIX = ".instrument-", ".part"
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that gets the path's name at the end of the block. An error in the block leaves no file.
+    """Open a new file that replaces the one at `path` at the end of the block. An error in the block leaves no file.
 
-    Missing folders are created. A symbolic link of that name is replaced, not followed. Raises `OSError`, also if the
-    name is no regular file.
+    Missing folders are created. A symbolic link at `path` is replaced, not followed. Raises `OSError`, also if `path`
+    is something else than a regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         if not _may_be_replaced(path):
             raise FileExistsError(errno.EEXIST, "this path exists, and is not a regular file")
-    file, part = _part_of(path.parent)
+    file, part = _create_part(path.parent)
     try:
         with file:
             yield file
@@ -42,14 +42,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True for a regular file or a link to one, except in a system folder, such as /dev/stdout."""
+    """Return True for a regular file or a link to one, but not for a link below `/dev`, such as /dev/stdout."""
     is_link = stat.S_ISLNK(path.lstat().st_mode)
     if is_link and path.parent.resolve().is_relative_to("/dev"):
         return False
     return path.is_file() or (is_link and not path.exists())
 
 
-def _part_of(folder: Path) -> tuple[BinaryIO, Path]:
+def _create_part(folder: Path) -> tuple[BinaryIO, Path]:
     while True:
         descriptor, name = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=folder)
         part = Path(name)
@@ -62,7 +62,7 @@ def _part_of(folder: Path) -> tuple[BinaryIO, Path]:
 
 
 def append(path: Path, text: str) -> None:
-    """Append the whole text to a file, or nothing after an error. A new file is for its owner only.
+    """Append a text to a file, completely or not at all. Only the owner can read a new file.
 
     Missing folders are created. A symbolic link is refused. Raises `OSError`.
     """
@@ -82,7 +82,7 @@ def append(path: Path, text: str) -> None:
 
 
 def remove_abandoned(folder: Path) -> int:
-    """Remove the unfinished files of ended writers in a folder. Returns the bytes of all other unfinished files."""
+    """Remove unfinished files in a folder whose writers have ended. Return the bytes of the other unfinished files."""
     written_bytes = 0
     for part in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with suppress(OSError):  # its writer, or another process that looks, was faster
@@ -101,9 +101,9 @@ def remove_abandoned(folder: Path) -> int:
 
 
 def remove_first(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
-    """Remove files in the given order until `over_bytes` are freed. Each file comes with its size.
+    """Remove files, given with their sizes, in order until `over_bytes` are freed. Return the removed ones.
 
-    Returns the removed files. A file that another process removes counts as removed. Files of other users remain.
+    A file that another process removes first counts, too. A file of another user remains.
     """
     removed = []
     for path, size_bytes in files:

@@ -1,7 +1,8 @@
-"""Cheap starts of processes: modules, patterns and classes that are made at their first use.
+"""Cheaper stand-ins for modules, patterns and dataclasses, which do their costly part only at first use.
 
-`dataclass` makes the same class as `dataclasses.dataclass`. It compiles `__init__` after some calls, and describes
-fields at the first request. A class costs 10 us instead of 600, and a recording process has over a hundred.
+They keep the start of a process short. `dataclass` makes a class like that of `dataclasses.dataclass`, but compiles
+`__init__` after some calls, and describes the fields when asked. A class costs 10 us instead of 600, and a recording
+process has over a hundred.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ __all__ = [
 ]
 
 
-COMPILED_AT = 32
-"""The number of instances of a class after which its `__init__` or `__new__` is compiled. Compiling takes as long as
-ten instances."""
+CALLS_BEFORE_COMPILING = 32
+"""The number of calls after which a class's `__init__` or `__new__` is compiled, which takes as long as ten calls."""
 
 
 class LazyModule:
-    """A proxy that imports a module at its first use. Each access looks the module up, so it is not for hot paths."""
+    """A proxy that imports its module at first use. It is not for hot paths, because each access looks the module
+    up."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -48,7 +49,7 @@ class LazyModule:
 
 @contextmanager
 def late_patterns() -> Iterator[None]:
-    """Make modules imported in the block compile their patterns at first use. Only for processes with one thread."""
+    """Have modules that are imported in the block compile patterns at first use. The process must have one thread."""
     compile_now = re.compile
     re.compile = late_pattern
     try:
@@ -88,7 +89,7 @@ else:
         def __new__(cls, *values: Any, **options: Any) -> Any:
             names = cls._fields
             cls._calls += 1
-            if cls._calls < COMPILED_AT:
+            if cls._calls < CALLS_BEFORE_COMPILING:
                 items = cls._field_defaults | dict(zip(names, values, strict=False)) | options
                 if len(items) == len(names) >= len(values) and options.keys().isdisjoint(names[: len(values)]):
                     return tuple.__new__(cls, map(items.__getitem__, names))
@@ -162,12 +163,12 @@ else:
         if eq:
             methods |= {"__eq__": _eq, "__hash__": _hash if frozen else None}
         if frozen:
-            methods |= {"__setattr__": _refuse, "__delattr__": _refuse}
-            methods |= {"__getstate__": _state, "__setstate__": _set_state} if slots else {}
+            methods |= {"__setattr__": _refuse_assignment, "__delattr__": _refuse_assignment}
+            methods |= {"__getstate__": _get_state, "__setstate__": _set_state} if slots else {}
         for name, method in methods.items():
             if namespace.get(name) is None:
                 setattr(result, name, method)
-        result._members, result._compared = inherited | added, None
+        result._members, result._compared_values = inherited | added, None
         result.__match_args__ = () if kw_only else tuple(result._members)
         result.__dataclass_fields__ = _LateFields(result, "__dataclass_fields__", frozen, kw_only)
         result.__dataclass_params__ = _LateFields(result, "__dataclass_params__", frozen, kw_only)
@@ -188,7 +189,7 @@ else:
 
 
 def members(thing: Any) -> list[tuple[str, Field[Any]]]:
-    """Return the fields of a dataclass or its object, by name. Return an empty list for anything else."""
+    """Return the names and fields of a dataclass or of its instance, an empty list for anything else."""
     cls: Any = thing if isinstance(thing, type) else type(thing)
     facts: Any = vars(cls).get("_all_members")
     if facts is None:
@@ -200,7 +201,7 @@ def members(thing: Any) -> list[tuple[str, Field[Any]]]:
 
 
 class _LateFields:
-    """The fields of a class in the form of `dataclasses`, created for the first reader."""
+    """A class attribute with the fields in the form of `dataclasses`, made when it is first read."""
 
     def __init__(self, cls: Any, name: str, frozen: bool, kw_only: bool) -> None:
         self._cls, self._name = cls, name
@@ -225,7 +226,7 @@ class _LateFields:
 
 
 def _first_init(cls: Any, kw_only: bool) -> Any:
-    """Return an `__init__` for the first calls. A compiled one replaces it after some calls or an invalid call."""
+    """Return an uncompiled `__init__`. A compiled one replaces it after some calls, or after an invalid call."""
     calls = 0
 
     def fill(self: Any, *values: Any, **options: Any) -> None:
@@ -234,16 +235,21 @@ def _first_init(cls: Any, kw_only: bool) -> Any:
         facts = cls._members
         arguments = dict(zip(facts, values, strict=False)) | options
         is_sound = len(arguments) == len(values) + len(options) and arguments.keys() <= facts.keys()
-        if is_sound and not (kw_only and values) and calls < COMPILED_AT and _set_all(self, facts, arguments):
+        if (
+            is_sound
+            and not (kw_only and values)
+            and calls < CALLS_BEFORE_COMPILING
+            and _set_fields(self, facts, arguments)
+        ):
             return
-        cls.__init__ = compiled = _init_of(cls, kw_only)
+        cls.__init__ = compiled = _compile_init(cls, kw_only)
         compiled(self, *values, **options)
 
     return fill
 
 
-def _set_all(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Set all fields, also of a frozen class. Return False if a field has no value or is not set by `__init__`."""
+def _set_fields(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+    """Set all fields of an object, even of a frozen one. Return False if a field has no value or no argument."""
     for name, fact in facts.items():
         value = arguments.get(name, MISSING)
         if isinstance(fact, Field):
@@ -262,8 +268,8 @@ def _set_all(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) 
     return True
 
 
-def _init_of(cls: Any, kw_only: bool) -> Any:
-    """Compile an `__init__`. It sets fields without the `__setattr__` of a frozen class."""
+def _compile_init(cls: Any, kw_only: bool) -> Any:
+    """Compile an `__init__` for a class. It can also set the fields of a frozen class."""
     names: dict[str, Any] = {"_set": object.__setattr__, "_missing": MISSING}
     parameters, lines = ["self", *["*"][:kw_only]], []
     for name, member in members(cls):
@@ -290,27 +296,27 @@ def _repr(self: Any) -> str:
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
-def _compared(self: Any) -> Any:
+def _compared_values(self: Any) -> Any:
     cls = type(self)
-    if cls._compared is None:
+    if cls._compared_values is None:
         names = [name for name, member in members(cls) if member.compare]
-        cls._compared = staticmethod(attrgetter(*names) if names else lambda _: ())
-    return cls._compared(self)
+        cls._compared_values = staticmethod(attrgetter(*names) if names else lambda _: ())
+    return cls._compared_values(self)
 
 
 def _eq(self: Any, other: Any) -> Any:
-    return _compared(self) == _compared(other) if type(other) is type(self) else NotImplemented
+    return _compared_values(self) == _compared_values(other) if type(other) is type(self) else NotImplemented
 
 
 def _hash(self: Any) -> int:
-    return hash(_compared(self))
+    return hash(_compared_values(self))
 
 
-def _refuse(self: Any, name: str, *value: object) -> None:
+def _refuse_assignment(self: Any, name: str, *value: object) -> None:
     raise dataclasses.FrozenInstanceError(f"cannot {'assign to' if value else 'delete'} field {name!r}")
 
 
-def _state(self: Any) -> list[object]:
+def _get_state(self: Any) -> list[object]:
     return [getattr(self, name) for name in self._members]
 
 

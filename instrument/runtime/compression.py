@@ -1,7 +1,7 @@
-"""gzip and deflate, by Intel's ISA-L where its package is installed, else by zlib.
+"""The choice of a gzip and deflate library: Intel's ISA-L if its package `isal` is installed, else zlib.
 
-For traces of a million spans ISA-L compresses a span in 0.15 us, zlib in 0.7 to 1.1 us, into files of nearly the same
-size. ISA-L decompresses in a third of zlib's time. Each reads the other's files.
+In a trace of a million spans, ISA-L compresses a span in 0.15 us, zlib in 0.7 to 1.1 us, to nearly the same size. ISA-L
+decompresses in a third of zlib's time. Each reads the other's files.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from pathlib import Path
 from typing import Protocol
 
 ISAL_LEVEL = 1
-"""ISA-L's level. Files are a quarter larger at 0, and no smaller at 2 and 3."""
+"""The compression level for ISA-L. Files are a quarter larger at level 0, and no smaller at 2 and 3."""
 
-MEMORY = 9
-"""zlib's highest memory level, which takes half a MiB while a file is written."""
+ZLIB_MEMORY_LEVEL = 9
+"""The highest memory level of zlib, which is the fastest and takes half a MiB while a file is written."""
 
 
 class Compressor(Protocol):
-    """A compressor of a stream, chunk by chunk."""
+    """A compressor of one stream, which gets its data in chunks."""
 
     def compress(self, data: bytes, /) -> bytes:
-        """Return the next compressed bytes, often none."""
+        """Compress a chunk. Return the compressed bytes that are ready, often none."""
 
     def flush(self) -> bytes:
-        """Return the last compressed bytes."""
+        """End the stream. Return its last compressed bytes."""
 
 
 def compressor(zlib_level: int) -> Compressor:
-    """Return a compressor of one gzip stream. `zlib_level` is for zlib alone."""
+    """Return a compressor of one gzip stream. `zlib_level` only counts if ISA-L is not installed."""
     try:
         from isal import isal_zlib
     except ImportError:
-        return zlib.compressobj(zlib_level, zlib.DEFLATED, 16 + zlib.MAX_WBITS, MEMORY)
+        return zlib.compressobj(zlib_level, zlib.DEFLATED, 16 + zlib.MAX_WBITS, ZLIB_MEMORY_LEVEL)
     packer: Compressor = isal_zlib.compressobj(ISAL_LEVEL, isal_zlib.DEFLATED, 16 + isal_zlib.MAX_WBITS)
     return packer
 
 
 def raw_compressor(zlib_level: int) -> Compressor:
-    """Return a compressor of one raw deflate stream, as in zip archives, without header and checksum."""
+    """Return a compressor of one deflate stream without header and checksum, as in zip archives."""
     try:
         from isal import isal_zlib
     except ImportError:
-        return zlib.compressobj(zlib_level, zlib.DEFLATED, -zlib.MAX_WBITS, MEMORY)
+        return zlib.compressobj(zlib_level, zlib.DEFLATED, -zlib.MAX_WBITS, ZLIB_MEMORY_LEVEL)
     packer: Compressor = isal_zlib.compressobj(ISAL_LEVEL, isal_zlib.DEFLATED, -isal_zlib.MAX_WBITS)
     return packer
 
 
 def open_gzip(path: Path) -> gzip.GzipFile:
-    """Open a gzip file for decompressed reading. Reading raises one of `damage_errors()` for an incomplete file."""
+    """Open a gzip file for reading. Reading an incomplete file raises one of `damage_errors()`."""
     try:
         from isal import igzip
     except ImportError:
@@ -58,7 +58,7 @@ def open_gzip(path: Path) -> gzip.GzipFile:
 
 
 def damage_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that the reading of a damaged gzip file raises."""
+    """Return the exceptions that reading a damaged gzip file may raise."""
     of_zlib: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         from isal import isal_zlib

@@ -1,4 +1,7 @@
-"""The cores and the memory that the process may use, by its affinity and its control groups."""
+"""The limits of a container for a process: how many cores and how much memory it may use.
+
+They come from the process's affinity and its control groups, of version 1 or 2.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 def cores(pid: int | None = None) -> float:
-    """Return the number of cores that this process, or process `pid`, may use by its affinity and control groups.
+    """Return the number of cores, perhaps a fraction, that this process or process `pid` may use.
 
     Process `pid` must be in the same container.
     """
@@ -19,11 +22,11 @@ def cores(pid: int | None = None) -> float:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
     except (AttributeError, OSError):  # not on every system
         allowed = float(os.cpu_count() or 1)
-    return min([allowed, *_cores_of_groups(pid)])
+    return min([allowed, *_group_core_limits(pid)])
 
 
 def memory_bytes() -> int | None:
-    """Return the bytes of memory that the process may use, by the machine and its control groups, None if unknown."""
+    """Return the bytes of memory that this process may use, None if unknown."""
     try:
         machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, OSError, ValueError):  # not on every system
@@ -32,15 +35,15 @@ def memory_bytes() -> int | None:
         limit
         for controllers, group in _groups()
         if controllers in ("", "memory")
-        for limit in _memory_of(group / ("memory.max" if controllers == "" else "memory.limit_in_bytes"))
+        for limit in _read_limit(group / ("memory.max" if controllers == "" else "memory.limit_in_bytes"))
     ]
     return min([*machine, *limits], default=None)
 
 
 def memory_waits_us(pid: int | None = None) -> int | None:
-    """Return the us so far in which threads of the process's control group waited for memory, None if unknown.
+    """Return the microseconds in which threads of a process's control group have waited for memory, None if unknown.
 
-    If the group has no number, return the machine's.
+    If the group does not count them, return those of the whole machine.
     """
     groups = [group / "memory.pressure" for controller, group in _groups(pid) if controller == ""]
     for file in (*groups[:1], PROC / "pressure/memory"):
@@ -51,7 +54,7 @@ def memory_waits_us(pid: int | None = None) -> int | None:
     return None
 
 
-def _memory_of(file: Path) -> list[int]:
+def _read_limit(file: Path) -> list[int]:
     try:
         return [int(file.read_text("ascii"))]
     except (OSError, ValueError):  # as for cores
@@ -59,7 +62,7 @@ def _memory_of(file: Path) -> list[int]:
 
 
 def _groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield the control groups of the process and their ancestors, each with its controller, "" in version 2."""
+    """Yield a process's control groups and their ancestors, with the name of the controller, "" for version 2."""
     try:
         lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -72,19 +75,19 @@ def _groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
             yield from ((controller, CONTROL_GROUPS / controller / folder.relative_to("/")) for folder in folders)
 
 
-def _cores_of_groups(pid: int | None) -> list[float]:
-    """Return the numbers of cores that control groups allow. In version 2 all ancestors limit the process, too."""
+def _group_core_limits(pid: int | None) -> list[float]:
+    """Return the numbers of cores to which control groups limit a process. In version 2 ancestors limit it, too."""
     limits = []
     for controller, group in _groups(pid):
         if controller == "":
-            limits += _group_cores(group / "cpu.max")
+            limits += _read_core_limit(group / "cpu.max")
         elif controller == "cpu":
-            limits += _group_cores(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+            limits += _read_core_limit(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
     return limits
 
 
-def _group_cores(*files: Path) -> list[float]:
-    """Return the number of cores of one group in a list, empty if it has no visible limit."""
+def _read_core_limit(*files: Path) -> list[float]:
+    """Return a list with the number of cores to which files of a group limit it, empty for no visible limit."""
     try:
         quota, period = " ".join(file.read_text("ascii") for file in files).split()
         return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []

@@ -1,4 +1,4 @@
-"""The environment of this process before any `sitecustomize` changed it."""
+"""The environment variables that instrument and OpenTelemetry share, as this process was started with them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
-"""The variable by which `instrument check` asks the processes of a command to report to it."""
+"""The environment variable with the folder in which processes report to `instrument check`, which has set it."""
 
 INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
-"""The variable by which `instrument init` asks the processes of a command to report to it."""
+"""The environment variable with the folder in which processes report to `instrument init`, which has set it."""
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 METRICS_EXPORTER = "OTEL_METRICS_EXPORTER"
@@ -19,7 +19,7 @@ TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 
 
 def initial_environment() -> dict[str, str]:
-    """Return the environment with which the process began, or the current one if the system has no record."""
+    """Return the environment with which this process was started, or the current one if that is unknown."""
     try:
         lines = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -30,9 +30,9 @@ def initial_environment() -> dict[str, str]:
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return the environment for settings, without the protocol variable if OpenTelemetry's distribution set it.
+    """Return the environment variables that count as the user's settings.
 
-    The distribution sets it to gRPC for its own exporters.
+    OpenTelemetry's distribution sets `PROTOCOL` to gRPC for its own exporters. That value is left out.
     """
     if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in initial_environment():
         return environ
@@ -40,12 +40,12 @@ def settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
 
 
 def metrics_variables() -> dict[str, str]:
-    """Return this process's variables that change its metrics."""
+    """Return the environment variables that change how metrics are sent."""
     return {name: os.environ[name] for name in (TEMPORALITY, METRICS_EXPORTER) if name in os.environ}
 
 
 def environment_attributes() -> dict[str, object]:
-    """Return the attributes of `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`, without OpenTelemetry's SDK."""
+    """Parse `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` into attributes, without OpenTelemetry's SDK."""
     text, name = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""), os.environ.get("OTEL_SERVICE_NAME", "")
     pairs = [pair.partition("=") for pair in text.split(",") if "=" in pair]
     if "%" in text:

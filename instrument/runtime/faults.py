@@ -1,6 +1,6 @@
-"""The count of our own faults, which are not raised into the service.
+"""The counter of faults in our own code, which are logged once and never raised into the service.
 
-A fault of ours on the service's own path goes to `FAULTS.note`, which never raises there.
+Code of ours that runs within a call of the service passes its exceptions to `FAULTS.note`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from instrument.runtime.unpatched import RLock
 
 logger = logging.getLogger("instrument")
 
-KINDS_NAMED, OTHER_KINDS = 20, "others"
-"""The maximum number of kinds of values that are named per place, and the name of all further kinds."""
+MOST_KINDS, OTHER_KINDS = 20, "others"
+"""The maximum number of kinds of unreadable values that are counted apart per rule, and the name for further kinds."""
 
 
 class Faults:
-    """A counter of our own faults by place, which logs the first fault of each place.
+    """A counter of our own faults by place in the code. It logs the first fault of each place.
 
-    Thread-safe. Under pytest the fault is raised again, so that a test cannot pass over it.
+    It is thread-safe. Under pytest it raises the fault again, so that no test can miss it.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class Faults:
         self._of_rules: dict[str, tuple[str, Counter[str]]] = {}
 
     def __reduce__(self) -> str:
-        """Pickle the count by its name, because a function that is pickled by value includes it."""
+        """Pickle the counter as its global name, because functions that are pickled by value refer to it."""
         return "FAULTS"
 
     def note(self, place: str, fault: BaseException) -> None:
-        """Count a fault at `place`, a short noun phrase such as ``"import hook"``."""
+        """Count a fault of our own code. `place` is a short noun phrase such as ``"import hook"``."""
         with self._lock:
             first = place not in self._counts
             self._counts[place] = self._counts.get(place, 0) + 1
@@ -51,20 +51,20 @@ class Faults:
                 pass  # a log handler of the service that raises; the summary has the fault
 
     def attempt(self, place: str, action: Callable[[], object]) -> None:
-        """Run an action. Count an exception as our fault, so that later actions still run."""
+        """Call an action. Count its exception as our fault, so that the caller goes on."""
         try:
             action()
         except Exception as fault:
             self.note(place, fault)
 
     def note_of_rule(self, place: str, words: str, kind: str = "") -> None:
-        """Count a missing value of a rule of the profile.
+        """Count a value that a rule of the profile names but that could not be read, which is no fault of ours.
 
-        `place` is the rule's place. Never raises. It is no fault of ours: the log gets one line per place and kind.
+        `place` is the rule's place in the profile. The log gets one line per place and kind. Raises nothing.
         """
         with self._lock:
             _, kinds = self._of_rules.setdefault(place, (words, Counter()))
-            kind = kind if kind in kinds or len(kinds) < KINDS_NAMED else OTHER_KINDS
+            kind = kind if kind in kinds or len(kinds) < MOST_KINDS else OTHER_KINDS
             kinds[kind] += 1
             count = kinds[kind]
         if count == 1:
@@ -74,20 +74,19 @@ class Faults:
                 pass  # a log handler of the service that raises; the summary has the count
 
     def counts(self) -> Mapping[str, int]:
-        """Return the number of faults of each place."""
         with self._lock:
             return dict(self._counts)
 
     def counts_of_rules(self) -> Mapping[str, int]:
-        """Return the number of missing values of each rule, by its place."""
+        """Return the number of unreadable values by the rule's place in the profile."""
         with self._lock:
             return {place: sum(kinds.values()) for place, (_, kinds) in self._of_rules.items()}
 
     def notes_of_rules(self) -> list[str]:
-        """Return sentences on the missing values of rules, with the first value of each place."""
+        """Return a sentence per rule with unreadable values, with the description of its first one."""
         with self._lock:
             return [
-                f"{place}: not read: {sum(kinds.values())} times{_counts_of(kinds)}; {first}"
+                f"{place}: not read: {sum(kinds.values())} times{_counts_text(kinds)}; {first}"
                 for place, (first, kinds) in self._of_rules.items()
             ]
 
@@ -98,7 +97,7 @@ class Faults:
         self._of_rules = {}
 
 
-def _counts_of(kinds: Counter[str]) -> str:
+def _counts_text(kinds: Counter[str]) -> str:
     """Return the kinds with their counts as a text in brackets, "" for a single kind."""
     return f" ({', '.join(f'{kind} {count}' for kind, count in kinds.most_common())})" if len(kinds) > 1 else ""
 

@@ -1,6 +1,6 @@
-"""Import hooks: calls right after a module's own code has run, before its importer continues.
+"""The import hook, which calls us right after a module's own code has run and before its importer continues.
 
-The real finders and loaders do all the work; a module that is not wanted passes through untouched.
+The real finders and loaders still do all the work. Modules that nobody wants are imported as without the hook.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 Undo = Callable[[], None]
 
 STACK_WORDS = 40_000
-"""The stack size of a loader's frame, in words. It makes CPython map 512 KiB at once, enough for all frames of the
-import. Otherwise CPython maps and unmaps 16 KiB again and again: 1,200 times at the import of pydantic."""
+"""The stack size of a loader's frame, in words, which makes CPython map 512 KiB at once for all frames of an import.
+Otherwise it maps and unmaps 16 KiB again and again, 1,200 times at the import of pydantic."""
 
 
 class _Loader:
-    """A loader that replaces a module's own, and restores it in the spec before the module's code runs."""
+    """A loader that replaces a module's own loader, which is back in its place before the module's code runs."""
 
     def __init__(self, spec: Any, loader: Any, finder: Finder, is_wanted: bool) -> None:
         self._spec = spec
@@ -76,7 +76,8 @@ class _Loader:
 
 
 class Finder:
-    """The first finder on `sys.meta_path`. It asks all other finders, and wraps the loaders of wanted modules."""
+    """A finder at the front of `sys.meta_path`, which asks the other finders and wraps the loaders of wanted
+    modules."""
 
     def __init__(
         self,
@@ -95,26 +96,26 @@ class Finder:
         self.listens = True
 
     def begin(self, name: str) -> None:
-        """Report a module whose code is about to run."""
+        """Report that the code of a module is about to run."""
         if self.listens:
             FAULTS.attempt("import hook", lambda: self._begins(name))
 
     def report_module(self, module: ModuleType) -> None:
-        """Report a module whose code has run, except after the undo."""
+        """Report that the code of a module has run, unless the hook has been undone."""
         if self.listens:
             self._imported(module)
 
     def asked_for_code(self, asker: FrameType) -> None:
-        """Report that `runpy`, as for `python -m`, reads a module's code and is about to run it."""
+        """Report that `runpy` has asked for a module's code to run it, as for `python -m`."""
         if self.listens and asker.f_globals.get("__name__") == "runpy":
             self._asked_for_code()
 
     def pause_trace(self) -> Callable[[], object]:
-        """Stop the trace of the main module's body on this thread. Return a call that resumes it."""
+        """Pause the trace function of the main module's watch on this thread. Return a function that resumes it."""
         return self._watch_of_main.pause() if self._watch_of_main is not None else bool
 
     def watch(self, spec: Any, is_wanted: bool = True) -> None:
-        """Replace the loader of a spec until its module's code has run."""
+        """Replace the loader of a spec, so that its module is reported once its code has run."""
         lazy = getattr(sys.modules.get("importlib.util"), "LazyLoader", None)
         if lazy is not None and isinstance(spec.loader, lazy):
             spec.loader.loader = _Loader(spec.loader, spec.loader.loader, self, is_wanted)
@@ -149,7 +150,7 @@ class Finder:
             self._busy.name = before
 
     def _move_to_front(self) -> None:
-        """Move back to the front of `sys.meta_path`, before a later finder such as pytest's."""
+        """Move this finder back to the front of `sys.meta_path`, before a finder such as pytest's."""
         order = list(sys.meta_path)
         if self in order:
             order.remove(self)
@@ -163,10 +164,11 @@ def install(
     begins: Callable[[str], object] = lambda _: None,
     watch: Watch | None = None,
 ) -> Undo:
-    """Call `begins(name)` before and `imported(module)` after each import of a module for which `wants(name)` is true.
+    """Install a hook that calls `imported(module)` after the import of each module for which `wants(name)` is true.
 
-    They run on the importing thread, under the module's import lock. `asked_for_code()` is called when `runpy` is about
-    to run such a module, as for `python -m`. Imports pause the trace of `watch`. Returns the undo.
+    `begins(name)` is called before the import. Both run on the importing thread, under the module's import lock.
+    `asked_for_code()` is called when `runpy` is about to run such a module, as for `python -m`. Imports pause the trace
+    function of `watch`. Return a function that removes the hook.
     """
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)
@@ -183,6 +185,6 @@ def install(
 
 
 def is_lazy(module: object) -> bool:
-    """Return True for a module of `importlib.util.LazyLoader` whose code has not run. Does not load it."""
+    """Return True for a module of `importlib.util.LazyLoader` whose code has not run, without loading it."""
     lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return lazy is not None and type(module) is lazy

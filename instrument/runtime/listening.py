@@ -1,6 +1,6 @@
-"""The listening sockets of a process and their connections, from the tables in `/proc`.
+"""The listening TCP sockets of a process and their connections, read from `/proc`.
 
-Only TCP counts: a Unix socket mostly belongs to an internal helper.
+Unix sockets do not count, because most of them belong to internal helpers.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from instrument.runtime.cheap_start import NamedTuple
 
 _INTERNET = (_socket.AF_INET, _socket.AF_INET6)
 
-LISTENS, HAS_BEEN_CLOSED = "0A", "06"
-"""States of a socket (TCP_LISTEN, TCP_TIME_WAIT in the kernel's `tcp_states.h`). A closed socket has no descriptor."""
+LISTENS, TIME_WAIT = "0A", "06"
+"""The states of a listening and of a recently closed socket in `/proc/net/tcp` (the kernel's `tcp_states.h`)."""
 
-CLOSED_FOR_S = 60
-"""Seconds for which the system keeps a closed connection (TCP_TIMEWAIT_LEN in the kernel's `tcp.h`)."""
+TIME_WAIT_S = 60
+"""Seconds for which the system still lists a closed connection (TCP_TIMEWAIT_LEN in the kernel's `tcp.h`)."""
 
 
 class Connections(NamedTuple):
-    """A process's ports with `open` connections, or with connections `closed` since its start.
+    """The ports of a process with `open` connections, and those with connections `closed` since its start.
 
-    Another process with the same listening socket may have accepted closed connections. `listens` are the ports at
-    which the process listens, `sockets` the inodes of its listening sockets.
+    A closed connection may be of another process that shares the listening socket. `listens` are the ports at which the
+    process listens, `sockets` the inodes of its listening sockets.
     """
 
     open: frozenset[int]
@@ -40,18 +40,18 @@ class Connections(NamedTuple):
 def connections_of(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
-    """Return the connections of a process, by its folder in `/proc`.
+    """Return the connections of a process, given by its folder in `/proc`, none if the system does not show them.
 
-    There are none if the system does not show them. `listened` are ports at which it listened before. For an ended
-    process `table` has the sockets of its network, and `start_ticks` its start.
+    `listened` are ports at which the process listened earlier. For an ended process, `table` has the sockets of its
+    network, and `start_ticks` is its start time.
     """
-    least_left = _least_ticks_left(start_ticks or clock.start_ticks(process / "stat"))
+    least_left = _ticks_left_since(start_ticks or clock.start_ticks(process / "stat"))
     inodes = sockets_of(process)
     rows = list(rows_of(process) if table is None else table)
     listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in inodes}
     ports = listening.keys() | listened
     connected = [row for row in rows if row.state != LISTENS]
-    closed = [row for row in connected if row.state == HAS_BEEN_CLOSED and row.ticks_left >= least_left]
+    closed = [row for row in connected if row.state == TIME_WAIT and row.ticks_left >= least_left]
     return Connections(
         frozenset(row.port for row in connected if row.port in ports and row.inode in inodes),
         # The end that closes first waits; of a client on this machine that is the other one.
@@ -63,7 +63,7 @@ def connections_of(
 
 
 def listens() -> bool:
-    """Return True if this process listens at a port. Reads its own sockets, as its network's would cost more."""
+    """Return True if this process listens at a port. It examines its own descriptors, because tables cost more."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
@@ -73,7 +73,7 @@ def listens() -> bool:
 
 
 def _is_listening(descriptor: int) -> bool:
-    """Return True if a descriptor is a listening socket's. Closes the descriptor."""
+    """Return True if a descriptor is that of a listening socket. Close the descriptor."""
     try:
         opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file
@@ -86,7 +86,6 @@ def _is_listening(descriptor: int) -> bool:
 
 
 def is_same_network(process: Path) -> bool:
-    """Return True if a process sees the same network as this one."""
     try:
         return (process / "ns/net").readlink() == Path("/proc/self/ns/net").readlink()
     except OSError:
@@ -106,9 +105,9 @@ def sockets_of(process: Path) -> frozenset[str]:
 
 
 class TcpRow(NamedTuple):
-    """A socket of a network.
+    """A row of `/proc/net/tcp`: a socket of a network namespace.
 
-    It `is_local` if both ends have the same address. The system forgets a closed socket after `ticks_left`.
+    It `is_local` if both ends have the same address. The system removes a closed socket after `ticks_left` clock ticks.
     """
 
     port: int
@@ -119,18 +118,18 @@ class TcpRow(NamedTuple):
     ticks_left: int
 
 
-def _least_ticks_left(start_ticks: int) -> int:
-    """Return the `ticks_left` of a connection that was closed when a process started.
+def _ticks_left_since(start_ticks: int) -> int:
+    """Return the `ticks_left` of a connection that was closed just as a process started.
 
-    One with fewer was closed earlier, perhaps by an earlier server.
+    A connection with fewer was closed earlier, perhaps by an earlier server.
     """
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either
-    return CLOSED_FOR_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)
+    return TIME_WAIT_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)
 
 
 def rows_of(process: Path) -> Iterator[TcpRow]:
-    """Yield the sockets of a process's network."""
+    """Yield the TCP sockets in the network namespace of a process."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError), (process / "net" / table).open(encoding="ascii", errors="replace") as file:
             next(file, None)

@@ -1,12 +1,11 @@
-"""The module that runs as `__main__`: reports its definitions before the module calls any of them.
+"""The watch of the module that runs as `__main__`, which reports its functions before the module calls them.
 
-It has no import hook, and it calls its functions before its own body ends. So its body is watched while it runs, by the
-interpreter's own means: `sys.monitoring`, before Python 3.12 `sys.settrace`. Right before each statement that may call
-something, and at the body's end, new names are reported. The code that runs, its frames and its tracebacks are the
-host's own. The watch ends at the first statement after the last definition, which as a rule is
-``if __name__ == "__main__"``, and leaves no trace.
+No import hook sees this module, and it calls its functions before its own body ends. So the body is watched while it
+runs, by `sys.monitoring`, before Python 3.12 by `sys.settrace`. New names are reported right before each statement that
+may call something, and at the end of the body. The watch ends at the first statement after the last definition, which
+is mostly ``if __name__ == "__main__"``. The code that runs, its frames and its tracebacks remain the service's own.
 
-The children that multiprocessing spawns run the same module as `__mp_main__`, and are watched in the same way.
+A child that multiprocessing spawns runs the same module as `__mp_main__`, and is watched in the same way.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ else:
     ast, linecache = LazyModule("ast"), LazyModule("linecache")
 
 MAINS = ("__main__", "__mp_main__")
-"""The values of `__name__` in a module that runs as the main module."""
+"""The values of `__name__` of a main module, in a program and in a child that multiprocessing spawned."""
 
 RUNNERS = frozenset(
     ("coverage", "cProfile", "debugpy", "kernprof", "memray", "pdb", "profile", "pyinstrument", "scalene", "trace")
 )
-"""Modules that `-m` runs to run another script as the main module, in the same process."""
+"""Programs that run a script as the main module of their own process, as in `python -m pdb script.py`."""
 
 TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
-"""Programs that trace the script that they run. Before Python 3.12 a script can have only one tracer."""
+"""The runners that trace the script. Before Python 3.12 a script can have only one tracer, so it is not watched."""
 
 _WATCHED = ("<module>", "_bootstrap")
-"""The names of code whose start is watched: a module's body, and the work of a child of multiprocessing."""
+"""The names of code objects whose start is watched: module bodies, and the first function of a spawned child."""
 
 
 def names_of(module: ModuleType) -> tuple[str, ...]:
-    """Return the names by which a rule may refer to a module.
+    """Return the names by which rules may refer to a module.
 
-    A main module has its own name first, if `-m` gave one, and then `__main__`, also in a spawned child.
+    For a main module these are its own name, if `-m` gave one, and `__main__`, even in a spawned child.
     """
     names = object.__getattribute__(module, "__dict__")
     name: str = names["__name__"]
@@ -62,13 +61,13 @@ def is_main(module: ModuleType) -> bool:
 def script_name() -> str:
     """Return the name that the main script would have as a module, "" without a script.
 
-    It is read from `sys.argv`, because `__file__` is missing once the script's body has ended.
+    The name is from `sys.argv`, because `__file__` is gone once the script's body has ended.
     """
     return PurePath(str(sys.argv[0])).stem if sys.argv else ""
 
 
 def _runner() -> str:
-    """Return the module of `RUNNERS` that the interpreter was started with, "" for none."""
+    """Return which of `RUNNERS` runs this program, "" for none."""
     words = sys.orig_argv
     module_words = words[words.index("-m") + 1 :] if "-m" in words else []
     package = module_words[0].partition(".")[0] if module_words else ""
@@ -76,13 +75,13 @@ def _runner() -> str:
 
 
 def tracer_of_main() -> str:
-    """Return the runner that traces the main thread, if the watch needs a trace function, else ""."""
+    """Return the runner whose trace function takes the place of the watch's, "" for none."""
     runner = _runner() if sys.version_info < (3, 12) else ""
     return runner if runner in TRACERS else ""
 
 
 class MainNames(ModuleType):
-    """A module that shares the namespace of a script that a runner runs, or of a spawned child's main module."""
+    """A module object for a namespace without one: that of a script below a runner, or of a spawned child."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -107,7 +106,7 @@ class MainNames(ModuleType):
 
 
 def spawned_main() -> MainNames | None:
-    """Return the namespace of functions in a spawned child's main module, which has a copy of it."""
+    """Return the namespace that a spawned child's functions use. Its main module has only a copy of it."""
     module = sys.modules.get(MAINS[1])
     if module is None:
         return None
@@ -123,14 +122,14 @@ def spawned_main() -> MainNames | None:
 
 
 class Plan(NamedTuple):
-    """The lines of a module's body before which new names are reported, and the line of its last definition."""
+    """The lines of a module's body before which new names are reported (`stops`), and that of the last definition."""
 
     stops: frozenset[int]
     last: int
 
 
-def plan_of(body: ast.Module) -> Plan:
-    """Plan the reports of new names while a module's body runs."""
+def plan_reports(body: ast.Module) -> Plan:
+    """Plan before which lines of a module's body new names must be reported."""
     stops: set[int] = set()
     names: set[str] = set()
     last = 0
@@ -147,13 +146,13 @@ def plan_of(body: ast.Module) -> Plan:
         elif not _is_inert(statement):
             stops.update(range(statement.lineno, end + 1))
             value = getattr(statement, "value", None)
-            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and not is_nested and _defines(value, names):
+            if isinstance(statement, (ast.Assign, ast.AnnAssign)) and not is_nested and _makes_function(value, names):
                 last = max(last, end)
     return Plan(frozenset(stops), last)
 
 
 def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.stmt, bool]]:
-    """Yield the statements that run in the module's own frame, in order, with True for nested ones."""
+    """Yield the statements that run in the module's own frame, in order, each with True if it is nested."""
     for statement in block:
         yield statement, nested
         for inner in _blocks(statement):
@@ -161,7 +160,7 @@ def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.st
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the blocks of a statement such as `if` or `with`. A definition has none, as its body has its own frame."""
+    """Return the blocks within a statement such as `if`. A definition has none, because its body has its own frame."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
@@ -170,7 +169,7 @@ def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[str]:
-    """Yield the names that a function or class looks up when it is defined, not when it is called."""
+    """Yield the names that the definition of a function or class uses, such as those of its decorators."""
     parts: list[ast.AST] = list(statement.decorator_list)
     if isinstance(statement, ast.ClassDef):
         parts += [*statement.bases, *statement.keywords, *statement.body]
@@ -182,8 +181,8 @@ def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast
                 yield node.id
 
 
-def _defines(value: ast.expr | None, names: set[str]) -> bool:
-    """Return True for an expression that makes a function: a lambda, or `decorate(function)`."""
+def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
+    """Return True for an expression that makes a function: a lambda, or `decorate(function)` with one of `names`."""
     if isinstance(value, ast.Lambda):
         return True
     return isinstance(value, ast.Call) and any(
@@ -192,7 +191,7 @@ def _defines(value: ast.expr | None, names: set[str]) -> bool:
 
 
 def _is_inert(statement: ast.stmt) -> bool:
-    """Return True for a statement that can call nothing. An import has its own hook."""
+    """Return True for a statement that cannot call a function of its module, such as an import."""
     inert = (ast.Import, ast.ImportFrom, ast.Pass, ast.Global)
     return isinstance(statement, inert) or isinstance(getattr(statement, "value", None), ast.Constant)
 
@@ -201,15 +200,15 @@ def _plan_for(code: CodeType, names: dict[str, Any]) -> Plan | None:
     """Return the plan for a module's code, None if its source is missing."""
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
-        return plan_of(ast.parse(source)) if source else None
+        return plan_reports(ast.parse(source)) if source else None
     except (SyntaxError, ValueError, RecursionError):
         return None
 
 
 class Watch:
-    """A watch of the main module's body, which reports new names until the last is defined.
+    """A watch of the main module's body, which reports new names until the last one is defined.
 
-    `wants(name)` is True for a module of interest. `defined(module)` is called on the thread that runs its body.
+    `wants(name)` returns True for a module to report. `defined(module)` is called on the thread that runs the body.
     """
 
     def __init__(self, wants: Callable[[str], bool], defined: Callable[[ModuleType], object]) -> None:
@@ -225,13 +224,13 @@ class Watch:
         self._means: _Monitoring | _Tracing | None = None
 
     def begin(self) -> None:
-        """Watch the main module's body that called this code, or wait for the body if it does not run yet."""
-        frames = list(_upwards(sys._getframe(1)))
+        """Watch the main module's body if it is a caller of this code, else wait until it begins to run."""
+        frames = list(_frames_upwards(sys._getframe(1)))
         for frame in frames:
             if self._is_main(frame.f_code, frame.f_globals):
                 self._seen = _snapshot(frame.f_globals)  # the caller has looked at these
                 self._plan, self._names = _plan_for(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
-                if self._plan.last > frame.f_lineno and (means := self._take_means()) is not None:
+                if self._plan.last > frame.f_lineno and (means := self._acquire_hook()) is not None:
                     means.follow(frame.f_code, frame)
                 return
         first_argument, *_ = sys.argv or [""]  # as it is before the main module runs
@@ -243,33 +242,33 @@ class Watch:
             self._wait()
 
     def await_body(self) -> None:
-        """Expect a wanted module to run next on this thread, perhaps as the main module."""
+        """Wait for the body of a module that `runpy` runs next on this thread, perhaps as the main module."""
         self._is_next = True
         self._wait()
 
     def _wait(self) -> None:
-        if self._means is None and (means := self._take_means()) is not None:
+        if self._means is None and (means := self._acquire_hook()) is not None:
             means.listen()
 
     def end(self) -> None:
-        """End the watch without a trace."""
+        """End the watch, and remove its hook from the interpreter."""
         means, self._means = self._means, None
         if means is not None:
             means.release()
 
     def is_traced(self) -> bool:
-        """Return True while a trace function of the watch slows the calls of this thread."""
+        """Return True while the watch's trace function slows down the calls of this thread."""
         return type(self._means) is _Tracing and self._means.is_on()
 
     def pause(self) -> Callable[[], object]:
-        """Stop the trace function of this thread during an import. Return a call that resumes it."""
+        """Remove the trace function of this thread, for an import. Return a function that sets it again."""
         means = self._means
         if not isinstance(means, _Tracing) or not means.is_on():
             return bool
         sys.settrace(None)
         return means.resume
 
-    def _take_means(self) -> _Monitoring | _Tracing | None:
+    def _acquire_hook(self) -> _Monitoring | _Tracing | None:
         means = _Monitoring(self) if sys.version_info >= (3, 12) else _Tracing(self)
         self._means = means if means.take() else None
         return self._means
@@ -284,7 +283,7 @@ class Watch:
         return module is not None and any(map(self._wants, names_of(module)))
 
     def _module_of(self, names: dict[str, Any]) -> ModuleType | None:
-        """Return the module with this namespace, or a new module for the namespace of a runner's script."""
+        """Return the module with this namespace, or a `MainNames` for the script of a runner."""
         module = _module_of(names)
         if module is not None or not self._runner:
             return module
@@ -293,7 +292,7 @@ class Watch:
         return self._of_runner
 
     def begins_body(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Return True if code is the body to watch. End the watch if such code can no longer run."""
+        """Return True if the code that begins is the body to watch. End the watch if it has no readable source."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
@@ -308,7 +307,7 @@ class Watch:
             self.end()
         return False
 
-    def note_line(self, line: int) -> None:
+    def report_before_line(self, line: int) -> None:
         """Report new names before a line of the body runs."""
         is_past = line > self._plan.last
         if is_past or line in self._plan.stops:
@@ -316,13 +315,13 @@ class Watch:
         if is_past:
             self.end()
 
-    def note_end(self) -> None:
+    def report_at_end(self) -> None:
         """Report new names after the body has run."""
         self.report()
         self.end()
 
     def report(self) -> None:
-        """Report the module if its names have changed."""
+        """Report the module if its names have changed since the last report."""
         module = self._module_of(self._names)
         if module is None or _snapshot(self._names) == self._seen:
             return
@@ -333,7 +332,7 @@ class Watch:
         self._seen = _snapshot(self._names)
 
 
-def _upwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _frames_upwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -351,7 +350,7 @@ def _module_of(names: dict[str, Any]) -> ModuleType | None:
 
 
 class _Tracing:
-    """The interpreter's trace function, up to Python 3.11. It slows calls during the main module's definitions."""
+    """A hook by `sys.settrace`, up to Python 3.11. It slows down all calls until the last definition has run."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -375,12 +374,12 @@ class _Tracing:
         return sys.gettrace() == self._called
 
     def resume(self) -> None:
-        """Set the trace function again after a pause, unless the import has set another one or the watch has ended."""
+        """Set the trace function again after a pause, unless another one was set or the watch has ended."""
         if self._watch._means is self and sys.gettrace() is None:
             sys.settrace(self._called)
 
     def _is_over(self) -> bool:
-        """Return True after the watch's end, and unset the trace function, as no other thread can do so."""
+        """Return True if the watch has ended. Then remove the trace function, which only this thread can do."""
         if self._watch._means is self:
             return False
         self.release()
@@ -396,9 +395,9 @@ class _Tracing:
     def _ran(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not self._is_over():
             if event == "line":
-                self._watch.note_line(frame.f_lineno)
+                self._watch.report_before_line(frame.f_lineno)
             elif event == "return":
-                self._watch.note_end()
+                self._watch.report_at_end()
         if self._is_over():
             del frame.f_trace
             return None
@@ -408,7 +407,7 @@ class _Tracing:
 if sys.version_info >= (3, 12):
 
     class _Monitoring:
-        """The interpreter's monitoring, from Python 3.12 on. Only the watched code becomes slower."""
+        """A hook by `sys.monitoring`, from Python 3.12 on. It slows down only the watched code."""
 
         def __init__(self, watch: Watch) -> None:
             self._watch = watch
@@ -455,11 +454,11 @@ if sys.version_info >= (3, 12):
 
         def _ran(self, code: CodeType, line: int) -> Any:
             if code is self._code and self._watch._means is self:
-                self._watch.note_line(line)
+                self._watch.report_before_line(line)
 
         def _returned(self, code: CodeType, offset: int, value: object) -> Any:
             if code is self._code and self._watch._means is self:
-                self._watch.note_end()
+                self._watch.report_at_end()
 
 else:
     _Monitoring = _Tracing

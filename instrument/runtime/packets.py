@@ -1,7 +1,7 @@
-"""Packets between the processes of a run: JSON objects with file descriptors, over a Unix socket of type SEQPACKET.
+"""The packets between the processes of a run: JSON objects with descriptors, over a Unix socket (`SOCK_SEQPACKET`).
 
-The other end may send anything. A packet that is no object of at most `PACKET_BYTES` is refused, and its descriptors
-are closed.
+The other end may send anything. A packet that is no JSON object of at most `PACKET_BYTES` is refused, and its
+descriptors are closed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PACKET_BYTES = 128 << 10
-"""The longest packet in bytes. The system's own limit is slightly higher."""
+"""The maximum size of a packet in bytes. The system's own limit is slightly higher."""
 
-DESCRIPTORS = 2
-"""The maximum number of descriptors of a packet."""
+MOST_DESCRIPTORS = 2
+"""The maximum number of descriptors in a packet."""
 
 FAMILY, KIND = _socket.AF_UNIX, _socket.SOCK_SEQPACKET
 
@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class PacketError(ValueError):
-    """An error for data that is no packet of ours."""
+    """An error that says why received data is no valid packet."""
 
 
 def send(connection: _socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
@@ -39,11 +39,11 @@ def send(connection: _socket.socket, message: Message, descriptors: Sequence[int
 
 
 def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the next packet and its descriptors, which the caller must close. Return None if the peer has closed.
+    """Return the next message, None if the peer has closed, and its descriptors, which the caller must close.
 
-    Raises `BlockingIOError` without a packet, another `OSError` for a broken connection, and `PacketError`.
+    Raises `BlockingIOError` if no packet has arrived, another `OSError` for a broken connection, and `PacketError`.
     """
-    room = _socket.CMSG_SPACE(DESCRIPTORS * array.array("i").itemsize)
+    room = _socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
     data, rights, flags, _ = connection.recvmsg(PACKET_BYTES, room, _socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
     for level, kind, value in rights:
@@ -72,9 +72,9 @@ def _parse(data: bytes, flags: int) -> Message:
 
 
 def peer_of(connection: _socket.socket) -> tuple[int, int]:
-    """Return the peer's pid and user: the caller's, or the last listener's.
+    """Return the process id and the user id of the peer.
 
-    An unknown user is -1, and a pid of another namespace is 0.
+    The process id is 0 if it is of another namespace, the user id -1 if unknown.
     """
     try:
         credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -1,7 +1,7 @@
-"""The process context: the resource of this process in named memory, which profilers find in `/proc/PID/maps`.
+"""The publication of this process's resource attributes in named memory, which profilers find by `/proc/PID/maps`.
 
-OpenTelemetry's OTEP 4719 defines its layout, the order of its writes, and its reading. A forked child publishes its
-own. Only the first SDK of a process publishes one.
+OpenTelemetry's OTEP 4719 defines this process context: its layout, the order of writes, and how to read it. A forked
+child publishes its own. Only one SDK of a process may publish one.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ else:
 NAME = b"OTEL_CTX"
 VERSION = 2
 HEADER = struct.Struct("<8sIIQQ")
-"""The magic name, the version, the payload's length, the time of publication, and the payload's address. The name is
-written last. The time is on the boot-time clock, and 0 while the payload changes."""
+"""The fields of the header: name, version, length of the payload, time of publication, and address of the payload. The
+name is written last. The time is on the boot-time clock, and 0 while the payload changes."""
 
 PAYLOAD_LIMIT = 64 << 10
-"""The longest payload that readers accept."""
+"""The maximum size in bytes of a payload that readers accept."""
 
 _PUBLISHED_AT = 16
 _PAGE_BYTES = 4096
 _READ_WRITE, _PRIVATE, _ANONYMOUS, _DONTFORK = 3, 2, 0x20, 10
 _SET_VMA, _ANON_NAME = 0x53564D41, 0
 _NOEXEC_SEAL = 8
-_FAILED = 2 * sys.maxsize + 1
+_MAP_FAILED = 2 * sys.maxsize + 1
 
 _lock = Lock()
 
 
 class _Published:
-    """This process's published context: the address of its header, and the buffer of its payload."""
+    """A published context: the address of its header, and the buffer with its payload."""
 
     def __init__(self, address: int) -> None:
         self.pid = os.getpid()
@@ -56,14 +56,14 @@ _published: _Published | None = None
 def publish(payload: bytes) -> str:
     """Publish an encoded `ProcessContext`, in place of an earlier one of this process.
 
-    Returns the reason why it cannot, "" after success, or if another SDK of the process has published.
+    Return why that failed, "" on success or if another SDK of the process has published one.
     """
     global _published
     if len(payload) > PAYLOAD_LIMIT:
         return f"a process context of {len(payload)} bytes, of at most {PAYLOAD_LIMIT}"
     with _lock:
         try:
-            libc = _libc()
+            libc = _load_libc()
             mapping = _published if _published is not None and _published.pid == os.getpid() else None
             if mapping is None:
                 if _is_published():
@@ -84,40 +84,40 @@ def withdraw() -> None:
         context, _published = _published, None
         if context is not None and context.pid == os.getpid():
             with suppress(OSError, AttributeError):
-                _libc().munmap(context.address, _PAGE_BYTES)
+                _load_libc().munmap(context.address, _PAGE_BYTES)
 
 
 def after_fork_in_child() -> None:
-    """Drop the parent's context, and its lock, which another thread may have locked."""
+    """Forget the parent's context, and replace the lock, which a thread of the parent may have locked."""
     global _lock, _published
     _lock, _published = Lock(), None
 
 
 def _write_context(context: _Published, payload: bytes) -> None:
-    """Write the context so that readers find it complete, or marked as changing."""
+    """Write the payload and the header such that readers find the context complete or marked as changing."""
     before, context.payload = context.payload, ctypes.create_string_buffer(payload, len(payload))
     address, at = ctypes.addressof(context.payload), context.address
     # A lock that is taken and released is a barrier between the writes before and after it.
-    _store(at + _PUBLISHED_AT, bytes(8))
+    _write_memory(at + _PUBLISHED_AT, bytes(8))
     with Lock():
         header = HEADER.pack(NAME, VERSION, len(payload), 0, address)
-        _store(at + 8, header[8:_PUBLISHED_AT])
-        _store(at + 24, header[24:])
+        _write_memory(at + 8, header[8:_PUBLISHED_AT])
+        _write_memory(at + 24, header[24:])
     with Lock():
-        _store(at + _PUBLISHED_AT, max(time.clock_gettime_ns(time.CLOCK_BOOTTIME), 1).to_bytes(8, "little"))
+        _write_memory(at + _PUBLISHED_AT, max(time.clock_gettime_ns(time.CLOCK_BOOTTIME), 1).to_bytes(8, "little"))
     if before is None:
         with Lock():
-            _store(at, NAME)
+            _write_memory(at, NAME)
 
 
-def _store(address: int, data: bytes) -> None:
+def _write_memory(address: int, data: bytes) -> None:
     ctypes.memmove(address, data, len(data))
 
 
 def _map_page(libc: ctypes.CDLL) -> int:
-    """Map a page for the context that forked children do not inherit. Raises `OSError`."""
+    """Map a page for the header, which forked children do not inherit. Raises `OSError`."""
     try:
-        fd = _memfd()
+        fd = _create_memfd()
     except (OSError, AttributeError):
         fd = -1
     try:
@@ -126,7 +126,7 @@ def _map_page(libc: ctypes.CDLL) -> int:
     finally:
         if fd >= 0:
             os.close(fd)
-    if address in (None, _FAILED):
+    if address in (None, _MAP_FAILED):
         raise OSError(ctypes.get_errno(), "cannot map a page for the process context")
     if libc.madvise(address, _PAGE_BYTES, _DONTFORK):
         number = ctypes.get_errno()
@@ -135,7 +135,7 @@ def _map_page(libc: ctypes.CDLL) -> int:
     return int(address)
 
 
-def _memfd() -> int:
+def _create_memfd() -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         fd = os.memfd_create(NAME.decode(), flags | _NOEXEC_SEAL)
@@ -150,14 +150,14 @@ def _memfd() -> int:
 
 
 def _is_published() -> bool:
-    """Return True if any SDK has published a context of this process."""
+    """Return True if some SDK has published a context in this process."""
     with suppress(OSError):
         return any(NAME in line for line in Path("/proc/self/maps").read_bytes().splitlines())
     return False
 
 
-def _libc() -> ctypes.CDLL:
-    """Return the C library. Raises `AttributeError` if it lacks a function."""
+def _load_libc() -> ctypes.CDLL:
+    """Load the C library, with the types of the needed functions. Raises `AttributeError` if it lacks one."""
     libc = ctypes.CDLL(None, use_errno=True)
     size, address, number = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int
     libc.mmap.argtypes, libc.mmap.restype = [address, size, number, number, number, ctypes.c_long], address

@@ -1,7 +1,7 @@
-"""The folder of a run, with its agent's socket, for the processes of the run and for commands that ask about them.
+"""The folder of a run, in which the agent's socket is, and by which processes and commands find the agent.
 
-It has the name of the run, in a folder of this user alone, `instrument-UID` below `XDG_RUNTIME_DIR`, `TMPDIR` or
-`/tmp`. Processes get the socket's path by `VARIABLE` in their environment.
+It has the name of the run, and is below `XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`, in the folder `instrument-UID`, which
+only this user may enter. The environment variable `INSTRUMENT_AGENT` gives processes the path of the socket.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from instrument.runtime import packets
 from instrument.runtime.cheap_start import late_pattern
 
 VARIABLE = "INSTRUMENT_AGENT"
-"""The variable that names the agent's socket to the processes of a run."""
+"""The environment variable with the path of the agent's socket, for the processes of a run."""
 
 SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
 UNSEEN_SUFFIX = ".unseen"
-"""The suffix of the file of notes on unrecorded processes, after the socket's name. `sitecustomize` repeats it."""
+"""The suffix, after the socket's name, of the file with notes on unrecorded processes. `sitecustomize` repeats it."""
 
 ADDRESS_BYTES = 107
-"""The longest path that a Unix socket can have."""
+"""The maximum length in bytes of a Unix socket's path."""
 
-WAITING = 512
-"""The maximum number of processes that may wait to join while the agent is busy."""
+MOST_WAITING = 512
+"""The maximum number of processes that can wait to join while the agent is busy (the backlog of its socket)."""
 
 ANSWER_S = 5.0
-"""The longest wait in seconds for an agent's answer. An agent may be suspended."""
+"""Seconds after which an agent that has not answered counts as hanging, because it may be suspended."""
 
-_RUN = late_pattern(r"[\w.-]{1,64}")
+_RUN_NAME = late_pattern(r"[\w.-]{1,64}")
 
 
 def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file with a name for results that the run's processes share, None without a run.
+    """Return the path of a file for results that the processes of a run share, None without a run.
 
-    Each build of Python has its own file. It is in the run's own folder, never in one of several runs.
+    Each version of Python has its own file. It is in the folder of this one run, not in one that several runs use.
     """
     folder = Path(environ.get(VARIABLE, "")).parent
     is_own = folder.name == environ.get("INSTRUMENT_RUN") and folder.is_dir()
@@ -50,14 +50,14 @@ def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
 
 
 def run_parents() -> list[Path]:
-    """Return the folders that may have this user's runs. New runs go into the first folder."""
+    """Return the folders in which this user's runs may be. New runs go into the first usable one."""
     paths = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
     folders = [Path(name) for name in [*paths, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
     return list(dict.fromkeys(folder / f"instrument-{os.geteuid()}" for folder in folders))
 
 
 def make(run: str) -> Path:
-    """Create the folder of a run, for its owner only. Raises `OSError`."""
+    """Create the folder of a run, which only its owner may enter. Raises `OSError`."""
     problem: OSError = FileNotFoundError("no folder for runs")
     for home in run_parents():
         if len(os.fsencode(home / run / SOCKET)) > ADDRESS_BYTES:
@@ -75,7 +75,7 @@ def make(run: str) -> Path:
 
 
 def refuse_shared(folder: Path) -> None:
-    """Raise `PermissionError` for a folder of another user, or one that other users may enter."""
+    """Raise `PermissionError` if a folder belongs to another user, or other users may enter it."""
     facts = folder.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise PermissionError(
@@ -85,7 +85,7 @@ def refuse_shared(folder: Path) -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """Create an agent's socket at a path, in place of a socket without a listener. Raises `OSError`."""
+    """Listen on a new socket at a path, in place of a socket without a listener. Raises `OSError`."""
     holder = listener_pid(path)
     if holder is not None:
         raise FileExistsError(
@@ -96,7 +96,7 @@ def listen(path: Path) -> socket.socket:
     try:
         os.fchmod(listener.fileno(), 0o600)  # before it has a name, and for any umask
         listener.bind(os.fspath(path))
-        listener.listen(WAITING)
+        listener.listen(MOST_WAITING)
         listener.setblocking(False)
     except BaseException:
         listener.close()
@@ -105,12 +105,11 @@ def listen(path: Path) -> socket.socket:
 
 
 def has_listener(path: Path) -> bool:
-    """Return True if a process listens on a socket."""
     return listener_pid(path) is not None
 
 
 def listener_pid(path: Path) -> int | None:
-    """Return the pid of the process, perhaps suspended, that listens on a socket, 0 if unknown, None for none."""
+    """Return the id of the process that listens on a socket, 0 if its id is unknown, None if no process listens."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.setblocking(False)
         try:
@@ -123,7 +122,7 @@ def listener_pid(path: Path) -> int | None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return the identity (device, inode) of the socket at a path, None without a socket."""
+    """Return the device and the inode of the socket at a path, None if there is none."""
     try:
         facts = path.stat()
     except OSError:
@@ -132,12 +131,12 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def agent_name(holder: int) -> str:
-    """Return a text that names an agent, by its pid if known."""
+    """Return a text that names an agent, with its process id unless that is 0."""
     return f"an agent (process {holder})" if holder else "an agent"
 
 
 def no_answer_text(holder: int) -> str:
-    """Return a sentence on an agent that listens but does not answer."""
+    """Return the end of a sentence on an agent that listens but does not answer."""
     advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
     return f", and does not answer{advice}"
 
@@ -151,35 +150,35 @@ def _answers(path: Path) -> bool:
 
 
 def list_runs() -> list[Path]:
-    """Return the folders of this user's runs, the oldest first, also those without an agent."""
+    """Return the folders of this user's runs, the oldest first, including runs without an agent."""
     folders = []
     for home in run_parents():
         with suppress(OSError):
             refuse_shared(home)
-            folders += [path for path in home.iterdir() if _RUN.fullmatch(path.name) and path.is_dir()]
+            folders += [path for path in home.iterdir() if _RUN_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(folders, key=lambda path: path.name)
 
 
 def first_process(run: str) -> int:
-    """Return the pid of the process that began a run, from the run's name, 0 if the name has none."""
+    """Return the id of the process that began a run, which is part of the run's name, 0 if the name has none."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
 
 def paths_in(folder: Path, pattern: str) -> list[Path]:
-    """Return the matching paths in a folder, sorted. Return none for an unreadable folder."""
+    """Return the sorted paths in a folder that match a pattern, none if the folder cannot be read."""
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []
 
 
 def note_file(folder: Path, pid: int, started: int) -> Path:
-    """Return the file that marks a recording process of the run for agents."""
+    """Return the path of the file by which later agents know a recording process of the run."""
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
 def unreported(folder: Path) -> list[int]:
-    """Return the pids of the run's recorded processes that have ended and that no agent has reported."""
+    """Return the ids of ended processes of the run whose end no agent has reported."""
     pids = []
     for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
         pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
@@ -189,7 +188,7 @@ def unreported(folder: Path) -> list[int]:
 
 
 def unsent(folder: Path) -> int:
-    """Return the number of ended processes' spans that may be unsent, from the agent's note."""
+    """Return how many spans of ended processes may be unsent, from the file that the agent keeps."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -197,7 +196,7 @@ def unsent(folder: Path) -> int:
 
 @contextmanager
 def register_socket(path: Path) -> Iterator[None]:
-    """Link to an agent's socket from the folder of runs within the block, so that commands find it."""
+    """Link to an agent's socket from the folder of runs during the block, so that commands find the agent."""
     link = None
     with suppress(OSError):
         link = make(f"by-hand-{os.getpid()}") / SOCKET
@@ -210,7 +209,6 @@ def register_socket(path: Path) -> Iterator[None]:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder of a run that has ended, with its files."""
     for path in paths_in(folder, "*"):
         with suppress(OSError):  # another process was faster
             path.unlink()
@@ -231,7 +229,7 @@ def remove_abandoned() -> None:
 
 @contextmanager
 def connect_to_agent(path: Path, timeout_s: float) -> Iterator[socket.socket]:
-    """Connect to an agent, with a time limit for each call. Raises `OSError`."""
+    """Connect to an agent for the block. `timeout_s` limits each send and receive. Raises `OSError`."""
     with socket.socket(packets.FAMILY, packets.KIND) as caller:
         caller.settimeout(timeout_s)
         caller.connect(os.fspath(path))

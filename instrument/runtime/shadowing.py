@@ -1,8 +1,8 @@
-"""Modules of the service that shadow modules of the standard library, such as its own `token.py` or `platform.py`.
+"""The protection of our imports from service modules with names of the standard library, such as its own `token.py`.
 
-Our imports, direct and indirect, get the standard modules. The service gets its own, as without us. If the service has
-imported its module first, a library that we load may fail; that is counted. This module is the first of ours in a
-session, so it imports only modules that Python always loads.
+Our imports, direct and indirect, get the standard modules, and the service gets its own. If the service has imported
+its module first, a library that we load may fail, which is counted. A session imports this module first, so it imports
+only modules that Python always loads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib, too
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
-"""The packages that we import. Their own imports count as ours."""
+"""The third-party packages that we import. An import by one of them counts as ours."""
 
 
 def guard_imports(folders: Iterable[str] = ()) -> None:
-    """Make our imports skip modules in `folders`, and in folders that come first on `sys.path`."""
+    """Have our imports ignore modules in `folders`, and in folders before the standard library on `sys.path`."""
     before = []
     for entry in sys.path:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):
@@ -49,7 +49,7 @@ def _names_in(folder: str) -> list[str]:
 
 
 def folder_of_main() -> str:
-    """Return the folder that Python puts first on `sys.path` for the program to run."""
+    """Return the folder that Python puts first on `sys.path` for the program that it runs."""
     words = iter(sys.orig_argv[1:])
     for word in words:
         if word in ("-X", "-W"):
@@ -62,7 +62,7 @@ def folder_of_main() -> str:
 
 
 class Loaded:
-    """A loader of an already loaded module, whose code does not run again."""
+    """A loader that returns a module that is already loaded, without running its code again."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -76,7 +76,7 @@ class Loaded:
 
 
 class _Guard:
-    """A finder, first on `sys.meta_path`, of shadowed standard modules for imports by our code."""
+    """A finder, first on `sys.meta_path`, that finds shadowed standard modules for imports by our code."""
 
     def __init__(self, shadowed: set[str]) -> None:
         self._shadowed = shadowed
@@ -108,7 +108,7 @@ class _Guard:
         return spec
 
     def release(self) -> None:
-        """Remove the standard modules that we loaded from `sys.modules`, so that the service imports its own."""
+        """Remove the standard modules that we loaded from `sys.modules`, so that the service loads its own."""
         while self._loaded:
             name = self._loaded.pop()
             if module := sys.modules.pop(name, None):
@@ -116,7 +116,7 @@ class _Guard:
 
 
 def release() -> None:
-    """Remove the standard modules that our imports put in place of the service's own modules."""
+    """Put the service's own modules back into `sys.modules`, in place of the standard ones that we loaded."""
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
             finder.release()
@@ -125,7 +125,7 @@ def release() -> None:
 
 
 def _is_own_import(frame: FrameType | None) -> bool:
-    """Return True if one of our modules makes the import, directly or indirectly."""
+    """Return True if our code makes the import, directly or through a library of ours."""
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
         is_machinery = file.startswith("<frozen ")  # and our hook, which calls itself so

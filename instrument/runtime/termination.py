@@ -1,12 +1,12 @@
-"""Signals that end a process: the session delivers its data before the process ends.
+"""The signal handler that has the session deliver its data before a signal ends the process.
 
-Servers set signals' dispositions later than we do. uvicorn's worker for gunicorn resets every signal when it begins.
-uvicorn itself restores the dispositions at its end and sends itself the signal once more; services do the same in
-handlers. So Python's two functions that set and get a disposition are replaced during the session. They set our handler
-in place of the default, and return the default in place of our handler. A reset in C is not noticed.
+Servers set the dispositions of signals later than we do. uvicorn's worker for gunicorn resets every signal at its
+start. uvicorn itself restores the dispositions at its end and sends itself the signal again, and so do handlers of
+services. So during a session we replace `signal.signal` and `signal.getsignal`. They set our handler in place of the
+default, and return the default in place of our handler. A reset by C code is not noticed.
 
-Native code such as tokio takes a signal later by `sigaction`, does its own stop and calls the handler before it.
-Without us that was the default, which is never called. So a signal that native code has taken ends nothing here.
+Native code such as tokio replaces our handler by `sigaction`, stops by itself, and then calls the replaced handler. It
+never calls the default, so our handler then does nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-RESTORED = (signal.SIGINT, signal.SIGHUP)
-"""Signals that get our handler only if the service resets its own handler to the default. Otherwise they keep the
-default, which also ends a program whose main thread runs C."""
+RESETTABLE_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+"""The signals that get our handler only when the service resets its own handler to the default. Otherwise they keep
+the default, because only that ends a program whose main thread runs C code."""
 
 
 class Termination:
-    """A handler that calls `end(number, frame)` on the main thread for a signal that would have ended the process.
+    """A signal handler that calls `end(number, frame)` on the main thread before a signal ends the process.
 
-    `end` returns True if the process is to end, by the same signal.
+    If `end` returns True, the handler ends the process by the same signal.
     """
 
     def __init__(self, end: Callable[[int, FrameType | None], bool]) -> None:
@@ -40,7 +40,8 @@ class Termination:
         """The address of CPython's function that the system calls for every handler in Python."""
 
     def install(self) -> Callable[[], None]:
-        """Handle SIGTERM while it has the default, now or later. Call it on the main thread. Returns the undo."""
+        """Handle SIGTERM whenever it has the default disposition. Must be called on the main thread. Return the
+        undo."""
         if not _is_main_thread():
             return lambda: None
         bare_set, bare_get = self._set, self._get
@@ -62,7 +63,7 @@ class Termination:
                 signal.signal = bare_set
             if signal.getsignal is get_disposition:
                 signal.getsignal = bare_get
-            for number in (signal.SIGTERM, *RESTORED) if _is_main_thread() else ():
+            for number in (signal.SIGTERM, *RESETTABLE_SIGNALS) if _is_main_thread() else ():
                 if bare_get(number) is self._handler and not self._is_native(number):
                     bare_set(number, signal.SIG_DFL)
 
@@ -73,7 +74,7 @@ class Termination:
         return undo
 
     def _set_handler(self, number: int) -> Any:
-        """Set our handler for a signal. Returns the earlier handler."""
+        """Set our handler for a signal. Return the earlier handler."""
         before = self._set(number, self._handler)
         self._address = _address_of_handler(number)
         return before
@@ -83,10 +84,10 @@ class Termination:
         return _address_of_handler(number) != self._address
 
     def _takes(self, number: Any, handler: Any) -> bool:
-        """Return True if our handler must replace a handler."""
+        """Return True if our handler must be set in place of `handler`."""
         if not (self._is_active and isinstance(handler, int) and handler == signal.SIG_DFL):
             return False
-        if number in RESTORED:
+        if number in RESETTABLE_SIGNALS:
             before = self._get(number)
             return callable(before) and before is not signal.default_int_handler
         return bool(number == signal.SIGTERM)
@@ -98,9 +99,9 @@ class Termination:
 
 
 def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
-    """Call `action` with the exit code before the process exits by `os._exit`. Returns the undo.
+    """Have `os._exit` call `action` with the exit code first. Return the undo.
 
-    Forked workers exit so, without Python's exit handling. The action must not wait.
+    Forked workers exit by `os._exit`, without Python's exit handling. The action must not wait.
     """
     bare_exit = os._exit
 
@@ -133,5 +134,5 @@ def _address_of_handler(number: int) -> int | None:
 
 
 def _is_main_thread() -> bool:
-    """Return True on the thread that handles signals, in any greenlet of it."""
+    """Return True on the thread that runs Python's signal handlers, in any greenlet of it."""
     return threading.get_native_id() == os.getpid()

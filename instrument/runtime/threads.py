@@ -1,4 +1,4 @@
-"""Our threads: named, real threads of the system even if gevent patches `threading`, and restarted after a death."""
+"""Threads of our own, which are real threads even if gevent patches `threading`, and which restart after a death."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from instrument.runtime.unpatched import Event, get_ident, is_patched, sleep, st
 RESTART_S = 0.2
 """Seconds after which a dead thread starts again."""
 
-WORK_S, REST_S = 0.001, 0.0005
-"""The maximum number of seconds of uninterrupted work on our threads, and the seconds of the pause after it. A thread
-waits 5 ms for the GIL while another thread works, and a server needs it several times per request."""
+WORK_SLICE_S, PAUSE_S = 0.001, 0.0005
+"""Seconds of uninterrupted work on a thread of ours, and of the pause after it. Without pauses a server would wait 5 ms
+for the GIL several times per request."""
 
-_ours: dict[int, tuple[str, int]] = {}
-"""The name and the process id of each of our threads, by the thread's identity."""
+_own_threads: dict[int, tuple[str, int]] = {}
+"""The names and process ids of our running threads, by thread id."""
 
 
 class Thread:
-    """A daemon thread that runs `run`, and runs it again if it ends while `is_needed()`.
+    """A daemon thread that calls `run`, and calls it again if it returns or raises while `is_needed()`.
 
-    An unexpected end is a fault: an error, or a `SystemExit` that the service has thrown into all threads.
+    Such an end is counted as a fault: an error, or a `SystemExit` that the service has thrown into all threads.
     """
 
     def __init__(self, run: Callable[[], object], name: str, is_needed: Callable[[], bool] = lambda: False) -> None:
@@ -42,7 +42,7 @@ class Thread:
         self._listed: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the thread. Raises RuntimeError for too many threads, or if the interpreter is ending.
+        """Start the thread. Raises `RuntimeError` if there are too many threads or the interpreter is ending.
 
         `threading.enumerate()` lists the thread, unless `threading` is patched.
         """
@@ -62,11 +62,9 @@ class Thread:
         return self._pid == os.getpid() and not self._ended.is_set()
 
     def is_current(self) -> bool:
-        """Return True on the thread itself."""
         return self._ident == get_ident() and self.is_alive()
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait up to `timeout_s` seconds for the thread's end."""
         if self.is_current() or self._pid != os.getpid():
             return
         if self._ended.wait(timeout_s) and self._listed is not None and not is_patched():
@@ -74,7 +72,7 @@ class Thread:
 
     def _run_while_needed(self) -> None:
         self._ident = ident = get_ident()
-        _ours[ident] = self.name, self._pid
+        _own_threads[ident] = self.name, self._pid
         try:
             while True:
                 fault: BaseException | None = None
@@ -86,12 +84,12 @@ class Thread:
                 if fault is None and is_needed:
                     fault = RuntimeError(f"the thread {self.name} ended, though it is needed")
                 if isinstance(fault, Exception) or is_needed:
-                    _note(self.name, fault)
+                    _note_death(self.name, fault)
                 if not is_needed:
                     return
                 sleep(RESTART_S)
         finally:
-            _ours.pop(ident, None)
+            _own_threads.pop(ident, None)
             if self._listed is not None and is_patched():
                 # Patched meanwhile, `threading` looks for it under the number that gevent gives it.
                 active: dict[int, threading.Thread] = threading._active  # type: ignore[attr-defined]
@@ -100,44 +98,44 @@ class Thread:
 
 
 class Pace:
-    """A pacer of long work on our threads, which inserts pauses."""
+    """A pacer that inserts pauses into long work on a thread of ours."""
 
     def __init__(self) -> None:
-        self._until = time.monotonic() + WORK_S
+        self._until = time.monotonic() + WORK_SLICE_S
 
     def rest(self) -> None:
-        """Pause if the thread has worked for `WORK_S` since the last pause."""
+        """Pause if the thread has worked for `WORK_SLICE_S` since the last pause."""
         if time.monotonic() > self._until:
-            sleep(REST_S)
-            self._until = time.monotonic() + WORK_S
+            sleep(PAUSE_S)
+            self._until = time.monotonic() + WORK_SLICE_S
 
 
 def start_unlisted(run: Callable[[], object], name: str) -> None:
-    """Start a thread that `threading.enumerate()` does not list. Raises RuntimeError if it cannot start."""
+    """Start a thread that `threading.enumerate()` does not list. Raises `RuntimeError` if none can be started."""
 
     def run_named() -> None:
         ident = get_ident()
-        _ours[ident] = name, os.getpid()
+        _own_threads[ident] = name, os.getpid()
         try:
             run()
         finally:
-            _ours.pop(ident, None)
+            _own_threads.pop(ident, None)
 
     start_new_thread(run_named, ())
 
 
-_of_libraries: dict[int, int] = {}
-"""The number of threads that our libraries have started, by pid."""
+_library_threads: dict[int, int] = {}
+"""The number of threads that libraries of ours have started, by process id."""
 
 
 @contextmanager
 def count_library_threads() -> Iterator[None]:
-    """Count the threads that libraries start in the block as ours, such as OpenBLAS's at the import of numpy."""
+    """Count the threads that start during the block as ours, such as OpenBLAS's at the import of numpy."""
     before = _count_tasks()
     try:
         yield
     finally:
-        _of_libraries[os.getpid()] = _of_libraries.get(os.getpid(), 0) + _count_tasks() - before
+        _library_threads[os.getpid()] = _library_threads.get(os.getpid(), 0) + _count_tasks() - before
 
 
 def _count_tasks() -> int:
@@ -148,13 +146,13 @@ def _count_tasks() -> int:
 
 
 class _ForkWarning:
-    """A pattern for Python's warning on a fork with threads.
+    """A pattern that matches Python's warning on a fork of a process with threads, once.
 
-    A match removes the filter itself. Python 3.12 warns before the parent's fork hooks, later versions after them.
+    A match removes the filter. Python 3.12 warns before the parent's fork hooks, later versions after them.
     """
 
     def match(self, text: str) -> bool:
-        """Return True for the warning."""
+        """Return True for the warning, and remove the filter."""
         is_it = text.startswith("This process ") and "is multi-threaded" in text
         if is_it:
             restore_fork_warning()
@@ -166,15 +164,15 @@ _PYTHON_WARNS = sys.version_info >= (3, 12)
 
 
 def silence_fork_warning() -> None:
-    """Suppress Python's warning on threads at the next fork if all threads except the calling one are ours."""
-    ours = sum(pid == os.getpid() for _, pid in list(_ours.values())) + _of_libraries.get(os.getpid(), 0)
+    """Suppress Python's warning at the next fork if all threads except the calling one are ours."""
+    ours = sum(pid == os.getpid() for _, pid in list(_own_threads.values())) + _library_threads.get(os.getpid(), 0)
     if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
         # Not by `filterwarnings`, which would make Python forget its warnings.
         warnings.filters.insert(0, _QUIET)  # type: ignore[attr-defined]
 
 
 def restore_fork_warning() -> None:
-    """Undo `silence_fork_warning`, if it suppressed the warning."""
+    """Undo `silence_fork_warning`, unless the warning has been suppressed already."""
     with suppress(ValueError):
         warnings.filters.remove(_QUIET)  # type: ignore[attr-defined]
 
@@ -184,7 +182,7 @@ _child_begins: Callable[[], None] | None = None
 
 
 def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
-    """Call functions around each fork, also around forks by C code, which call no Python hooks."""
+    """Register functions to call around each fork, also around forks by C code, which call no hooks of Python."""
     global _child_begins
 
     def begin_child() -> None:
@@ -201,15 +199,15 @@ def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_chi
 
 
 def catch_up_with_fork() -> None:
-    """Run our fork hooks in a process that C code has forked without Python's hooks, such as a worker of uWSGI."""
+    """Call the child's fork hook if C code forked this process without Python's hooks, as uWSGI does."""
     if _child_begins is not None and os.getpid() != _pid:
         _child_begins()
 
 
 def is_server_to_fork() -> bool:
-    """Return True if a server in C has not forked its workers yet, and will do so without the GIL.
+    """Return True if a server in C will fork its workers later, without the GIL.
 
-    A thread that has the GIL at that moment would leave it locked in the child, which then hangs.
+    A thread that has the GIL at the fork leaves it locked in the child, which then hangs.
     """
     uwsgi = sys.modules.get("uwsgi")
     try:
@@ -218,7 +216,7 @@ def is_server_to_fork() -> bool:
         return False
 
 
-def _note(name: str, fault: BaseException | None) -> None:
+def _note_death(name: str, fault: BaseException | None) -> None:
     try:
         FAULTS.note(f"thread {name}", fault or RuntimeError())
     except BaseException:
@@ -227,5 +225,5 @@ def _note(name: str, fault: BaseException | None) -> None:
 
 def own_thread_name() -> str | None:
     """Return the name of the calling thread if it is ours, else None."""
-    name, pid = _ours.get(get_ident(), ("", 0))
+    name, pid = _own_threads.get(get_ident(), ("", 0))
     return name if pid == os.getpid() else None

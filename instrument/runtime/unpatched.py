@@ -1,9 +1,8 @@
-"""The operating system's locks, waits, threads and sockets, unpatched by gevent and eventlet.
+"""The real locks, queues, threads and sockets of the system, even if gevent or eventlet has patched Python's.
 
-A service may call `gevent.monkey.patch_all()` at any time. A thread of ours that then waits on a patched lock would
-wait for a hub that never runs. So our threads take locks, queues and sockets from here: from C modules, which are never
-patched, or from before the patch. A lock of ours blocks its whole thread with all greenlets, so no code of the service
-runs under one.
+A service may call `gevent.monkey.patch_all()` at any time. A thread of ours that waits on a patched lock would wait for
+a hub that never runs. So our code takes them from here: from C modules, which are never patched, or from before the
+patch. A lock of ours blocks its whole thread with all greenlets, so no code of the service runs under one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _original(module: str, name: str) -> Any:
-    """Return an attribute of an imported module from before gevent or eventlet replaced it."""
+    """Return an attribute of a module as it was before gevent or eventlet replaced it."""
     monkey, patcher = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
     if monkey is not None and monkey.is_object_patched(module, name):
         return monkey.get_original(module, name)
@@ -47,19 +46,18 @@ if not TYPE_CHECKING:
 
 
 def is_patched() -> bool:
-    """Return True if `threading` no longer starts threads of the operating system."""
+    """Return True if gevent or eventlet has replaced the threads of `threading` by greenlets."""
     return _thread.start_new_thread is not start_new_thread
 
 
 class Event:
-    """A `threading.Event` whose `set` never blocks, so that signal handlers may call it."""
+    """An event like `threading.Event`, but its `set` never blocks, so that signal handlers may call it."""
 
     def __init__(self) -> None:
         self._is_set = False
         self._waiters: deque[Any] = deque()
 
     def is_set(self) -> bool:
-        """Return True if the event is set."""
         return self._is_set
 
     def set(self) -> None:
@@ -72,11 +70,10 @@ class Event:
                 return
 
     def clear(self) -> None:
-        """Clear the event, so that later waits block."""
         self._is_set = False
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait up to `timeout_s` seconds for the event. Returns True if it is set."""
+        """Wait up to `timeout_s` seconds for the event. Return True if it is set."""
         if self._is_set:
             return True
         waiter = Lock()
@@ -94,10 +91,9 @@ class Event:
 
 
 class Socket(_socket.socket):
-    """A socket of the operating system, with the methods of `socket.socket` that we use."""
+    """A real socket, with the methods of `socket.socket` that we use."""
 
     def accept(self) -> tuple[Socket, Any]:
-        """Return the next connection and its address."""
         descriptor, address = self._accept()  # type: ignore[attr-defined]
         return Socket(fileno=descriptor), address
 
@@ -111,7 +107,7 @@ class Socket(_socket.socket):
 
 
 def connect(host: str, port: int, timeout_s: float) -> Socket:
-    """Connect by TCP to the first address of the host that accepts. Raises OSError."""
+    """Connect by TCP to the first address of a host that accepts the connection. Raises `OSError`."""
     failure: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in _socket.getaddrinfo(host, port, 0, _socket.SOCK_STREAM):
         sock = None

@@ -1,1 +1,1 @@
-"""Sessions: a profile in force in a process, from start to stop; its windows, its reload, and the loop's `Profiler`."""
+"""The sessions: a session keeps one profile in force in a process, from `start` to `stop`, and ends in order."""

@@ -1,4 +1,4 @@
-"""The diagnostics of a session: its losses, its own cost, its complaints, and its notes on unobserved work."""
+"""The diagnostics of a session, which reports print last: what was lost, what went unobserved, and what it cost."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 else:
     view = LazyModule("instrument.report.view")
 
-COMPLAINTS_KEPT = 20
+MOST_COMPLAINTS = 20
 
-UNCALLED_KEPT = 500
-"""The most uncalled targets whose names are published for other processes. With more of them, no name is published."""
+MOST_UNCALLED = 500
+"""The maximum number of uncalled targets whose names are sent to the run's report. With more, no name is sent."""
 
-SUB_INTERPRETERS = {"_interpreters", "_xxsubinterpreters"}
-"""The modules by which a program makes sub-interpreters."""
+SUB_INTERPRETER_MODULES = {"_interpreters", "_xxsubinterpreters"}
+"""The modules whose import shows that a program makes sub-interpreters, in which nothing is recorded."""
 
 _UNSENT = ("failed", "rejected", "dropped")
 
 
 @dataclass(eq=False, kw_only=True)
 class SessionDiagnostics:
-    """The diagnostics of a session, collected from its components and from the session's own reports.
+    """The losses, costs and notes of a session, collected from its components.
 
-    `timing` is None if no device is timed, `exporter` if nothing is sent. `has_waiting_notes` is True for a user's
-    profile: notes then name rules without a target so far. `refused` has the reasons why settings of the newest profile
-    are not in force. `thread_ns` is the processor time of the session's own thread so far.
+    `timing` is None if no device is timed, `exporter` if nothing is sent. With `has_waiting_notes`, notes also name
+    rules that have no target yet. `refused` has the reasons why settings of the newest profile are not in force.
+    `thread_ns` is the processor time that the session's own thread has used.
     """
 
     recorder: Recorder
@@ -65,10 +65,9 @@ class SessionDiagnostics:
     refused: tuple[str, ...] = ()
     thread_ns: int = 0
     _losses: Counter[str] = field(default_factory=Counter)
-    _complaints: deque[str] = field(default_factory=lambda: deque(maxlen=COMPLAINTS_KEPT))
+    _complaints: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_COMPLAINTS))
 
     def after_fork_in_child(self) -> None:
-        """Clear the losses and complaints of the parent."""
         self.thread_ns = 0
         self._losses.clear()
         self._complaints.clear()
@@ -76,42 +75,42 @@ class SessionDiagnostics:
     # ---------------------------------------------------------------- what the session takes down
 
     def complain(self, message: str, *, log: bool = True) -> None:
-        """Record an error message for `notes`; the newest `COMPLAINTS_KEPT` are kept."""
+        """Keep an error message for `notes`, and log it. Only the newest `MOST_COMPLAINTS` are kept."""
         self._complaints.append(message)
         if log:
             logger.warning(message)
 
     def refuse(self, message: str) -> None:
-        """Record the reason why a profile was refused, until one is accepted."""
+        """Keep the reason why a profile was refused until another one is accepted."""
         if (message,) != self.refused:
             logger.warning("reload: %s", message)
         self.refused = (message,)
 
     def count_loss(self, reason: str, count: int) -> None:
-        """Count recorded items that were lost. Called by one thread at a time."""
+        """Count lost records by reason. Only one thread may call this at a time."""
         self._losses[reason] += count
 
     # ---------------------------------------------------------------- its readings
 
     def cost(self, window_ns: int) -> Cost:
-        """Return the cost of the instrumentation so far, by the calls in the tally.
+        """Return what the instrumentation has cost so far: the calls in the tally times the cost of their probes.
 
-        Each span costs what a probe of its shape costs on this machine; a generator counts as one step. Device times
-        add the cost of their pairs of events on this device.
+        The cost of a probe was measured on this machine for each shape of call; a generator counts as one step. A
+        device time adds the cost of two events on this device.
         """
         mean_ns = self.mean_ns()
         cold_ns = mean_ns + self.costs.cold_ns if mean_ns else 0.0
         return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
 
     def mean_ns(self) -> float:
-        """Return the mean cost of a call."""
+        """Return the mean cost of recording a call, in ns."""
         calls = calls_by_site(self.recorder)
         probes_ns, counted = self.costs.sum_ns(calls), sum(calls.values())
         return (probes_ns + self.pairs_ns()) / counted if counted else 0.0
 
     def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
-        """Return the cost in a window, from the calls of each site and the count of spans with device times. Our
-        threads are assumed to work evenly over `session_ns`."""
+        """Return the cost in a window with these calls by site, of which `timed` have device times. The processor time
+        of our threads is spread evenly over `session_ns`."""
         spans = sum(calls.values())
         probes_ns = self.costs.sum_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
         mean_ns = probes_ns / spans if spans else 0.0
@@ -123,7 +122,7 @@ class SessionDiagnostics:
         return 0.0 if self.timing is None else self.timing.cost_ns()[0]
 
     def threads_ns(self) -> dict[str, int]:
-        """Return the processor time of our own threads in ns, by task."""
+        """Return the processor time in ns of the session's threads, by their task."""
         ns_by_work = {"looking through spans": self.thread_ns, "reading gauges": self.gauges.thread_ns}
         if self.exporter is not None:
             ns_by_work["sending to the collector"] = self.exporter.thread_ns
@@ -132,7 +131,7 @@ class SessionDiagnostics:
         return {name: spent_ns for name, spent_ns in ns_by_work.items() if spent_ns}
 
     def stats(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
-        """Return the statistics of the instrumentation that only this process has. `clock` names the clock of spans."""
+        """Return the statistics for the `cost` view that no recording has. `clock` names the clock of spans."""
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
@@ -164,11 +163,11 @@ class SessionDiagnostics:
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
-        """Return a sentence for each unobserved target, and for each fault.
+        """Return a sentence per target that was not observed, and per fault.
 
-        `with_muted` False leaves out sites that are or were muted, for a report with a table of them. Rules of a preset
-        are left out if this program has nothing for them, such as copies without a device. `of_all` False leaves out
-        rules whose modules this process has not imported; the run's first process reports those.
+        Without `with_muted`, muted sites are left out, for a report with a table of them. Without `of_all`, rules whose
+        modules this process has not imported are left out, because the run's first process reports them. Rules of a
+        preset for which this program has nothing, such as copies without a device, are always left out.
         """
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
@@ -190,7 +189,7 @@ class SessionDiagnostics:
                 + ", ".join(self.selection.late)
                 + ": names in modules and classes record; other references are named with their rule: start earlier"
             )
-        if not SUB_INTERPRETERS.isdisjoint(sys.modules):
+        if not SUB_INTERPRETER_MODULES.isdisjoint(sys.modules):
             notes.append("sub-interpreters: the main interpreter of each process is recorded, and no other")
         if self.timing is not None:
             notes.extend(self.timing.notes())
@@ -204,13 +203,13 @@ class SessionDiagnostics:
         return notes
 
     def unmet_text(self) -> str:
-        """Return a sentence on requests or jobs that arrived and were not recorded, "" for none."""
+        """Return a sentence on requests or jobs that arrived but were not recorded, "" if there are none."""
         self.selection.attach_family("requests")
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=False), board.marks())
         return "; ".join(str(verdict) for verdict in verdicts if verdict.state == "unmet")
 
     def own_notes(self, *, of_all: bool = True) -> OwnNotes:
-        """Return the rules and targets whose `notes` hold in this process alone."""
+        """Return the rules and targets that nothing in this process uses, but another process of the run may use."""
         verdicts = self.verdicts(of_all=of_all)
         idle_verdicts = (verdict for verdict in verdicts if verdict.state in ("waiting", "nothing"))
         waiting = [(board.attached_mark(verdict.rule), str(verdict)) for verdict in idle_verdicts]
@@ -219,12 +218,12 @@ class SessionDiagnostics:
         idle = self.selection.idle_preset_rules()
         own_verdicts = drop_recorded_elsewhere(verdicts, board.marks())
         uncalled = sorted(_uncalled_targets(verdict for verdict in own_verdicts if verdict.rule not in idle))
-        listed = uncalled if len(uncalled) <= UNCALLED_KEPT else []
+        listed = uncalled if len(uncalled) <= MOST_UNCALLED else []
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdicts on rules and targets, with calls. `of_all` False leaves out rules whose modules are not
-        imported."""
+        """Return the verdict on each rule and target, with its count of calls. Without `of_all`, leave out rules whose
+        modules are not imported."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
         for site, called in calls_by_site(self.recorder).items() if verdicts else ():
@@ -237,11 +236,11 @@ class SessionDiagnostics:
 
 
 def _is_idle_rule(verdict: Verdict) -> bool:
-    """Return True for a verdict that no target of a rule has been called."""
+    """Return True if a verdict says that no target of its rule was called."""
     return verdict.state == "uncalled" and verdict.target == verdict.rule and verdict.site is None
 
 
 def _uncalled_targets(verdicts: Iterable[Verdict]) -> list[str]:
-    """Return the targets without a call."""
+    """Return the targets that were not called."""
     uncalled = (verdict for verdict in verdicts if verdict.state == "uncalled" and not _is_idle_rule(verdict))
     return [verdict.target or verdict.rule for verdict in uncalled]

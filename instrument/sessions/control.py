@@ -1,6 +1,6 @@
-"""The control thread of a process: it answers messages of the agent, and applies changes of the profile's file.
+"""The control thread of a process, which answers the agent's requests and applies changes of the profile's file.
 
-It watches the file if the profile has `control.watch`, by one `os.stat` per `POLL_S`.
+With `control.watch` in the profile, it calls `os.stat` on the file every `FILE_CHECK_S`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from instrument.sessions.exporting import Exporting
 from instrument.sessions.membership import Membership
 from instrument.sessions.profile_reload import Answer, Generations, Request
 
-POLL_S = 0.1
-"""Seconds between two checks of the watched file."""
+FILE_CHECK_S = 0.1
+"""Seconds between two checks of the profile's file for a change."""
 
-SETTLE_S = 0.02
-"""Seconds without a change before a changed file is read: an editor may write it piece by piece."""
+QUIET_S = 0.02
+"""Seconds for which a changed file must stay the same before it is read, because an editor may still write it."""
 
 GRACE_S = 1.0
-"""Seconds for which a file must be invalid before that is reported; it may be half-written until then."""
+"""Seconds after which an invalid file is reported. Until then it may only be half-written."""
 
-MAIN_S = 0.2
-"""Seconds between two checks that the main thread lives, in a process that may end with that thread."""
+MAIN_THREAD_CHECK_S = 0.2
+"""Seconds between two checks whether the main thread has ended, because the process may have to end with it."""
 
-EXPORT_S = 1.0
-"""Seconds between two checks that an exporter reads what this process records."""
+EXPORT_CHECK_S = 1.0
+"""Seconds between two checks whether an exporter reads this process's recording."""
 
-AGENT_S = 1.0
-"""Seconds between two attempts to find another agent, once the process has lost its agent."""
+AGENT_RETRY_S = 1.0
+"""Seconds between two attempts of a process that has lost its agent to find another one."""
 
 
 class ControlThread:
-    """A thread that serves reload requests to one process, from the agent or by a changed file, until `stop`.
+    """A thread that handles the agent's messages and changes of the profile's file until `stop`.
 
-    `generations` reloads the profile. `exporting` handles the agent's messages on the export. `end_of_main_thread()`
-    returns a function to call as the main thread ends, if the process then ends; else None.
+    `generations` reloads the profile, `exporting` handles messages on the export. `end_of_main_thread()` returns a
+    function to call once the main thread has ended, None if the process does not end with that thread.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class ControlThread:
         self._stopping = False
 
     def watch(self) -> None:
-        """Watch the profile's file from now on, if the profile asks for it."""
+        """Begin to watch the profile's file, if the profile has `control.watch`."""
         self._has_begun = self._generations.prepare_to_watch()
         self.go_on()
 
     def hear_agent(self) -> None:
-        """Serve the agent's requests from now on. Start the thread unless it runs already."""
+        """Begin to handle the agent's messages, and start the thread unless it runs."""
         with self._lock:
             if self._membership.joins and not self._generations.has_ended():
                 self._has_begun = True  # there is an agent, and the session has not ended as its threads began
                 self.go_on()
 
     def go_on(self) -> None:
-        """Wake the thread to look for the agent, or start it. Do nothing before `watch` or `hear_agent`."""
+        """Start the thread, or wake it to look for the agent. Do nothing before `watch` or `hear_agent` was called."""
         with self._lock:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)  # it looks for the agent
@@ -96,7 +96,7 @@ class ControlThread:
                 self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread within `timeout_s` seconds, after a running reload."""
+        """End the thread. Wait up to `timeout_s` seconds for a reload that it runs."""
         with self._lock:
             thread, self._thread, self._stopping, self._has_begun = self._thread, None, True, False
         if thread is not None:
@@ -106,7 +106,7 @@ class ControlThread:
             self._close()
 
     def after_fork_in_child(self) -> None:
-        """Forget the parent's thread. `go_on` begins the child's thread, if there is a file to watch."""
+        """Drop the parent's thread. `go_on` starts a thread of the child if there is a file to watch."""
         self._close()
         self._begin(has_begun=self._has_begun and self._generations.watched is not None)
 
@@ -125,14 +125,14 @@ class ControlThread:
                 if now >= look_at:
                     _attempt(self._check_file)
                     now = time.monotonic()
-                    look_at = now + (SETTLE_S if self._changed is not None else POLL_S)
+                    look_at = now + (QUIET_S if self._changed is not None else FILE_CHECK_S)
             else:
                 look_at = now + 3600.0
             if self._unsettled:
                 self._unsettled = _attempt(self._generations.settle) is True
-                look_at = min(look_at, now + POLL_S)
+                look_at = min(look_at, now + FILE_CHECK_S)
             if end is not None:
-                look_at = min(look_at, now + MAIN_S)
+                look_at = min(look_at, now + MAIN_THREAD_CHECK_S)
                 if _has_main_thread_ended():
                     self._stopping = True
                     _attempt(end)
@@ -145,8 +145,7 @@ class ControlThread:
                     _attempt(self._handle_agent_message)
 
     def _wait(self, wait_s: float) -> list[tuple[int, int]]:
-        """Wait for a message of the agent or a wake-up, by poll: a forked child would share an epoll with its
-        parent."""
+        """Wait for a message of the agent or a wake-up. This uses poll because a forked child would share an epoll."""
         waiting = poll()
         for descriptor in (self._wake, self._agent_fd):
             if descriptor >= 0:
@@ -154,22 +153,21 @@ class ControlThread:
         return list(waiting.poll(1000 * wait_s))
 
     def _find_agent(self, now: float) -> float | None:
-        """Check the connection to the agent, or try to find another one. Return the time of the next attempt or
-        check."""
+        """Connect to an agent if there is no connection. Return the time of the next attempt, None if there is none."""
         membership = self._membership
         if not membership.joins:
             return None  # the session joins first
         if membership.joins != self._joins or membership.fileno() != self._agent_fd:
             self._agent_fd = -1  # closed by the service, or connected anew
         if self._agent_fd < 0 and (now >= self._agent_at or membership.joins != self._joins):
-            self._agent_at = now + AGENT_S
+            self._agent_at = now + AGENT_RETRY_S
             is_joined = membership.is_joined or not membership.join(begins=True)
             self._joins = membership.joins
             if is_joined:
                 self._agent_fd = membership.fileno()
                 membership.send({"hears": True})
         self._exporting.publish_facts(is_joined=self._agent_fd >= 0)
-        return now + EXPORT_S if self._agent_fd >= 0 else self._agent_at
+        return now + EXPORT_CHECK_S if self._agent_fd >= 0 else self._agent_at
 
     def _handle_agent_message(self) -> None:
         membership = self._membership
@@ -197,9 +195,9 @@ class ControlThread:
     # ---------------------------------------------------------------- the file
 
     def _check_file(self) -> None:
-        """Apply the profile's file once a change is complete, and read it once more after that.
+        """Apply the profile's file once it has changed and is complete. Read it a second time after that.
 
-        Without the second read, a write of the same size in the same clock tick would remain unseen.
+        Otherwise a second write of the same size within one tick of the file system's clock would be missed.
         """
         stamp = _identity_of_file(self._generations.watched)
         if stamp == self._seen:
@@ -242,7 +240,7 @@ def _has_main_thread_ended() -> bool:
 
 
 def _identity_of_file(path: Path | None) -> tuple[int, ...] | None:
-    """Return the modification time, size, inode and device of a file; None if there is no file."""
+    """Return numbers that change with the file's content, None if there is no file."""
     try:
         facts = os.stat(path) if path is not None else None  # noqa: PTH116 - the plain call, ten times a second
     except OSError:

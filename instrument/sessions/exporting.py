@@ -1,6 +1,6 @@
-"""The export of a session's recording while it runs: by the session itself, or by the agent of its run.
+"""The export of a running session: the session reads its recording and sends the spans, or leaves both to the agent.
 
-`handover` has the choice between the two.
+`handover` chooses between the two.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 else:
     otlp, recording_reader = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.recording_reader")
 
-FLUSH_S = 0.01
-"""Seconds between two checks that the agent has sent everything."""
+FLUSH_POLL_S = 0.01
+"""Seconds between two checks by `flush` whether the agent has sent everything."""
 
 SCRAPE_WAIT_S = 1.0
-"""The maximum number of seconds that a scrape waits for a busy session. After that it gets the last metrics."""
+"""Seconds for which a scrape waits for a busy session before it gets the metrics of the scrape before."""
 
-GAUGES_FOR_NS = 30 * 10**9
-"""The largest age of a gauge's reading in a scrape, in ns."""
+GAUGE_AGE_LIMIT_NS = 30 * 10**9
+"""Nanoseconds after which a gauge's reading is too old for a scrape."""
 
 NO_AGENT = (
     "export.prometheus and capture.to: asked of the agent of a run, found none; nothing listens and nothing is written "
@@ -53,7 +53,7 @@ NO_AGENT = (
 
 
 class SessionLock:
-    """A re-entrant lock that can postpone a signal until its release."""
+    """A re-entrant lock whose owner can postpone a signal until the lock is released."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -61,7 +61,8 @@ class SessionLock:
 
     @contextmanager
     def acquired(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock and yield True; yield False after `timeout_s`. At the end, send a postponed signal again."""
+        """Acquire the lock for a block and yield True, or False after `timeout_s`. Then send a postponed signal
+        again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -73,7 +74,7 @@ class SessionLock:
                 os.kill(os.getpid(), number)
 
     def postpone(self, number: int) -> bool:
-        """Return True if the calling thread has the lock. The signal is then sent again at the lock's release."""
+        """Postpone a signal if the calling thread has the lock: it is sent again at the release. Return True if so."""
         if self._is_owned():
             self._postponed = number
         return self._is_owned()
@@ -84,9 +85,9 @@ class SessionLock:
 
 @dataclass(eq=False)
 class Exporting:
-    """The export of what one profile records in one process. All methods may be called from any thread.
+    """The export of one session. All methods may be called from any thread.
 
-    `_while_no_fork_comes(import)` calls a function that imports modules, and delays forks until it returns.
+    `_while_no_fork_comes(function)` calls a function that imports modules, and delays forks until it returns.
     """
 
     _recorded: Recorded
@@ -101,15 +102,15 @@ class Exporting:
         recorded = self._recorded
         self._exporter, self._own, self.handover = recorded.exporter, recorded.own, recorded.handover
         self.lock = SessionLock()
-        """The lock for reading the recording, and for changing the profile in force."""
+        """The lock that guards the reader of the recording and the profile in force."""
         self._scraped_here: exposition.Metered | None = None
-        """The last metrics of this process alone that a scrape returned."""
+        """The metrics that the last scrape returned for this process alone."""
         self._scraped: dict[bool, str] = {}
         """The last answers of the agent to scrapes. The key is True for OpenMetrics."""
         self._announced_join = 0
 
     def after_fork_in_child(self) -> None:
-        """Begin anew with the child's recording, of which nothing has been sent."""
+        """Begin the export of the child's own recording, of which nothing has been sent."""
         self._announced_join = 0
         if self._own is not None:
             self._own.after_fork_in_child()
@@ -121,7 +122,7 @@ class Exporting:
         self.choose()
 
     def prepare(self) -> None:
-        """Choose the exporter, and import its modules, before anything is recorded."""
+        """Choose whether the agent or this process exports, and import the modules, before anything is recorded."""
         if self._exporter is not None:
             self._exporter.prepare()
             self.choose()
@@ -135,7 +136,7 @@ class Exporting:
     # ---------------------------------------------------------------- who exports
 
     def join(self) -> bool:
-        """Join the run's agent, if there is one. Return True if the profile allows it."""
+        """Join the run's agent, if there is one. Return False if the profile says `agent: off`."""
         account = self._recorded.account
         if self._facts.asks_agent_alone and not self._facts.has_agent():
             account.complain(NO_AGENT)
@@ -147,7 +148,8 @@ class Exporting:
         return True
 
     def choose(self) -> None:
-        """Leave the export to the agent if there is one, or can be one. The choice is final, even if the agent ends."""
+        """Leave the export to the agent if there is one or one can be started. This is final, even if the agent
+        ends."""
         if self._is_left_to_agent():
             self.handover.export_by_agent()
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -161,18 +163,17 @@ class Exporting:
 
     @property
     def writes_dataset(self) -> bool:
-        """True if this process itself writes a dataset."""
+        """True if this process, not an agent, writes the dataset."""
         return self.reading is not None and self.reading.dataset is not None
 
     @property
     def reading(self) -> OwnExport | None:
-        """The reader of this process's own recording; None if this process does not read it, or no longer."""
+        """The reader of this process's own recording, None if the agent reads it or the export has ended."""
         reader = self._own if self.handover.is_here else None
         return reader if reader is not None and not (reader.is_over or reader.is_broken) else None
 
     def _read_own(self, read: Callable[[], bool]) -> bool:
-        """Read more of the recording, and return the result of `read()`. After an error end the export and return
-        True."""
+        """Return the result of `read()`, which reads more of the recording. On an error end the export, return True."""
         reader = self.reading
         if reader is None or RECORDER.memory_fd < 0:
             return True
@@ -186,9 +187,9 @@ class Exporting:
             return True
 
     def publish_facts(self, *, is_joined: bool) -> None:
-        """Publish the facts that the agent needs to export this recording. The control thread calls this regularly."""
+        """Write into the recording what the agent needs to export it. The control thread calls this regularly."""
         self._facts.publish_resource()
-        self._facts.publish_books()
+        self._facts.publish_counts()
         joined = self._membership.joins if is_joined else 0
         self._gauge_watch.look()
         self._facts.publish_verdicts()
@@ -197,7 +198,7 @@ class Exporting:
             self._membership.send({"requests": True})
 
     def hear_agent(self, message: Mapping[str, Any]) -> None:
-        """Handle a message of the agent on its export, its readings of gauges, or connections to this process."""
+        """Handle a message of the agent about its export, its reading of gauges, or connections to this process."""
         if "unexported" in message:
             self.handover.is_refused = True
         if "gauges" in message:
@@ -206,15 +207,15 @@ class Exporting:
             self._recorded.selection.note_connections(ports)
 
     def sends_to(self, endpoint: str) -> bool:
-        """Return True if the session itself sends the kept spans to the collector at `endpoint`."""
+        """Return True if the session's own export sends the sampled spans to `endpoint`."""
         settings = self._recorded.profile.export.otlp
         return self._exporter is not None and settings is not None and settings.endpoint == endpoint
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans of a window that the session has not sent and will not send. The caller sends them.
+        """Return the spans of a window that the session's export will not send, for the caller to send.
 
-        An open request is kept until it is sent or dropped. If the agent exports, it sends the window's spans, and the
-        list is empty. Raises `ExportError` if the agent does not answer.
+        The export sends an open request whole once it ends. If the agent exports, it sends all spans of the window, and
+        the list is empty. Raises `ExportError` if the agent does not answer.
         """
         if not spans:
             return []
@@ -235,20 +236,19 @@ class Exporting:
             return reader.unsent(spans)
 
     def count_loss(self, reason: str, count: int) -> None:
-        """Count recorded items that were lost, for the reports."""
         with self.lock.acquired():
             self._recorded.account.count_loss(reason, count)
 
     # ---------------------------------------------------------------- while it runs
 
     def must_read(self) -> bool:
-        """Return True if a thread must read the recording while the service runs."""
+        """Return True if a thread of this process must read the recording while the service runs."""
         recorded = self._recorded
         is_read = self.reading is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.are_used
 
     def read_recorded(self, timeout_s: float = -1, *, meters: bool = False) -> None:
-        """Read the rows recorded since the last call. With `meters`, take metrics now."""
+        """Read and export the rows recorded since the last call. With `meters`, also send metrics now."""
         recorded, cut = self._recorded, self._recorded.windows.cut
         with self.lock.acquired(timeout_s) as is_acquired:
             if not is_acquired or not (self.must_read() or cut):
@@ -260,7 +260,7 @@ class Exporting:
             recorded.windows.look()
             if (reader := self.reading) is not None:
                 self._facts.publish_resource()
-                self._facts.publish_books(at_once=meters)
+                self._facts.publish_counts(at_once=meters)
                 self._read_own(partial(reader.look, meters=meters))
             while cut:
                 window, origin = cut.popleft()
@@ -291,20 +291,20 @@ class Exporting:
         return exposition.text_of(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
 
     def _begin_scrapes(self) -> None:
-        """Begin to read the recording for scrapes alone, without an export."""
+        """Begin to read the recording for scrapes alone, and publish that."""
         self._begin_reading()
         self._facts.is_scraped = True
         self._facts.publish()
 
     def _begin_reading(self) -> None:
-        """Begin to read the recording here, without a collector for its spans."""
+        """Begin to read the recording in this process for metrics, without sending spans."""
         nowhere = otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
         reader = self._recorded.reader(nowhere, sends=False)
         reader.prepare()
         self._own = reader
 
     def _metered_here(self) -> exposition.Metered | None:
-        """Return the current metrics of this process; None if the session is busy for `SCRAPE_WAIT_S`."""
+        """Return the current metrics of this process, None if the session is busy for longer than `SCRAPE_WAIT_S`."""
         from instrument.otlp import exposition
 
         with self.lock.acquired(SCRAPE_WAIT_S) as is_acquired:
@@ -312,23 +312,23 @@ class Exporting:
                 return None
             metered = None
             if (reader := self.reading) is not None:
-                self._facts.publish_books(at_once=True)
+                self._facts.publish_counts(at_once=True)
                 self._read_own(reader.look)
                 reader.before_scrape()
                 self._read_own(reader.look)
                 metered = reader.metered()
             now_ns = time.monotonic_ns()
             gauges = self._recorded.gauges
-            samples = gauges.samples(now_ns - GAUGES_FOR_NS, now_ns)
+            samples = gauges.samples(now_ns - GAUGE_AGE_LIMIT_NS, now_ns)
             snapshot = None if metered is None else metered.snapshot
             return exposition.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
 
     # ---------------------------------------------------------------- what is still on its way
 
     def flush(self, timeout_s: float = 5.0) -> otlp.Delivery | None:
-        """Deliver all finished spans to the collector, and wait for it at most `timeout_s`.
+        """Send all finished spans to the collector, and wait up to `timeout_s` seconds for its answers.
 
-        Returns the counts of delivered and undelivered spans; None if the profile exports to no collector.
+        Return the counts of delivered and undelivered spans, None if the profile exports to no collector.
         """
         end = time.monotonic() + timeout_s
         self.read_recorded(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
@@ -347,26 +347,25 @@ class Exporting:
             )
 
     def _flush_here(self, reader: OwnExport, end: float) -> None:
-        """Offer finished spans to the exporter until all are offered, or until the time `end`."""
+        """Pass finished spans to this process's exporter until all are passed, or until the time `end`."""
         self._await_device_times(end)
-        self._facts.publish_books(at_once=True)
+        self._facts.publish_counts(at_once=True)
         is_done = False
         while not is_done:
             with self.lock.acquired(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as is_acquired:
                 is_done = not is_acquired or self._read_own(reader.send_now) or time.monotonic() > end
             if not is_done:
-                time.sleep(FLUSH_S)
+                time.sleep(FLUSH_POLL_S)
 
     def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
-        """Have the agent send all finished spans, and wait until it has, or until the time `end`.
+        """Have the agent send all finished spans, and wait for that until the time `end`.
 
-        Returns the delivery, and the count of spans that are undecided or not sent yet. The wait ends early if the
-        agent's exporter reads no new rows for `patience_s` and has nothing to send. It does not end early while the
-        exporter starts.
+        Return the delivery, and the count of spans that are not sent yet. The wait ends early if the agent's exporter
+        has started, reads no new rows for `patience_s` seconds and has nothing to send.
         """
         recorded, asked_ns = rows_recorded(), time.monotonic_ns()
         self._await_device_times(end)  # the agent does so, too
-        self._facts.publish_books(at_once=True)
+        self._facts.publish_counts(at_once=True)
         seen_rows, seen_at, joins = -1, 0.0, -1
         while True:
             if joins != self._membership.joins:  # another agent may have come meanwhile
@@ -386,15 +385,15 @@ class Exporting:
             if settled or now >= end or (seen_rows < recorded and now - seen_at > patience_s):
                 delivery = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent_counts)  # type: ignore[arg-type]
                 return delivery, max(recorded - seen_rows, 0) + pending
-            time.sleep(FLUSH_S)
+            time.sleep(FLUSH_POLL_S)
 
     def _is_agent_starting(self) -> bool:
-        """Return True if an agent runs and has not begun to export this recording."""
+        """Return True if an agent runs that has not begun to export this recording, but will."""
         is_taken, is_there = self.handover.is_taken(), self._membership.is_agent_there()
         return is_there and not (is_taken or self.handover.is_refused)
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
-        """Return True if the agent has sent or dropped the metrics up to the time `asked_ns`."""
+        """Return True if the agent has sent or dropped all metrics up to the time `asked_ns`."""
         if not (self._facts.asks_for_metrics or self._recorded.gauges.are_wanted):
             return True
         metered = self.handover.metered()
@@ -403,7 +402,7 @@ class Exporting:
     # ---------------------------------------------------------------- the end
 
     def await_last_agent(self) -> None:
-        """Begin another agent if the run has lost its agent, or count the unexported rows."""
+        """Start another agent if the run has lost its agent. If that fails, count the unexported spans as lost."""
         if self.handover.is_here or not rows_recorded() or self._membership.is_agent_there():
             return
         if not self._membership.join(begins=True):
@@ -412,13 +411,12 @@ class Exporting:
             self.handover.left = {ABANDONED: count}
 
     def read_remaining(self, end: float) -> None:
-        """Read and offer all recorded rows until the time `end`, if the session reads its recording itself."""
+        """Export the remaining rows until the time `end`, if this process reads its own recording."""
         if (reader := self.reading) is not None:
             self._read_own(partial(reader.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:
-        """Read no more. Without `has_delivered`, drop the rows that were read: gauges of an idle process are
-        useless."""
+        """End the export. Without `has_delivered`, drop unsent rows, because gauges of an idle process are useless."""
         reader = self._own
         if not has_delivered and self._exporter is not None:
             if reader is not None:
@@ -429,6 +427,6 @@ class Exporting:
 
 
 def rows_recorded() -> int:
-    """Return the count of rows that this process has recorded."""
+    """Return how many rows this process has recorded in the current session."""
     recorded: int = sum(ring.head for ring in RECORDER.rings()) + RECORDER.ended_rows
     return recorded

@@ -1,6 +1,6 @@
-"""Files: the paths of a process's traces and reports, their limit of disk space, and the standard streams.
+"""The paths of the files that a process writes, how much disk they may use, and how to write a report.
 
-Workers of one service share a profile and its paths. Numbers of processes in the names keep their files apart.
+Workers of a service share a profile, and so its path templates. Process ids in the names keep their files apart.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ RUN_VARIABLE = "INSTRUMENT_RUN"
 SHARED_RUN_VARIABLE = "INSTRUMENT_RUN_NAME"
 _RUN = late_pattern(r"\d{8}T\d{6}-\d+")
 STREAMS = ("stderr", "stdout")
-"""The standard streams that a report may go to instead of a file."""
+"""The values of `export.summary.to` that are standard streams and not files."""
 
 
-def own(template: str, *, is_first: bool) -> str:
-    """Return a path's template. Add `{pid}` unless it has one, or this is the first process of the service."""
+def with_pid(template: str, *, is_first: bool) -> str:
+    """Return a path template with `{pid}` added, unless it has one or belongs to the run's first process."""
     if "{pid}" in template or is_first:
         return template
     folder, name = os.path.split(template)
@@ -47,7 +47,7 @@ def own(template: str, *, is_first: bool) -> str:
 
 
 def new_run() -> str:
-    """Return a name for a run that begins now: the UTC time in seconds, and the id of this process."""
+    """Return a name for a new run: the UTC time in seconds, and the id of this process."""
     return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
 
 
@@ -58,17 +58,17 @@ def run_of_environment() -> str:
 
 
 def run_of_keys() -> str:
-    """Return the name of the run in which a key names one request: that of several hosts, or of `instrument run`."""
+    """Return the name of the run in which a key is unique: the run of several hosts, else this `instrument run`."""
     return run_shared() or run_of_environment()
 
 
 def run_shared() -> str:
-    """Return the name that runs of several hosts share, "" if the environment has none."""
+    """Return the name that the runs on several hosts share, from the environment, "" for none."""
     return os.environ.get(SHARED_RUN_VARIABLE, "")
 
 
 def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
-    """Fill `{service}`, `{run}`, `{pid}` and `{window}` of a path; the service becomes one safe part of a file name.
+    """Fill in `{service}`, `{run}`, `{pid}` and `{window}` of a path template. The service gets only safe characters.
 
     Raises `TraceError` for any other name in braces.
     """
@@ -91,29 +91,29 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
 
 
 def is_main() -> bool:
-    """Return True in the process that `instrument run` started, and in one that called `start` itself."""
+    """Return True in the process that `instrument run` started, and outside of `instrument run`."""
     main = os.environ.get("INSTRUMENT_RUN_PID")
     return main is None or main == str(os.getpid())
 
 
 def path_of(template: str, folder: Path, service: str, run: str, window: int) -> Path:
-    """Return the path for a template, relative to the folder in which the session began."""
+    """Return the path for a template. A relative path is below `folder`, in which the session began."""
     name = file_name(template, service=service, run=run, pid=os.getpid(), window=window)
     return Path(name) if folder == working_folder() else folder / name
 
 
 def make_room(templates: Iterable[str], folder: Path, service: str, keep: Collection[Path], disk_bytes: int) -> int:
-    """Remove the oldest files of the templates until all fit in `disk_bytes`; return the count of removed files.
+    """Remove the oldest files of the templates until the rest fits into `disk_bytes`. Return the count of removed ones.
 
-    Files in `keep` stay. The newest file of each other running process is removed last. Unfinished files of processes
-    that have ended are removed first.
+    Files in `keep` stay. Unfinished files of ended processes are removed first, the newest file of each other running
+    process last.
     """
     free_bytes = disk_bytes
     rank_by_name: dict[str, tuple[bool, int, int]] = {}
     folders = {path.parent for path in keep}
     for template in templates:
         newest: dict[int, tuple[int, str]] = {}
-        for name, pid in _files_of(template, folder, service).items():
+        for name, pid in _pids_by_file(template, folder, service).items():
             folders.add(Path(name).parent)
             try:
                 facts = os.lstat(name)
@@ -123,7 +123,7 @@ def make_room(templates: Iterable[str], folder: Path, service: str, keep: Collec
             if Path(name) in keep:
                 continue
             rank_by_name[name] = False, facts.st_mtime_ns, facts.st_size
-            if _runs(pid):
+            if _is_alive(pid):
                 newest[pid] = max(newest.get(pid, (0, "")), (facts.st_mtime_ns, name))
         for at_ns, name in newest.values():
             rank_by_name[name] = True, at_ns, rank_by_name[name][2]
@@ -132,12 +132,12 @@ def make_room(templates: Iterable[str], folder: Path, service: str, keep: Collec
     return len(atomic.remove_first(oldest, -free_bytes))
 
 
-def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
-    """Return the process id by file for all files of a template, with and without `{pid}`; 0 if unknown."""
+def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
+    """Return the files of a template, with and without `{pid}`, and the process id in each name, 0 for none."""
     import glob
 
     pid_by_name: dict[str, int] = {}
-    for form in {own(template, is_first=first) for first in (True, False)}:
+    for form in {with_pid(template, is_first=first) for first in (True, False)}:
         pattern, numbered = "", ""
         for part in _NUMBERED.split(form):
             if _NUMBERED.fullmatch(part):
@@ -159,12 +159,12 @@ def _files_of(template: str, folder: Path, service: str) -> dict[str, int]:
     return pid_by_name
 
 
-def _runs(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
 def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
-    """Write a trace: a recording if the file's name ends in `.npz`, else Chrome JSON. Raises `TraceError`."""
+    """Write a trace as a recording if the path ends in `.npz`, else as Chrome JSON. Raises `TraceError`."""
     if os.fspath(path).endswith(".npz"):
         from instrument.trace import file  # numpy, which a service that writes none does without
 
@@ -173,7 +173,7 @@ def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 
 
 def write(stream: TextIO, text: str, limit_ns: int) -> None:
-    """Write to a standard stream. Raises `TimeoutError` if a full pipe still blocks it after `limit_ns`."""
+    """Write a text to a standard stream. Raises `TimeoutError` if the pipe stays full for `limit_ns`."""
     if stream not in (sys.__stdout__, sys.__stderr__):
         stream.write(text)  # the host's own
         stream.flush()
@@ -194,9 +194,9 @@ def write(stream: TextIO, text: str, limit_ns: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """The folder, service and run of a process, from which its files get their paths.
+    """The folder, service and run from which a process's files get their paths.
 
-    Names of the first process's files need no process number.
+    The files of the run's first process need no process id in their names.
     """
 
     folder: Path
@@ -206,16 +206,16 @@ class Destination:
 
     def path(self, template: str, window: int = 0) -> Path:
         """Return this process's path for a template."""
-        return path_of(own(template, is_first=self.is_first), self.folder, self.service, self.run, window)
+        return path_of(with_pid(template, is_first=self.is_first), self.folder, self.service, self.run, window)
 
     def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
-        """Remove the oldest files of the templates except `keep`, until all fit in `disk_bytes`; return the count."""
+        """Remove the oldest files of the templates, as the function `make_room` does in this destination's folder."""
         return make_room(templates, self.folder, self.service, keep, disk_bytes)
 
     def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
-        """Write a text to `stderr`, `stdout` or a file that only its owner can read. Return the path of the file.
+        """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the path of the file.
 
-        Raises `OSError` and `ValueError`; waits `limit_ns` at most.
+        Wait for a full pipe at most `limit_ns`. Raises `OSError` and `ValueError`.
         """
         if to in STREAMS:
             stream = sys.stderr if to == "stderr" else sys.stdout
@@ -229,7 +229,7 @@ class Destination:
 
 
 def dataset_settings(settings: Parquet) -> Parquet:
-    """Return the settings of a dataset with an absolute path, for the agent, which works in another folder."""
+    """Return the dataset's settings with an absolute path, because the agent runs in another folder."""
     return settings if "://" in settings.path else replace(settings, path=str(working_folder() / settings.path))
 
 

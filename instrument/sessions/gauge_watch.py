@@ -1,8 +1,8 @@
-"""The reader of a process's gauges: the agent of its run, or a thread of the process.
+"""The choice of who reads a process's gauges: the agent of its run, else a thread of the process.
 
-With an agent, the process needs no thread for them. Its control thread reads only torch's allocator, and sends these
-readings to the agent. The process reads all gauges itself if it has no agent, or if the agent cannot read them from
-outside. A lock on the recording admits one reader.
+The agent cannot read torch's allocator from outside, so the control thread of the process sends it these readings. The
+process reads all gauges itself if it has no agent, or if the agent refuses. A lock on the recording admits only one
+reader.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from instrument.runtime.faults import FAULTS
 from instrument.sessions.membership import Membership
 
 LAST_READING_S = 0.5
-"""The maximum number of seconds that `stop` waits for the agent's last reading."""
+"""The maximum number of seconds for which `stop` waits for the agent's last reading."""
 
 
 @dataclass(eq=False)
 class GaugeWatch:
-    """The reading of a process's gauges from `begin` on.
+    """A reader of a process's gauges, through the agent or on a thread of this process.
 
-    `_changed()` is called when other GPUs are read. One thread at a time calls `begin` and `stop`; the control thread
-    calls `look` and `handle_message`.
+    `_changed()` is called when the set of read GPUs changes. Only one thread at a time may call `begin` and `stop`. The
+    control thread calls `look` and `handle_message`.
     """
 
     _gauges: Gauges
@@ -49,12 +49,12 @@ class GaugeWatch:
         self._torch_ns = 0
 
     def after_fork_in_child(self) -> None:
-        """Stop reading until `begin`. The parent remains the reader of its own recording."""
+        """Stop reading in the child until `begin`. The parent goes on to read its own gauges."""
         self._close_claim()
         self._reset()
 
     def facts(self) -> Mapping[str, Any] | None:
-        """Return the settings by which the agent reads gauges; None if there is nothing to read."""
+        """Return the settings that the agent needs to read the gauges, None if the profile asks for no gauge."""
         if not self._gauges.are_wanted:
             return None
         settings = self._gauges.wanted()
@@ -65,13 +65,13 @@ class GaugeWatch:
     # ---------------------------------------------------------------- who reads
 
     def begin(self) -> None:
-        """Start the reading, on a thread of this process unless it has an agent."""
+        """Start a thread that reads the gauges, unless the agent of this process reads them."""
         self._has_begun = True
         if not (self._membership.has_agent() and RECORDER.memory_fd >= 0):
             self._start_own_thread()
 
     def _start_own_thread(self) -> None:
-        """Read the gauges on a thread of this process, unless another process does."""
+        """Start a thread that reads the gauges, unless another process already reads them."""
         if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
             return
         if self._membership.path and RECORDER.memory_fd >= 0:
@@ -88,7 +88,7 @@ class GaugeWatch:
             claim.close()
 
     def look(self) -> None:
-        """Send the agent torch's memory and changes of the GPUs. The control thread calls this regularly."""
+        """Send the agent torch's memory readings and changed GPUs. The control thread calls this regularly."""
         if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or RECORDER.memory_fd < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
@@ -96,7 +96,7 @@ class GaugeWatch:
             self._send_torch_memory()
 
     def handle_message(self, message: Any) -> None:
-        """Handle a message of the agent: the GPUs that it reads, with notes, or its refusal to read this process."""
+        """Handle a message of the agent: the GPUs that it reads, with notes, or its refusal to read the gauges."""
         if not isinstance(message, dict):
             return
         if "yours" in message:
@@ -112,13 +112,13 @@ class GaugeWatch:
     # ---------------------------------------------------------------- what the agent does not know
 
     def _send_changes(self) -> None:
-        """Send the agent the gauges to read, if the service has changed the GPUs that it may use."""
+        """Send the agent new settings if the service has changed which GPUs it may use."""
         before = self._sent_settings
         if self.facts() != before:
             self._membership.send({"gauges": self._sent_settings})
 
     def _send_torch_memory(self, *, is_last: bool = False) -> None:
-        """Send the agent the memory of torch's allocator, which only this process can read."""
+        """Send the agent readings of torch's allocator, which only this process can take."""
         if self._gauges.wanted().host_ns is None:
             return
         now_ns = time.monotonic_ns()
@@ -133,7 +133,7 @@ class GaugeWatch:
     # ---------------------------------------------------------------- the end
 
     def stop(self, deadline: Deadline) -> None:
-        """Take a last reading, by the agent if it reads the gauges, and end the reading."""
+        """Take a last reading of all gauges, or wait for the agent's, and stop reading."""
         self._has_stopped = True
         is_own = self._gauges.is_reading
         self._gauges.stop(deadline.left_s())

@@ -1,8 +1,7 @@
-"""Handlers of a loop's windows: functions that write, send or print them, mostly on a thread of our own.
+"""The handlers for `Profiler(on_trace_ready=...)`: functions of a `Window` that write, send or print its trace.
 
-A handler is a function of a `Window`. A user's handlers and `print_summary` run within `Profiler.step`. `export_chrome`
-and `export_otlp` are slow, so they run on a thread of the `Profiler`. `step` copies the window's rows; the thread makes
-spans of them, and a file or requests of the spans.
+`Profiler.step` runs a user's handlers and `print_summary` itself. It runs `export_chrome` and `export_otlp`, which are
+slow, on a thread: `step` only copies the rows of the window, and the thread makes spans of them.
 """
 
 from __future__ import annotations
@@ -42,20 +41,21 @@ if TYPE_CHECKING:
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
-"""The most windows, and the most of their rows, that wait to be written besides the newest. A row takes 0.4 KB."""
+"""The maximum number of windows that wait to be written after the newest, and of their rows, 0.4 KB each. Beyond
+either, the oldest windows are dropped and counted."""
 
 WAIT_LIMIT_NS = 30 * 10**9
-"""The maximum number of nanoseconds that `Profiler.stop` waits until windows are written and sent."""
+"""Nanoseconds for which `Profiler.stop` waits for windows to be written and sent. Then it drops the rest."""
 
 _FILE = "{service}-{pid}-{window}.json.gz"
 
 
 @dataclass(eq=False, kw_only=True)
 class Window:
-    """A record of the steps from `first_step` to `last_step`, both included; made for `on_trace_ready`.
+    """A window of a loop, from `first_step` to `last_step` inclusive, as the handlers of `on_trace_ready` get it.
 
-    `index` counts the windows of one `Profiler` from 0. `partial` is True if `Profiler.stop` ended the window within
-    its last step. `recorded` has the rows of the window, `steps` the steps that become spans of its trace.
+    `index` counts the windows of a `Profiler` from 0. The window is `partial` if `Profiler.stop` ended it within its
+    last step. `recorded` has the rows of the window, `steps` the steps that become spans.
     """
 
     session: Session
@@ -78,9 +78,9 @@ class Window:
 
     @property
     def trace(self) -> Trace:
-        """The spans of the window. The first read takes some 2 us a span, 15 us for an operator of torch.
+        """The trace of the window. It is made when first read, in some 2 us per span, 15 us per operator of torch.
 
-        If torch.profiler ran too, its operators are spans. The trace then has its kernels, allocations and
+        If torch.profiler ran in the window, the trace has its operators as spans, and its kernels, allocations and
         floating-point operations.
         """
         if self._trace is None:  # two threads may make it, and neither waits for the other
@@ -104,19 +104,19 @@ class Window:
         return replace(trace, samples=[*trace.samples, *edges]) if edges else trace
 
     def tally(self) -> Tally:
-        """Return the totals of the window's spans. An open span counts with its time in the window."""
+        """Return the totals of the window's spans. A span that is still open counts with its time in the window."""
         return Recording.of_trace(self.trace).tally
 
     def summary(
         self, *, views: Sequence[str] = ("events",), torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> str:
-        """Return the views of this window alone. Options, `torch_trace` and errors as for `Session.summary`."""
+        """Return the text of views on this window alone. Options, `torch_trace` and errors as for `Session.summary`."""
         return summary(views, self._recording(torch_trace), self._options(options))
 
     def views(
         self, views: Sequence[str] = ("events",), *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
-        """Return the numbers of the same views, by name, as objects."""
+        """Return views on this window as objects with numbers, by name. Options and errors as for `summary`."""
         return make_views(views, self._recording(torch_trace), self._options(options))
 
     def _recording(self, torch_trace: str | os.PathLike[str] | None = None) -> Recording:
@@ -138,7 +138,7 @@ Handler = Callable[[Window], object]
 
 
 class InBackground:
-    """A handler that a `Profiler` runs on its own thread instead of within `step`. A direct call runs it at once."""
+    """A handler that a `Profiler` runs on its thread and not within `step`. A direct call runs it at once."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -148,16 +148,16 @@ class InBackground:
 
 
 def export_chrome(folder: str | os.PathLike[str]) -> Handler:
-    """Return a handler for `on_trace_ready` that writes each window to a file in `folder`, on a thread of our own.
+    """Return a handler for `on_trace_ready` that writes each window to a file in `folder`, on the `Profiler`'s thread.
 
-    Files are named by service, process and window. No file is overwritten: if a name is taken, the next free number of
-    a window is used. The oldest files are removed to stay within the profile's `limits.disk`.
+    Files are named by service, process and window. An existing file is not overwritten: the next free window number is
+    used. The oldest files are removed to stay within the profile's `limits.disk`.
     """
     return InBackground(chrome_files(folder))
 
 
 def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
-    """Return the handler of `export_chrome` for the calling thread; `worker` replaces the service in the names."""
+    """Return a handler like `export_chrome` that runs within `step`. `worker` replaces the service in file names."""
     into = files.working_folder() / folder
 
     def handle(window: Window) -> None:
@@ -183,10 +183,10 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
 def print_summary(
     *, views: Sequence[str] = ("events",), to: str | os.PathLike[str] = "stdout", **options: Any
 ) -> Handler:
-    """Return a handler for `on_trace_ready` that prints each window's summary. Options of `Window.summary`.
+    """Return a handler for `on_trace_ready` that prints the summary of each window, with options of `Window.summary`.
 
-    `to` is `stdout`, `stderr`, or a file to append to, for its owner alone. Raises `ValueError` at once for an unknown
-    view or value.
+    `to` is `stdout`, `stderr`, or a file to append to, which only its owner can read. Raises `ValueError` at once for
+    an unknown view or value.
     """
     refuse_unknown_views(views)
     Options.of({name: value for name, value in options.items() if name != "torch_trace"})
@@ -202,7 +202,7 @@ def print_summary(
 
 
 def is_asynchronous(handler: Any) -> bool:
-    """Return True for an asynchronous handler: a call would run nothing, because no code awaits the result."""
+    """Return True if a handler is asynchronous. Calling it would run nothing, because no code awaits the result."""
     calls = handler, type(handler).__call__
     return any(inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call) for call in calls)
 
@@ -213,17 +213,16 @@ def is_asynchronous(handler: Any) -> bool:
 def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | None = None) -> Handler:
     """Return a handler for `on_trace_ready` that sends each window's spans to an OpenTelemetry collector.
 
-    It runs on a thread of our own. Missing settings come from `export.otlp` of the profile, else from the `OTEL_*`
-    variables. The default collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
+    It runs on the `Profiler`'s thread. Settings that are left out come from `export.otlp` of the profile, else from the
+    `OTEL_*` variables. The default collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
 
-    Every span is sent once. If the session itself sends to the same endpoint, a window sends only the spans that
-    `capture` leaves out, without those of steps. A request that is open when the window ends is sent whole when it
-    ends. The profile's default keeps all spans, so the window then sends nothing. A span that is open at a window's
-    edge is sent with its first window, clipped and marked.
+    Every span is sent once. If the session already exports to the same endpoint, a window sends only the spans that the
+    session's `capture` does not keep, and no steps; by default that is none. The session sends a request that is open
+    at the window's end once the request ends. Otherwise a span that is open at a window's edge is sent with its first
+    window, clipped and marked.
 
-    After a failure the rest of that window is not sent. Its spans are counted in the session's losses, and the window
-    in `Profiler.failures`. Imports what sending needs, some 0.1 s. Raises `ProfileError` for an unusable endpoint or
-    headers.
+    After a failure the rest of the window is not sent. The session's losses count its spans, and `Profiler.failures`
+    the window. The call imports modules for some 0.1 s. Raises `ProfileError` for an invalid endpoint or headers.
     """
     settings: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -236,11 +235,11 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
         return lambda window: None
     for name in otlp.modules_of(otlp_settings):
         import_module(name)  # not on the Profiler's thread: a fork in the middle would leave the child half a module
-    return InBackground(_ToCollector(otlp_settings, frozenset(settings)))
+    return InBackground(_CollectorHandler(otlp_settings, frozenset(settings)))
 
 
-class _ToCollector:
-    """Sends windows to a collector, one at a time, on any thread. Each window has a connection of its own."""
+class _CollectorHandler:
+    """A handler that sends windows to a collector, one at a time, on any thread, each over its own connection."""
 
     def __init__(self, settings: Otlp, names: frozenset[str]) -> None:
         self._settings = settings
@@ -290,7 +289,7 @@ class _ToCollector:
             )
 
     def _settings_for(self, session: Session) -> Otlp:
-        """Return the settings for a window: from the arguments, else the profile, else the environment."""
+        """Return the settings from the arguments of `export_otlp`, else the profile, else the environment."""
         of_profile = session.profile.export.otlp
         if of_profile is None or "endpoint" in self._argument_names:
             return self._settings
@@ -298,7 +297,7 @@ class _ToCollector:
 
 
 def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -> Iterator[otlp.Body]:
-    """Pack the spans of a window tree by tree. Batches get links to the requests in the window."""
+    """Yield the packed spans of a window, tree by tree. Batches get links to the requests in the window."""
     import numpy as np
 
     from instrument.otlp.span_ids import SpanIds
@@ -316,10 +315,10 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -
 
 
 class Backlog:
-    """The windows that wait for their handlers, and the thread that runs the handlers in order.
+    """A queue of windows, with a thread that runs their handlers in order. The first window starts the thread.
 
-    The thread begins with the first window. Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the oldest windows are dropped.
-    `fail(event, error)` is called for failed handlers and dropped windows, on any thread.
+    Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the oldest windows are dropped. `fail(event, error)` is called on any thread
+    for failed handlers and dropped windows.
     """
 
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
@@ -331,7 +330,7 @@ class Backlog:
         self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
-        """Queue a window for its handlers, in 2 us. At interpreter exit, where no thread can start, run them here."""
+        """Queue a window for its handlers, in 2 us. At interpreter exit, when no thread can start, run them at once."""
         if self._thread is None:
             thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
             try:
@@ -351,7 +350,7 @@ class Backlog:
         self._give_up(given_up, "newer windows came faster than they can be written")
 
     def stop(self, limit_ns: int) -> None:
-        """Wait at most `limit_ns` until no window waits, and end the thread. Windows that still wait are dropped."""
+        """Wait up to `limit_ns` until all windows are handled, and end the thread. Drop the windows that still wait."""
         thread = self._thread
         if thread is None:
             return

@@ -1,8 +1,8 @@
-"""The choice of the exporter of this recording, the agent or this process, and the losses of the export.
+"""The handover of the export from this process to the agent, and the progress and losses of either.
 
-If the process has an agent, the agent reads and exports the recording. The session then has neither a reader nor an
-export thread. If the agent is killed, the next agent continues from the checkpoint in the recording. Only a session
-that never had an agent exports by itself, with the same classes, and imports numpy for that.
+If the process has an agent, that reads and exports the recording, and the session needs no reader and no thread for it.
+If the agent is killed, the next agent continues from the checkpoint in the recording. Only a session that never had an
+agent exports by itself, with the same classes, and imports numpy for that.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 else:
     otlp = LazyModule("instrument.otlp")
 
-LOOKS = 20
-"""The maximum number of reads of the recording per call of `look`, some thousand rows each."""
+MOST_READS = 20
+"""The maximum number of reads of the recording in one call of `look`. Each reads some thousand rows."""
 
-ROOM_S = 0.02
-"""The seconds between two attempts to read the recording, while the exporter has no room for more rows."""
+FULL_RETRY_S = 0.02
+"""Seconds between two attempts to read more rows while the exporter's queue is full."""
 
-UNREAD_S = 1.0
-"""The maximum number of seconds that a window waits until all rows up to its end are read."""
+UNREAD_LIMIT_S = 1.0
+"""Seconds for which the export of a window waits until all rows up to its end are read. Then it fails."""
 
 
 class OwnExport:
-    """Reads this process's recording for the session's exporter.
+    """A reader that passes this process's own recording to the session's exporter.
 
-    One thread at a time uses it. Without `sends` it only counts metrics for scrapes and writes a dataset. `dataset` has
-    the settings of the dataset, None for none. Only `note_sent` may be called on another thread meanwhile.
+    Without `sends` it only counts metrics for scrapes and writes a dataset. `dataset` has the settings of the dataset,
+    None for none. Only one thread may use the reader at a time, except for `note_sent`.
     """
 
     def __init__(
@@ -66,11 +66,12 @@ class OwnExport:
         """True if the recording could not be read."""
 
     def prepare(self) -> None:
-        """Import the needed modules while no fork can happen: a forked child would have half an import."""
+        """Import the needed modules while no fork can happen, because a forked child would inherit a half-done
+        import."""
         import instrument.otlp.recording_export  # noqa: F401
 
     def begin(self, memory_fd: int) -> None:
-        """Prepare to read this recording, from the row at which its last exporter stopped. Raises `OSError`."""
+        """Open the recording, to read on from the row at which its last exporter stopped. Raises `OSError`."""
         if self._exported is not None or self.is_over:
             return
         from instrument.otlp.metering import GROUPS
@@ -98,21 +99,21 @@ class OwnExport:
     # ---------------------------------------------------------------- while it records
 
     def look(self, *, at_once: bool = False, is_last: bool = False, meters: bool = False) -> bool:
-        """Read more of the recording and offer kept spans. Take metrics if they are due, or with `meters`.
+        """Read more rows and pass sampled spans to the exporter. With `meters`, also send metrics that are not due.
 
-        Ended requests are settled with `at_once`, and all requests with `is_last`. Returns True if more can be read.
+        Settle ended requests without waiting if `at_once`, all requests if `is_last`. Return True if rows are left.
         """
         exported, run = self._exported, self._run
         if exported is None or run is None:
             return False
         has_more, looks = True, 0
-        while has_more and (looks := looks + 1) <= LOOKS:
+        while has_more and (looks := looks + 1) <= MOST_READS:
             has_more = run.look(_attempt, at_once=at_once, is_last=is_last, metered=exported if meters else None)
         run.close_datasets()
         return has_more
 
     def send_now(self) -> bool:
-        """Have the exporter send all rows up to now. Return True if all were read."""
+        """Have the exporter send all rows recorded so far. Return False if it had no room for all."""
         exported = self._exported
         if exported is None:
             return True
@@ -121,9 +122,9 @@ class OwnExport:
         return not (has_more or exported.is_behind or exported.reading is None)
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans that were not and will not be sent, and keep those of undecided requests. Raises
-        `ExportError` if the rows up to now cannot be read, because the exporter has no room."""
-        exported, end = self._exported, time.monotonic() + UNREAD_S
+        """Return those spans that this export will not send, and have it send open requests once they end. Raises
+        `ExportError` if not all rows could be read because the exporter's queue stayed full."""
+        exported, end = self._exported, time.monotonic() + UNREAD_LIMIT_S
         if exported is None:
             return list(spans)
         exported.keep_open(spans)
@@ -133,11 +134,11 @@ class OwnExport:
                     f"{len(spans)} spans of a window were not sent, because the collector has not accepted earlier "
                     "ones; those that `capture` keeps are sent later"
                 )
-            time.sleep(ROOM_S)
+            time.sleep(FULL_RETRY_S)
         return exported.unsent(spans)
 
     def metered(self) -> Metered | None:
-        """Return all metrics for a scrape, as they were read last."""
+        """Return the metrics for a scrape, as of the last read."""
         return None if self._exported is None else self._exported.metered()
 
     def before_scrape(self) -> None:
@@ -146,29 +147,29 @@ class OwnExport:
             self._exported.before_scrape()
 
     def note_sent(self, source: Source) -> None:
-        """Note that the exporter has sent spans of a source, or is about to."""
+        """Store how far the spans of a recording (`source`) have been sent."""
         exported = self._exported
         if exported is not None and exported.owns_source(source):
             exported.note_sent()
 
     @property
     def fates(self) -> Mapping[str, int]:
-        """The counts of this session's spans by fate."""
+        """The counts of this session's spans by outcome, such as sent or dropped."""
         return self._fates if self._exported is None else self._exported.fates
 
     # ---------------------------------------------------------------- the end
 
     def end(self, end: float) -> bool:
-        """Offer all remaining rows until the time `end` of the monotonic clock; the session records no more.
+        """Pass all remaining rows of an ended session to the exporter, until the time `end` of the monotonic clock.
 
-        Returns True if rows remain that the exporter had no room for.
+        Return True if the exporter had no room for all rows.
         """
         exported = self._exported
         if exported is None:
             return False
         exported.has_ended = True
         while (self.look() or exported.is_behind) and time.monotonic() < end:
-            time.sleep(ROOM_S if exported.is_behind else 0)
+            time.sleep(FULL_RETRY_S if exported.is_behind else 0)
         self.look(is_last=True)
         exported.is_settled()
         if (dataset := exported.dataset) is not None:
@@ -179,7 +180,7 @@ class OwnExport:
         return not exported.is_over
 
     def finish(self) -> None:
-        """End the export: count the spans that were not sent, and release the recording."""
+        """End the export, count the unsent spans, and release the recording."""
         exported, self.is_over = self._exported, True
         if exported is None:
             return
@@ -190,7 +191,7 @@ class OwnExport:
             self.release()
 
     def release(self) -> None:
-        """Release the recording. Another session may continue to read from here."""
+        """Release the recording. The next session's reader continues from here."""
         exported, self._exported, self._run = self._exported, None, None
         if exported is not None:
             exported.close()
@@ -202,7 +203,7 @@ def _attempt(_: int, action: Callable[[], object]) -> None:
 
 
 LAST_READ_S = 5.0
-"""Seconds for which a new session waits until the agent has read the earlier session's rows."""
+"""Seconds for which a new session waits until the agent has read the rows of the session before."""
 
 UNREAD = "spans of the session before this one that its agent had not read"
 UNDELIVERED = "spans on their way by the agent of the run, which reports those that it loses"
@@ -213,9 +214,9 @@ LOOK_S = 0.005
 
 
 class Handover:
-    """The choice of the exporter, this process (`is_here`) or the agent, and the progress of the export.
+    """The choice who exports, this process (`is_here`) or the agent, and the progress of that export.
 
-    `own` reads the recording in this process; None for no reader.
+    `own` is the reader in this process, None if the profile exports nothing here.
     """
 
     def __init__(self, exporter: otlp.Exporter | None, reader: OwnExport | None) -> None:
@@ -223,9 +224,9 @@ class Handover:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Begin with the child's recording, which has no reader yet."""
+        """Begin anew for the child's recording, which nobody reads yet."""
         self.is_here = True
-        """True if this process exports."""
+        """True if this process exports its own recording."""
         self.has_agent = False
         """True if an agent of the run exports the recordings that it can read."""
         self.is_refused = False
@@ -234,16 +235,16 @@ class Handover:
         """Counts of spans that were not delivered as the session ended, by reason."""
 
     def export_by_agent(self) -> None:
-        """Leave the export to the process's agent, if there is a recording for it to read."""
+        """Leave the export to the agent, if this process has a recording that others can read."""
         if self._exporter is not None and RECORDER.memory_fd >= 0:
             self.is_here, self.has_agent = False, True
 
     def is_abandoned(self) -> bool:
-        """Return True if the agent has refused or ended the export, and no other reader exports."""
+        """Return True if the agent has refused or ended the export, and nobody else exports the recording."""
         return self.is_refused and not self.is_taken()
 
     def note_undelivered(self, count: int, *, is_reported: bool) -> None:
-        """Note the count of undelivered spans at the session's end. With `is_reported` the agent can report losses."""
+        """Count the spans that are undelivered at the session's end. If `is_reported`, the agent will report losses."""
         reason = UNDELIVERED if is_reported else UNREPORTED
         self.left = {export_checkpoint.UNREAD if self.is_abandoned() else reason: count} if count else {}
 
@@ -253,7 +254,6 @@ class Handover:
         return ExportCheckpoint(RECORDER.memory_fd)
 
     def is_taken(self) -> bool:
-        """Return True if any reader exports this recording."""
         try:
             with closing(self._opened()) as place:
                 return place.is_taken()
@@ -261,10 +261,10 @@ class Handover:
             return False
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
-        """Wait until the agent has read `recorded` rows of an ended session, because the next session discards them.
+        """Wait until the agent has read all `recorded` rows of an ended session, which the next session overwrites.
 
-        With `metered`, wait also for their metrics. `is_left()` is True if an agent will read them, even if it has not
-        begun. Returns the count of rows that are still unread.
+        With `metered`, wait also until it has counted their metrics. `is_left()` returns True if an agent will read
+        the rows, even if it has not begun. Return the count of unread rows.
         """
         end = time.monotonic() + LAST_READ_S
         while True:
@@ -280,7 +280,7 @@ class Handover:
             time.sleep(LOOK_S)
 
     def _metered_rows(self) -> int:
-        """Return the count of recorded rows that any process has counted in metrics."""
+        """Return how many of the recorded rows have been counted in metrics, by any process."""
         try:
             with closing(self._opened()) as place:
                 state, head = place.read_meter(), place.head()
@@ -290,7 +290,7 @@ class Handover:
         return head.number("ended_rows") + sum(state.places.values()) if state is not None and is_of_now else 0
 
     def progress(self) -> Progress:
-        """Return the progress of this session's export by another process."""
+        """Return the agent's progress with the export of this session."""
         try:
             with closing(self._opened()) as place:
                 return _session_progress(place)
@@ -298,7 +298,7 @@ class Handover:
             return Progress()
 
     def metered(self) -> MeterState | None:
-        """Return another process's metrics of this recording, with rows by native thread id; None for none."""
+        """Return the metrics that the agent has counted from this recording, None for none."""
         try:
             with closing(self._opened()) as place:
                 return _metered_of_session(place)
@@ -306,7 +306,7 @@ class Handover:
             return None
 
     def metrics(self) -> Metrics | None:
-        """Return the state of the sent metrics, from any sender; None if no metrics are sent."""
+        """Return the state of the metrics that this process or the agent sends, None if none are sent."""
         exporter = self._exporter
         if exporter is None:
             return None
@@ -317,7 +317,7 @@ class Handover:
         return metrics
 
     def losses(self) -> Mapping[str, int]:
-        """Return the losses of the export, by the session or by the agent."""
+        """Return the counts of spans that the export has lost, in this process or in the agent, by reason."""
         fates: Mapping[str, int]
         if self.own is None:  # an agent may write files nevertheless
             of_files = self.progress().fates
@@ -331,7 +331,7 @@ class Handover:
 
 
 def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
-    """Return the metrics of the current session, with rows by native thread id; None for an earlier session's."""
+    """Return the metrics counted for the current session, with progress by native thread id, None for none."""
     state, head = place.read_meter(), place.head()
     if state is None or state.generation != head.generation:
         return None
@@ -340,6 +340,6 @@ def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
 
 
 def _session_progress(place: ExportCheckpoint) -> Progress:
-    """Return the export's progress for the current session. The recording may still have that of an earlier session."""
+    """Return the export's progress for the current session. The recording may still show that of the one before."""
     progress = place.read()
     return progress if progress.generation == place.head().generation else Progress(before=progress.unreported())

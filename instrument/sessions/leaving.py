@@ -1,5 +1,7 @@
-"""The last steps of a session: sending the last spans, writing the last files, the goodbye to its run, and its
-summary."""
+"""The end of a session within a deadline: it sends the last spans, writes files, and prints the summary.
+
+Before the summary it says goodbye to the agent, which decides which process prints the report of the run.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,22 @@ from instrument.sessions.membership import Membership, RunFacts, target_of
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 
-SETTLE_S = 1.0
-"""The maximum number of seconds that a process with a summary waits until the agent has sent its spans. The first
-process waits up to the deadline, because in a container the agent ends with it."""
+AGENT_SEND_S = 1.0
+"""Seconds for which an ending process that prints a summary waits for the agent to send its spans. The run's first
+process waits up to its deadline, because in a container the agent ends with it."""
 
-UNSEEN_S = 1.0
-"""The maximum number of seconds that a process waits for an agent that reads no new rows, such as a stopped one."""
+STALLED_AGENT_S = 1.0
+"""Seconds for which an ending process waits for an agent that reads no new rows, such as a stopped one."""
 
 LAST_SEND_S = 1.0
-"""The seconds before the deadline that are reserved for sending, if the session itself reads its recording."""
+"""Seconds before the deadline that are reserved for sending if this process exports by itself."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""The maximum number of nanoseconds that `stop`, interpreter exit and SIGTERM each wait: for threads, drivers, the
-agent, the collector and a reader of the summary. The time to write files is not limited."""
+"""Nanoseconds for which `stop`, interpreter exit and SIGTERM wait at most: for threads, drivers, the agent, the
+collector and a full pipe of the summary. The time to write files is not limited."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""The seconds reserved at the end of the exit limit: for the collector and later steps, for a run's report, and for a
+"""Seconds of `EXIT_LIMIT_NS` that are reserved for sending and all later steps, for the report of a run, and for a
 summary."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
@@ -54,13 +56,13 @@ UNSENT = "agent: up to %d spans of processes that had ended are perhaps not expo
 
 
 def _can_agent_report() -> bool:
-    """Return True if standard error is a file or a terminal, which the agent can open after this process has ended."""
+    """Return True if standard error is a file or a terminal, which the agent can open once this process has ended."""
     return target_of(2).startswith("/")
 
 
 @dataclass(eq=False)
 class Leaving:
-    """A delivery of a session's last records. The goodbye to the agent has `_facts`. `_stop()` ends the session."""
+    """The end of a session. `_facts` are sent to the agent with the goodbye. `_stop()` ends the session."""
 
     _recorded: Recorded
     _exporting: Exporting
@@ -72,10 +74,11 @@ class Leaving:
     def __post_init__(self) -> None:
         self._observed_for = os.environ.get(environment.INIT_FOLDER, "")
         self.undos: list[Callable[[], object]] = []
-        """The calls that undo the last changes to the process. An exit or SIGTERM waits until all else is undone."""
+        """Functions that undo the exit and signal handlers. They are called last, so that these handlers work until
+        then."""
 
     def prepare(self) -> None:
-        """Have the session end with its process, and report to `instrument init` if that has started the process."""
+        """Have the session end as the process exits. Report to `instrument init` if it started the process."""
         atexit.register(self._at_exit)
         self.undos.append(lambda: atexit.unregister(self._at_exit))
         if self._membership.path:
@@ -83,10 +86,9 @@ class Leaving:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Register this child's exit.
+        """Have the session end as a forked child exits by `os._exit`, which calls no handler of `atexit`.
 
-        A child of multiprocessing ends by `os._exit` after multiprocessing's finalisers. A child of Celery's pool ends
-        by `os._exit` after Celery's signal.
+        A child of multiprocessing calls the finalisers of multiprocessing before, a child of Celery's pool a signal.
         """
         if self._observed_for:
             from instrument.proposal import observation
@@ -105,9 +107,9 @@ class Leaving:
         util.Finalize(None, self._at_exit, exitpriority=-100)
 
     def _at_exit(self) -> None:
-        """End the session at interpreter exit, and raise a KeyboardInterrupt that has ended the program again.
+        """End the session at interpreter exit. If a KeyboardInterrupt ended the program, raise it again.
 
-        Imports at this point make Python forget the interrupt. It would exit with code 1 and not by the signal.
+        Otherwise Python would exit with code 1 and not by the signal, because imports during exit make it forget that.
         """
         FAULTS.attempt("exit", self._stop)
         if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
@@ -115,15 +117,15 @@ class Leaving:
                 exec("raise KeyboardInterrupt")  # noqa: S102 - of text: the end of such code is what is noted
 
     def stop_on_thread(self) -> None:
-        """End the session on a new thread, if only our threads keep the process from ending.
+        """End the session on a new thread, when only our threads keep the process from ending.
 
-        A report imports numpy. OpenBLAS is limited to one thread, because its others would never end.
+        A report imports numpy, so OpenBLAS is limited to one thread. Further threads of it would never end.
         """
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
 
     def _report(self) -> None:
-        """Report to `instrument check` or `instrument init`, if one of them has started this process."""
+        """Report to `instrument check` or `instrument init` if one of them started this process."""
         if folder := os.environ.get(CHECK_FOLDER):
             report = partial(write_check_report, folder, RECORDER.calls, self._recorded.profile)
             FAULTS.attempt("report to check", lambda: report(self._recorded.account.verdicts()))
@@ -147,11 +149,11 @@ class Leaving:
         )
 
     def deadline(self) -> Deadline:
-        """Return the deadline of a session's end that begins now."""
+        """Return a deadline of `EXIT_LIMIT_NS` from now."""
         return Deadline(EXIT_LIMIT_NS / 1e9)
 
     def leave(self, deadline: Deadline) -> None:
-        """Deliver the spans and the last window, say goodbye to the run, and print the summary."""
+        """Send the last spans, write the last window, say goodbye to the agent, and print the summary."""
         recorded, exporting = self._recorded, self._exporting
         self._report()
         is_first = self._saving.place().is_first
@@ -165,7 +167,7 @@ class Leaving:
             FAULTS.attempt("way back", self.undos.pop())
 
     def _deliver(self, deadline: Deadline) -> None:
-        """Deliver the last spans to the collector, and write the last trace file."""
+        """Send the last spans to the collector, and write the last trace file."""
         recorded, exporting, exporter = self._recorded, self._exporting, self._recorded.exporter
         window = recorded.windows.stop(recorded.end_ns or 0)
         deadline = deadline.earlier(REPORT_S if self._membership.path else SUMMARY_S)
@@ -175,9 +177,9 @@ class Leaving:
                 exporter.start()
                 exporting.read_remaining(time.monotonic() + deadline.earlier(LAST_SEND_S).left_s())
             elif self._is_first() or recorded.profile.export.summary is not None or exporting.handover.is_abandoned():
-                limit_s = deadline.left_s(math.inf if self._is_first() else SETTLE_S)
+                limit_s = deadline.left_s(math.inf if self._is_first() else AGENT_SEND_S)
                 if not exporting.handover.left:
-                    count = exporting.flush_by_agent(time.monotonic() + limit_s, UNSEEN_S)[1]
+                    count = exporting.flush_by_agent(time.monotonic() + limit_s, STALLED_AGENT_S)[1]
                     exporting.handover.note_undelivered(count, is_reported=_can_agent_report())
             self._wait_for_collector(deadline)
         elif exporting.writes_dataset:
@@ -190,10 +192,10 @@ class Leaving:
         return files.is_main() and (is_of_run or run_folder.first_process(files.run_of_environment()) == os.getpid())
 
     def _wait_for_collector(self, deadline: Deadline) -> None:
-        """Wait for the collector, but only briefly if another process of the run has just waited in vain.
+        """Wait for the collector, but only briefly if another process of the run has just waited for it in vain.
 
-        A parent that ends its workers one by one would otherwise wait for each of them. A short wait is not noted:
-        later processes then wait in full, for a collector that answers again.
+        Otherwise a parent that ends its workers one by one would wait for each of them. A short wait is not counted as
+        one in vain, so that later processes wait in full for a collector that answers again.
         """
         exporter = self._recorded.exporter
         if exporter is None:
@@ -207,10 +209,10 @@ class Leaving:
             board.note_wait_in_vain(time.monotonic_ns())
 
     def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
-        """Say goodbye to the run, and print the summary.
+        """Say goodbye to the agent, and print the summary.
 
-        The last process that shares a standard stream prints one report on the whole run. A process without an agent,
-        or with a summary in a file, reports on itself alone.
+        Of the processes that share a standard stream, the last one prints one report on the whole run. A process
+        without an agent, or whose summary goes to a file, reports on itself alone.
         """
         account, profile = self._recorded.account, self._recorded.profile
         settings = profile.export.summary
@@ -236,7 +238,7 @@ class Leaving:
             self._saving.print_summary(settings, round(deadline.last_s() * 1e9))
 
     def _log_unsent(self) -> None:
-        """Log the count of spans that were not sent, unless the agent can still report it."""
+        """Log how many spans were not sent, unless the agent can still report that."""
         handover = self._exporting.handover
         lost = dict(handover.losses())
         if self._recorded.exporter is not None and handover.is_here:
@@ -248,8 +250,8 @@ class Leaving:
             logger.warning("some spans of this process had not reached the collector at its end: %s", text)
 
     def _has_little_to_report(self) -> bool:
-        """Return True if only garbage collections were recorded here, and rules are active in other processes. Such a
-        process is a parent of workers, whose own report would wrongly say that nothing was recorded."""
+        """Return True if this process recorded only garbage collections while rules are active in other processes. It
+        is a parent of workers, and its own report would wrongly say that nothing was recorded."""
         called = calls_by_site(RECORDER)
         other_marks = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
         return bool(called and other_marks) and all(site == COLLECTION for site in called)

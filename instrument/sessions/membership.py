@@ -1,8 +1,8 @@
-"""The membership of a process in its run: its messages to the run's agent, and the agent's answer to the goodbye.
+"""The connection of a process to the agent of its run, by which it joins, sends messages, and says goodbye.
 
-The open connection shows the agent that the process lives. An agent that is gone, stopped or slow costs the service
-nothing. Only a goodbye waits for the agent, briefly, if this process may print the run's report. Joining takes no
-thread. The control thread handles the agent's messages.
+While the connection is open, the agent knows that the process lives. A dead, stopped or slow agent costs the service
+nothing: only the goodbye waits briefly, if this process may have to print the run's report. Joining needs no thread.
+The control thread handles the agent's messages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving, templates
 from instrument.sessions.session_threads import SessionThreads
 
-ALIVE_S, BEGIN_S = 0.5, 2.5
-"""The most seconds to an agent's answer to a goodbye: of a running agent, and of one that has just started."""
+ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S = 0.5, 2.5
+"""Seconds to wait for the answer to a goodbye: of a running agent, and of an agent that has just been started."""
 
-SCRAPE_S = 2.0
-"""The most seconds that a scrape waits for the agent, and then for the agent's exporter, which may have to start."""
+SCRAPE_LIMIT_S = 2.0
+"""Seconds for which a scrape waits for the agent, and then again for its exporter, which may have to start."""
 
 OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
 
@@ -43,10 +43,10 @@ NOBODY = "nobody listens there"
 
 
 class Membership:
-    """The connection of this process to the agent that `INSTRUMENT_AGENT` names.
+    """The connection of this process to the agent at the socket that `INSTRUMENT_AGENT` names.
 
-    Without that variable its methods do nothing. `facts` are sent with the join. `memory` returns the descriptor of the
-    recording, -1 for none. `while_no_fork` calls a function while no fork can happen. Only `fetch_metrics` raises.
+    Without that variable its methods do nothing. `facts()` returns what the join sends, `memory()` the descriptor of
+    the recording, -1 for none. `while_no_fork` calls a function while no fork can happen. Only `fetch_metrics` raises.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Membership:
         self.path = os.environ.get(run_folder.VARIABLE, "")
 
     def join(self, *, begins: bool = False) -> str:
-        """Report this process to the agent.
+        """Connect to the agent, and send it this process's facts and recording.
 
-        Return the reason of a failure, "" after success or without an agent. With `begins`, replace an agent that has
-        gone, in some 20 ms.
+        Return why that failed, "" on success or if there is no agent to join. With `begins`, start an agent in place of
+        one that has gone, in some 20 ms.
         """
         self.close()
         if not self.path:
@@ -78,7 +78,7 @@ class Membership:
         problem = self._send_join()
         if problem and begins and self.can_begin_agent() and not run_folder.has_listener(Path(self.path)):
             has_begun: list[bool] = []
-            self._while_no_fork(lambda: has_begun.append(agent_launch.replace_ended(Path(self.path))))
+            self._while_no_fork(lambda: has_begun.append(agent_launch.replace_ended_agent(Path(self.path))))
             if any(has_begun):
                 self._has_begun_agent = True
                 problem = self._send_join()
@@ -91,14 +91,14 @@ class Membership:
             "pid": os.getpid(),
             "started": clock.start_ticks(clock.STAT),
             "stderr": target_of(2),
-            "image": _image(),
+            "image": _auxiliary_vector(),
         }
         try:
             connection = _socket.socket(packets.FAMILY, packets.KIND | _socket.SOCK_CLOEXEC)
             try:
                 connection.setblocking(False)
                 connection.connect(self.path)
-                packets.send(connection, {"join": facts}, self._memory_if_there())
+                packets.send(connection, {"join": facts}, self._recording_descriptors())
                 self._descriptor = OwnDescriptor(duplicate(connection.fileno()))
             finally:
                 connection.close()
@@ -108,8 +108,8 @@ class Membership:
             return f"agent: cannot join the run at {self.path}: {NOBODY if is_gone else error}"
         return ""
 
-    def _memory_if_there(self) -> list[int]:
-        """Return the recording's descriptor; an empty list if the service has closed or reused it."""
+    def _recording_descriptors(self) -> list[int]:
+        """Return the recording's descriptor in a list, which is empty if the service has closed or reused it."""
         memory = self._memory()
         if memory < 0:
             return []
@@ -123,20 +123,20 @@ class Membership:
         return bool(self.path) and run_folder.has_listener(Path(self.path))
 
     def has_agent(self) -> bool:
-        """Return True if there is an agent, or if a new agent can replace one that has gone."""
+        """Return True if an agent exists, or if this process may start one in place of one that has gone."""
         return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
 
     def can_begin_agent(self) -> bool:
-        """Return True if a process of the run may replace an agent that has gone."""
+        """Return True if this process may start an agent in place of one that has gone."""
         return bool(self.path) and agent_launch.can_replace(Path(self.path))
 
     @property
     def is_joined(self) -> bool:
-        """True if the connection to the agent is open, as far as this process knows."""
+        """True if this process has not closed its connection to the agent."""
         return self.fileno() >= 0
 
     def is_agent_there(self) -> bool:
-        """Return True if the agent's end of the connection is open."""
+        """Return True if the agent has not closed its end of the connection."""
         descriptor = self.fileno()
         if descriptor < 0:
             return False
@@ -149,7 +149,7 @@ class Membership:
         return self._descriptor.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message, if there is room for it now; return True if it was sent."""
+        """Send a message without blocking. Return True if it was sent."""
         connection = self._connection()
         if connection is None:
             return False
@@ -167,14 +167,14 @@ class Membership:
         Raises `OSError`, which is a `TimeoutError` if the agent takes too long.
         """
         asks = f"GET /metrics HTTP/1.0\r\n{OPENMETRICS if openmetrics else ''}\r\n".encode()
-        with run_folder.connect_to_agent(Path(self.path), SCRAPE_S) as caller:
+        with run_folder.connect_to_agent(Path(self.path), SCRAPE_LIMIT_S) as caller:
             packets.send(caller, {"ask": "scrape", "run": run})
             message, descriptors = packets.receive(caller)
         if message is None or not descriptors:
             raise ConnectionResetError("the agent has gone")
         connection, answer = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fileno=descriptors[0]), bytearray()
         try:
-            connection.settimeout(SCRAPE_S)
+            connection.settimeout(SCRAPE_LIMIT_S)
             connection.sendall(asks)
             while part := connection.recv(1 << 20):
                 answer += part
@@ -186,7 +186,7 @@ class Membership:
         return text.decode()
 
     def next_message(self) -> Mapping[str, Any] | None:
-        """Return the agent's next message, {} for none; None if the agent has gone."""
+        """Return the agent's next message, {} if none has arrived, None if the agent has gone."""
         return self._put_aside.pop(0) if self._put_aside else self._received()
 
     def _received(self) -> Mapping[str, Any] | None:
@@ -208,13 +208,12 @@ class Membership:
     def leave(
         self, facts: Mapping[str, Any], save: Callable[[str], object] | None, deadline: Deadline
     ) -> Mapping[str, Any]:
-        """Say goodbye to the agent and return its answer, {} without `save`.
+        """Say goodbye to the agent, and return its answer on who prints the run's report. Without `save`, return {}.
 
-        `save(path)` writes the recording for the run's report. The answer has `others` if a running process will print
-        the report, or `report` for the caller to print. It has `late` if the report was not ready in time, `unheard` if
-        the agent is slow or gone. `unheard` comes with the ids of `unreported` processes and the count of spans that
-        may be `unsent`. A process that is alone in the run gets {}, or `unseen`: a note on processes of the run that
-        record nothing.
+        `save(path)` writes the recording for that report. The answer has `others` if a running process will print it,
+        `report` if the caller must print this text, and `late` if it was not ready in time. `unheard` means that the
+        agent is slow or gone; then the answer has the ids of `unreported` processes and the count of `unsent` spans. A
+        process that is alone in the run gets {}, or a note on processes that record nothing as `unseen`.
         """
         if not self.path:
             return {}
@@ -227,7 +226,11 @@ class Membership:
                 run_folder.note_file(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
             unsent = run_folder.unsent(folder)
             return {"unheard": True, "unreported": run_folder.unreported(folder), "unsent": unsent}
-        answer = {} if save is None else self._answer(max(ALIVE_S, BEGIN_S) if self._has_begun_agent else ALIVE_S)
+        answer = (
+            {}
+            if save is None
+            else self._answer(max(ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S) if self._has_begun_agent else ANSWER_LIMIT_S)
+        )
         if answer is None:
             answer = {"unheard": True}
         try:
@@ -241,13 +244,13 @@ class Membership:
             self.close()
 
     def _answer(self, wait_s: float) -> Mapping[str, Any] | None:
-        """Return the next answer to the goodbye, None if none comes in time."""
+        """Return the agent's next answer to the goodbye, None if none arrives within `wait_s`."""
         message = self.await_message("goodbye", wait_s)
         answer = message and message["goodbye"]
         return dict(answer) if isinstance(answer, dict) else None
 
     def await_message(self, name: str, wait_s: float) -> Mapping[str, Any] | None:
-        """Return the next message with the key `name`; None after `wait_s`. `next_message` returns the others."""
+        """Return the next message with the key `name`, None after `wait_s`. Keep other messages for `next_message`."""
         end = time.monotonic() + wait_s
         while (descriptor := self.fileno()) >= 0 and (left_s := end - time.monotonic()) > 0:
             readable = poll()
@@ -264,7 +267,7 @@ class Membership:
         return None
 
     def after_fork_in_child(self) -> None:
-        """Close the child's copy of the connection, which remains the parent's. The child has another recording."""
+        """Close the child's copy of the parent's connection. The child joins with a recording of its own."""
         self._memory_identity = None
         self._put_aside.clear()
         self.joins = 0
@@ -278,12 +281,12 @@ class Membership:
         return _socket.socket(packets.FAMILY, packets.KIND, 0, fileno=descriptor)
 
     def close(self) -> None:
-        """Close the connection, unless the service now uses its descriptor for another file."""
+        """Close the connection, unless the service has reused its descriptor for another file."""
         self._descriptor.close()
 
 
-def _image() -> str:
-    """Return the program's auxiliary vector, by which an exec is noticed; "" if it cannot be read."""
+def _auxiliary_vector() -> str:
+    """Return the program's auxiliary vector in hex, by which the agent notices an exec; "" if it is unreadable."""
     try:
         return Path("/proc/self/auxv").read_bytes().hex()
     except OSError:
@@ -291,7 +294,7 @@ def _image() -> str:
 
 
 def target_of(descriptor: int) -> str:
-    """Return the file or pipe that a descriptor of this process refers to, "" if unknown."""
+    """Return the path or the pipe behind a descriptor of this process, "" if unknown."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
@@ -300,7 +303,7 @@ def target_of(descriptor: int) -> str:
 
 @dataclass(eq=False)
 class RunFacts:
-    """The facts of a session for the run's agent, sent with the join and the goodbye."""
+    """The values about a session that a process sends to the agent as it joins and as it leaves."""
 
     _session: Recorded
     _facts: PublishedFacts

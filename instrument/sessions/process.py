@@ -1,6 +1,6 @@
-"""The session of a process: its start and stop, its forks and signals, and the functions that read it.
+"""The functions of `import instrument` that start, stop and read the one session of a process.
 
-`import instrument` offers the functions of this module. `Session` itself is in `instrument.sessions.session`.
+The module also has the handlers that end the session at a signal and continue it after a fork.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _checking = False
 
 @functools.cache
 def log_switched_off() -> None:
-    """Log once that nothing is recorded or written: as a warning if the recorder is missing, else as information."""
+    """Log that nothing is recorded or written: as a warning if the recorder is missing, else as information."""
     level = logging.WARNING if native.WHY_MISSING else logging.INFO
     logger.log(level, "%s: nothing is recorded, and nothing is written", SWITCHED_OFF)
 
@@ -110,9 +110,9 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
 
 
 def _begin_run(profile: Profile) -> Callable[[], object]:
-    """Begin a run of this process and its children, if the profile asks for an export by an agent.
+    """Begin a run of this process and its children, if the profile has an export that needs an agent.
 
-    The agent begins with the first span. Returns a function after whose call new children do not join the run.
+    The first span starts the agent. Return a function that ends the run for new children.
     """
     export = profile.export
     is_asked = bool(export.otlp or export.prometheus or export.parquet or profile.capture.to)
@@ -136,8 +136,7 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
 
 
 def stop() -> None:
-    """End the session: undo every change, write the profile's files and print its summary. Without a session, do
-    nothing."""
+    """End the running session, if any: undo every change, write the profile's files, and print its summary."""
     session = _session
     if session is not None:
         session.stop()
@@ -156,7 +155,7 @@ def session() -> Session:
 
 
 def summary(**options: Any) -> str:
-    """Return the text report of everything since the session's start; a sentence that says so with `INSTRUMENT=off`.
+    """Return the text report on everything since the session's start. With `INSTRUMENT=off`, return one sentence.
 
     Options, whose defaults come from the profile:
 
@@ -181,10 +180,10 @@ def summary(**options: Any) -> str:
 
 
 def dump(path: str | os.PathLike[str]) -> Path:
-    """Write the running session's spans and totals as they are now; nothing is reset.
+    """Write the running session's current spans and totals to a file. The session goes on unchanged.
 
-    A name that ends in `.npz` makes a recording, which reports read in a tenth of the time. Others make a Chrome trace
-    (`.json` or `.json.gz`), which Perfetto shows, too.
+    A path that ends in `.npz` becomes a recording, which reports read ten times as fast. Other paths become a Chrome
+    trace (`.json` or `.json.gz`), which Perfetto shows.
     """
     if OFF:
         log_switched_off()
@@ -201,7 +200,7 @@ def reload(profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
 
 
 def flush(timeout_s: float = 5.0) -> otlp.Delivery | None:
-    """Deliver all finished spans to the collector, and wait for it at most `timeout_s`. See `Session.flush`."""
+    """Send all finished spans to the collector, and wait up to `timeout_s` for its answers. See `Session.flush`."""
     if OFF:
         log_switched_off()
         return None
@@ -236,16 +235,15 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Stop recording without undoing any change. From now on each probe costs one branch."""
+    """Stop recording until `enable`. The probes stay attached, and cost one branch each."""
     RECORDER.switch(on=False)
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
-    """Import the given modules, the modules of the rules, and their frameworks.
+    """Check a profile: import the given modules, the modules of its rules and their frameworks, and attach the rules.
 
-    Return the verdicts on the rules, and a sentence per failed module. Names with `*` are not imported. A verdict on a
-    rule that waits for a failed module says so. Nothing is recorded and every change is undone. Raises `StateError`
-    while a session runs.
+    Return the verdicts on the rules, and a sentence per module that failed to import. Modules with `*` in their names
+    are not imported. Nothing is recorded, and every change is undone. Raises `StateError` while a session runs.
     """
     global _checking
     with _session_lock:
@@ -281,7 +279,7 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
 
 
 def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
-    """Return the verdict on a rule. If the rule waits for a module that fails to import, add the error."""
+    """Return the verdict on a rule, with the error if the rule waits for a module that failed to import."""
     failing = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
     if verdict.state != "waiting" or not failing:
         return verdict
@@ -289,7 +287,7 @@ def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mappi
 
 
 def _nearest_to_import(name: str, error: BaseException) -> str:
-    """Return a hint at a module with a name like that of a missing one, "" for none."""
+    """Return a hint at the module whose name is most like that of a missing one, "" for none."""
     missing = getattr(error, "name", None) or ""
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
         return ""
@@ -307,26 +305,26 @@ def _nearest_to_import(name: str, error: BaseException) -> str:
 
 
 def stop_on_sigterm() -> None:
-    """Stop the session at SIGTERM, and then end the process by the same signal.
+    """Have SIGTERM stop the session, and then end the process by the same signal.
 
-    Our handler replaces only the default disposition, now and whenever the service sets it again. A handler of the
-    service replaces ours, and the session's end removes it. The stop takes at most twice `EXIT_LIMIT_NS`.
+    Our handler takes effect only while the service has no handler of its own. The end of the session removes it. The
+    stop takes at most twice `EXIT_LIMIT_NS`.
     """
     session().leaving.undos.append(Termination(_stop_for_signal).install())
 
 
 def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
-    """Stop the session for a signal. Return False if that is not possible now: the signal is then sent again."""
+    """Stop the session because of a signal. Return False if that is impossible now; the signal is then sent again."""
     running = _session
     if running is not None and running.exporting.lock.postpone(number):
         return False
     # On a thread of its own: the interrupted main thread may hold any lock. Where it may be one of ours, go on and
     # come again.
     inside = _is_in_own_code(frame)
-    if inside and _coming_again.get(number) == os.getpid():
+    if inside and _resending.get(number) == os.getpid():
         return False
-    _coming_again[number] = os.getpid() if inside else 0
-    ending = Thread(functools.partial(_send_again, number) if inside else stop, "instrument-exit")
+    _resending[number] = os.getpid() if inside else 0
+    ending = Thread(functools.partial(_resend_signal, number) if inside else stop, "instrument-exit")
     try:
         ending.start()
         if inside:
@@ -337,12 +335,12 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
     return True
 
 
-_coming_again: dict[int, int] = {}
-"""The id of the process that a signal is being sent to again, by signal number; 0 once the signal is handled."""
+_resending: dict[int, int] = {}
+"""The id of the process to which a thread sends a signal again, by signal number; 0 once the signal is handled."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
-    """Return True if a frame, or one of its callers, is in the code of the session. That code runs no user code."""
+    """Return True if a frame or one of its callers runs the session's own code, which calls no user code."""
     rooms = {__name__, *(part.__module__ for part in (Session, Recorded, SessionThreads, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:
@@ -351,19 +349,19 @@ def _is_in_own_code(frame: FrameType | None) -> bool:
     return False
 
 
-def _send_again(number: int) -> None:
-    """Send a signal again until its handler can stop the session.
+def _resend_signal(number: int) -> None:
+    """Send a signal to this process repeatedly, until its handler can stop the session.
 
-    A single signal may be too early, or fail to wake the main thread just as it goes to sleep. A handler that the
-    service has set meanwhile is called once.
+    One signal may come too early, or fail to wake a main thread that is just going to sleep. If the service has set a
+    handler meanwhile, the signal is sent only once.
     """
-    while _coming_again.get(number):
+    while _resending.get(number):
         sleep(0.02)
         is_ours = signal.getsignal(number) == signal.SIG_DFL  # as the service sees it
-        if _coming_again.get(number):
+        if _resending.get(number):
             os.kill(os.getpid(), number)
         if not is_ours:
-            _coming_again[number] = 0
+            _resending[number] = 0
 
 
 def _forget(session: Session) -> None:
@@ -377,7 +375,7 @@ _forking = local()
 
 
 def _before_fork() -> None:
-    """Wait for a reload on another thread to end, and make the board that forked children share."""
+    """Wait for the end of a reload on another thread, and make the board that the run's processes share."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make())

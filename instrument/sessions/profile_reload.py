@@ -1,4 +1,4 @@
-"""Generations: the change of a session from one profile to the next, and the result of a reload."""
+"""The reload of a running session's profile, whose versions are counted as generations."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
 
 FORK_WAIT_S = 1.0
-"""The most seconds that a fork waits for a reload on another thread: a child would inherit a half-done reload."""
+"""Seconds for which a fork waits for a reload on another thread, because a child would inherit it half-done."""
 
 MOST_NAMES = 100
-"""The maximum number of target names in each list of the answer to the agent."""
+"""The maximum number of target names per list in the answer to the agent. Further ones are only counted."""
 
 Answer = Mapping[str, Any]
 
 
 class Request(NamedTuple):
-    """A request to read the profile at `path`; None for the process's own file.
+    """A request to a process to reload its profile from `path`, None for its own file.
 
-    `service` limits it to processes of that service. `switch` allows a file other than the process's own. With
-    `records` it reads no profile, and switches the recording on or off.
+    With `service`, only processes of that service answer it. `switch` allows another file than the process's own. With
+    `records`, no profile is read, and the recording is switched on or off.
     """
 
     path: str | None = None
@@ -42,7 +42,7 @@ class Request(NamedTuple):
     records: bool | None = None
 
 
-AT_START = {
+FIXED_SETTINGS = {
     "clock": "spans that are open now were begun by the other one",
     "limits.ring": "the rings are made when the session starts",
     "limits.ring_dir": "the rings are made when the session starts",
@@ -52,16 +52,16 @@ AT_START = {
     "startup": "what it is about has begun by then",
     "export.otlp": "what sending needs is set up when the session starts",
 }
-"""The settings that a reload cannot change, with the reason."""
+"""The settings that a reload cannot change, each with the reason that is reported."""
 
 
 @dataclass(frozen=True)
 class Reload:
     """The result of a reload of a running session's profile.
 
-    `attached` and `undone` name targets of function rules, and rules for layers and copies. Targets of both profiles
-    are in neither. `refused` has a sentence for each setting that keeps its value. `generation` counts profiles from 1;
-    `digest` is that of the profile now in force.
+    `attached` and `undone` name the new and the removed targets of function rules, and the new and the removed rules
+    for layers and copies. `refused` has a sentence per setting that could not be changed. `generation` counts profiles
+    from 1. `digest` identifies the profile now in force.
     """
 
     generation: int
@@ -79,25 +79,25 @@ class Reload:
         return {
             "generation": self.generation,
             "digest": self.digest,
-            "attached": _clipped(self.attached),
-            "undone": _clipped(self.undone),
+            "attached": _clip_names(self.attached),
+            "undone": _clip_names(self.undone),
             "refused": list(self.refused),
         }
 
 
-def _clipped(names: Sequence[str]) -> list[str]:
+def _clip_names(names: Sequence[str]) -> list[str]:
     more = len(names) - MOST_NAMES
     return [*names[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]
 
 
 def file_of(profile: Profile, folder: Path) -> Path | None:
-    """Return the file that a profile was read from, None for a profile without a file."""
+    """Return the file from which a profile was read, None if it was made in code."""
     path = folder / profile.source
     return path if path.is_file() else None
 
 
 def read(source: Profile | str | os.PathLike[str] | None, file: Path | None) -> tuple[Profile, Path | None]:
-    """Return the profile of a source, and its file. A source of None is the current file. Raises `ProfileError`."""
+    """Return the profile at `source` and its file; for None read `file` again. Raises `ProfileError`."""
     folder = files.working_folder()
     if isinstance(source, Profile):
         return source, file_of(source, folder)
@@ -106,17 +106,17 @@ def read(source: Profile | str | os.PathLike[str] | None, file: Path | None) -> 
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile from a file. Imports the reader and YAML here, because few processes need them."""
+    """Read a profile from a file. The reader and YAML are imported here, because few processes need them."""
     from instrument.profile.keys import load
 
     return load(path)
 
 
 def process_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
-    """Return a text that names this process if a request is for other processes, else "".
+    """Return a text that describes this process if a request is for other processes, else "".
 
-    Raises `ProfileError`. A request is for the processes whose own file it names. With `switch` it is for all processes
-    of that profile's service.
+    A request is for the processes whose own file it names. With `switch` it is for all processes of the service that
+    the named profile is for. Raises `ProfileError`.
     """
     service, path = request.service, request.path
     if path is not None and not (file is not None and _is_same(Path(path), file)):
@@ -138,7 +138,8 @@ def _process_text(profile: Profile) -> str:
 
 
 def with_start_settings(profile: Profile, now: Profile) -> Profile:
-    """Return a profile with the settings of `AT_START` from the current profile, since a reload cannot change them."""
+    """Return a profile with the settings of `FIXED_SETTINGS` from the current profile, since a reload cannot change
+    them."""
     return replace(
         profile,
         clock=now.clock,
@@ -152,20 +153,20 @@ def with_start_settings(profile: Profile, now: Profile) -> Profile:
 
 
 def refusals(profile: Profile, in_force: Profile) -> tuple[str, ...]:
-    """Return a sentence with the reason for each setting of `AT_START` that differs between two profiles."""
+    """Return a sentence per setting of `FIXED_SETTINGS` that differs between two profiles, with the reason."""
     from instrument.profile.keys import setting
 
     return tuple(
         f"{name} keeps its value until a restart: {why}"
-        for name, why in AT_START.items()
+        for name, why in FIXED_SETTINGS.items()
         if setting(profile, name) != setting(in_force, name)
     )
 
 
 def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[str], list[str]]:
-    """Attach and undo rules for the change from one profile to another.
+    """Attach the rules that are only in the profile `to`, and undo those that are only in `now`.
 
-    Return the attached and the undone names. Raises `StateError` after a failure; the rules of `now` are then in force.
+    Return the names of both. Raises `StateError` after a failure, which leaves the rules of `now` in force.
     """
     try:
         return selection.change(to)
@@ -175,11 +176,11 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 
 
 class Generations:
-    """The changes of a session's profile, by code, by the agent, or by a changed file.
+    """The profiles of a session, one after the other, as code, the agent or a changed file replaces them.
 
-    `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` takes a profile with
-    added rules. `has_ended()` is True once the session has stopped. `settle()` is called after a change until it
-    returns False.
+    `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` applies the current
+    profile with added rules. `has_ended()` returns True once the session has stopped. After a change, call `settle()`
+    until it returns False.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class Generations:
         """The packages of engines whose rules were added."""
 
     def while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
-        """Call `prepare()`, such as an import, while forks wait: a child would inherit a half-done import."""
+        """Call `prepare()` while forks wait. It imports modules, and a child would inherit a half-done import."""
         is_acquired = self.lock.acquire(timeout=FORK_WAIT_S)
         try:
             prepare()
@@ -211,21 +212,21 @@ class Generations:
                 self.lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Make a new lock: no reload is under way in the child."""
+        """Replace the lock, which a thread of the parent may have locked."""
         self.lock = RLock()
 
     def stop(self, deadline: Deadline) -> None:
-        """Wait for a reload on another thread."""
+        """Wait for the end of a reload on another thread."""
         if self.lock.acquire(timeout=deadline.left_s()):
             self.lock.release()  # it has ended; there is none from now on
 
     @property
     def watched(self) -> Path | None:
-        """The file to watch, None for none."""
+        """The profile's file if it is to be watched for changes, else None."""
         return self.file if self._session.profile.control.watch else None
 
     def prepare_to_watch(self) -> bool:
-        """Return True if the profile asks for a watch on its file. Import the reader of profiles then."""
+        """Import the reader of profiles if the profile's file is to be watched. Return True if so."""
         session = self._session
         if not session.profile.control.watch:
             return False
@@ -266,7 +267,7 @@ class Generations:
         return profile
 
     def add_engine(self, package: str) -> None:
-        """Add the rules for an engine before its modules are imported, if the profile wants them."""
+        """Add the rules of the preset for an engine, such as vLLM, before its modules are imported."""
         from instrument.profile.keys import with_engine_preset
 
         session = self._session
@@ -288,11 +289,11 @@ class Generations:
             )  # fmt: skip
 
     def refuse(self, error: str) -> None:
-        """Record the reason why a profile was refused, until one is accepted."""
+        """Keep the reason why a profile was refused until another one is accepted."""
         self._session.account.refuse(f"the profile of generation {self._session.generation} stays in force: {error}")
 
     def answer(self, request: Request) -> Answer:
-        """Fulfil a request of the agent or of a changed file. Return the answer as a JSON object."""
+        """Fulfil a request of the agent or of a changed file. Return the answer as values for JSON."""
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:

@@ -1,11 +1,11 @@
-"""The `Profiler` of a loop: the loop reports the end of each step, and a schedule makes windows of steps.
+"""The `Profiler` of a training loop, which calls `step` at the end of each step and gets traces of windows of steps.
 
-A `Profiler` joins the running session. If none runs, it begins a session that ends with its last `Profiler`. It never
-switches the recording on or off. So a window has the spans that are open at its edges, clipped and marked. A step
-outside of a window costs as much as a step within, and is not read.
+A `Profiler` joins the running session, or begins one that ends with its last `Profiler`. Because it never switches the
+recording off, spans that are open at the edges of a window are in it too, clipped and marked. A step outside of a
+window costs as much as a step within, but is not read.
 
-Without a profile, in its call or in the environment, a loop records with `EVERYTHING`: phases, the wait for batches,
-communication, every layer, copies, and the use of process and machine.
+If neither the call nor the environment names a profile, the loop records with `EVERYTHING`: phases, the wait for
+batches, communication, every layer, copies, and the load of process and machine.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from instrument.sessions import process
 from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous
 from instrument.sessions.leaving import EXIT_LIMIT_NS
 from instrument.sessions.session import Session
-from instrument.sessions.torch_profiler import LIMIT_S, TorchOptions, TorchProfiler
-from instrument.sessions.window import RECORDING, STEPS_KEPT, State, States, Step, Windows, state_at
+from instrument.sessions.torch_profiler import WINDOW_LIMIT_S, TorchOptions, TorchProfiler
+from instrument.sessions.window import MOST_STEPS, RECORDING_STATES, State, States, Step, Windows, state_at
 from instrument.sessions.window import schedule as make_states
 
 STEP_LIMIT_S = 1.0
-"""The maximum number of seconds that the session's end waits for a running call of `step` on another thread."""
+"""Seconds for which the end of the session waits for a call of `step` on another thread."""
 
 _ANY_THREAD = 0
-"""The key of the waits of `Profiler.loader`, in place of a thread's id."""
+"""The key, in place of a thread id, under which the waits of `Profiler.loader` on any thread are added up."""
 
 
 class Profiler:
@@ -131,7 +131,7 @@ class Profiler:
         self._timer_only = timer_only
         self._torch_options = TorchOptions.of(torch)
         if schedule is not None and self._torch_options.limit_s is None:
-            self._torch_options = replace(self._torch_options, limit_s=LIMIT_S)
+            self._torch_options = replace(self._torch_options, limit_s=WINDOW_LIMIT_S)
         self._torch: TorchProfiler | None = None
         self._host: Host | None = None
         self._samples: list[Sample] = []
@@ -142,7 +142,7 @@ class Profiler:
         self._is_over = False
         self._session: Session | None = None
         self._windows: Windows | None = None
-        self._steps: deque[Step] = deque(maxlen=STEPS_KEPT)
+        self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
         self.window: Window | None = None
         self.failures = 0
         self._failing = Lock()
@@ -158,7 +158,7 @@ class Profiler:
         self._waited: dict[int, int] = {}
 
     def start(self) -> None:
-        """Begin step 0. Raises `StateError` if it has begun, or if another session keeps the profile from starting."""
+        """Begin step 0. Raises `StateError` if the Profiler already runs, or another session rules out its profile."""
         with self._lock:
             if self._is_running:
                 raise StateError("the Profiler already runs; call stop() first, or create another one")
@@ -194,7 +194,7 @@ class Profiler:
                 self._windows.begin_window(self._step_ns)
 
     def _prepare(self, windows: Windows) -> bool:
-        """Begin torch.profiler and gauges for the next window, if one is due. Return True if that took time."""
+        """Start torch.profiler and read gauges, if a window begins next. Return True if that took time."""
         if self._torch is not None:
             self._torch.look()
             if windows.state is State.READY:
@@ -208,7 +208,7 @@ class Profiler:
         return windows.is_due
 
     def _read_host(self, host: Host, *, is_end: bool = False) -> None:
-        """Read the processor and memory use of process and machine at the start or the end of a window."""
+        """Read the processor and memory use of process and machine, at the start of a window or at its end."""
         now_ns = time.monotonic_ns()
         values = host.read(now_ns, rarely=True)
         if not is_end:
@@ -217,8 +217,8 @@ class Profiler:
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
     def _guard_schedule(self, schedule: Schedule | States | None) -> Schedule | States | None:
-        """Wrap a user's schedule. Its error at step 0 is raised. An error at a later step is noted; that step is
-        CLOSED."""
+        """Wrap a user's schedule function. An error at step 0 is raised; one at a later step is noted and makes the
+        step CLOSED."""
         if schedule is None or isinstance(schedule, Schedule):
             return schedule
 
@@ -249,9 +249,9 @@ class Profiler:
     def step(self, num_samples: int | None = None) -> None:
         """End the current step, which had `num_samples` samples, and begin the next one.
 
-        Takes some 5 us. If a window ends with the step, its rows are copied, 0.3 us each, and its handlers run, except
-        those on a thread of our own. A handler that reads the spans waits until they are made, 2 us each. Raises
-        `StateError` without a current step, and `ProfileError` if the samples are no number.
+        Takes some 5 us. If a window ends with the step, this copies its rows, 0.3 us each, and runs the handlers that
+        do not run on the `Profiler`'s thread. A handler that reads the spans waits until they are made, 2 us each.
+        Raises `StateError` without a current step, and `ProfileError` if `num_samples` is no number.
         """
         if self._pid != os.getpid():
             return
@@ -273,7 +273,7 @@ class Profiler:
             if windows is not None and session is not None:
                 last = windows.steps
                 step = Step(last, began_ns, now_ns, thread_id, num_samples)
-                if windows.state in RECORDING:
+                if windows.state in RECORDING_STATES:
                     self._steps.append(step)
                 session.recorded.loop.add(step, self)
                 bounds = windows.advance(now_ns)
@@ -292,9 +292,9 @@ class Profiler:
     def stop(self) -> None:
         """End the last step, deliver the open window unless it is empty, and leave the session.
 
-        A window is empty if no step has ended and no span has begun in it. A last step without a span is left out. A
-        second call does nothing. A call within a handler takes effect once the window is delivered; later steps are
-        ignored.
+        A window is empty if no step ended and no span began in it. A last step without a span is left out. A call
+        within a handler takes effect once the window is delivered, and later steps are ignored. A second call does
+        nothing.
         """
         if self._pid != os.getpid():
             return
@@ -311,7 +311,7 @@ class Profiler:
             self._leave(WAIT_LIMIT_NS)
 
     def _end_with_session(self) -> None:
-        """Leave the session as it ends, perhaps by SIGTERM or within `step`. Later steps of the loop are only timed."""
+        """Leave a session that ends, perhaps by SIGTERM or within `step`. Later steps of the loop are only timed."""
         if self._pid != os.getpid():
             return
         if self._lock.acquire(timeout=STEP_LIMIT_S):
@@ -349,7 +349,7 @@ class Profiler:
             self._end(session, limit_ns)
 
     def _end(self, session: Session, limit_ns: int) -> None:
-        """Wait for the handlers on the `Profiler`'s thread, and leave the session."""
+        """Wait for the handlers on the `Profiler`'s thread, then leave the session."""
         try:
             self._backlog.stop(limit_ns)
             for reference in self._delivered:  # windows that the user still has: their facts end with the session
@@ -420,7 +420,7 @@ class Profiler:
             self._is_delivering = False
 
     def _fail(self, event: str, error: Exception) -> None:
-        """Count an error of the user's code. Note and log the first one."""
+        """Count an error of the user's code in `failures`. Note and log the first one."""
         with self._failing:
             self.failures += 1
             if self.failures > 1:
@@ -433,11 +433,11 @@ class Profiler:
     # ---------------------------------------------------------------- what it has measured
 
     def loader(self, batches: Any, name: str | None = None) -> LoaderItems:
-        """Return the items of an iterable.
+        """Return the items of an iterable, and count the wait for each item as the step's reader cost.
 
-        Record the wait for each item, and count it as the step's reader cost. `instrument.loader` and the profile's
-        `loaders` count only recorded waits on the thread that calls `step`. This method also counts other waits. See
-        `instrument.loader` for `name`, the spans and errors. Raises `TargetError` for an asynchronous iterable.
+        Unlike `instrument.loader` and the profile's `loaders`, this also counts waits on other threads than that of
+        `step`, and waits that are not recorded. See `instrument.loader` for `name`, the spans and errors. Raises
+        `TargetError` for an asynchronous iterable.
         """
         if hasattr(batches, "__aiter__") and not hasattr(batches, "__iter__"):
             raise TargetError(
@@ -451,16 +451,16 @@ class Profiler:
         waited[reader] = waited.get(reader, 0) + waited_ns
 
     def step_info(self, unit: str | None = None) -> str:
-        """Return averages of the steps since the last call: reader and batch cost in seconds, and samples per second.
+        """Return a line with averages since the last call: reader and batch cost in seconds, and samples per second.
 
-        `unit` is the name of a sample. Without samples the rate is of steps. A missing value is `-`.
+        `unit` is the word for a sample. Without samples, the rate counts steps. A missing value is `-`.
         """
         with self._lock:
             since, self._since = self._since, Benchmark(skip=0)
         return benchmark_line(since, unit)
 
     def benchmark(self) -> LoopTimes:
-        """Return the cost of the steps since the start, without the first `SKIPPED_STEPS`."""
+        """Return the times of the steps since the start, without the first `SKIPPED_STEPS`."""
         return self._benchmark.loop()
 
     def summary(
@@ -472,10 +472,10 @@ class Profiler:
         skip_first: int | None = None,
         **options: Any,
     ) -> str:
-        """Return the views of the newest window; by default `events` and the benchmark of all steps since the start.
+        """Return the text of views on the newest window, by default `events`, and of the benchmark of all steps.
 
-        `skip_first` leaves at most `FIRST_KEPT` steps out of the benchmark; its default is `SKIPPED_STEPS`. Options and
-        errors as for `Window.summary`. If no window has ended, the text says so and has only the benchmark.
+        The benchmark omits the first `skip_first` steps, by default `SKIPPED_STEPS`, at most `FIRST_KEPT`. Options and
+        errors are those of `Window.summary`. Before the first window has ended, the text has only the benchmark.
         """
         window, names = self.window, ("events", "benchmark") if views is None else views
         steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
@@ -490,7 +490,7 @@ class Profiler:
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the newest window as a Chrome trace. Raises `StateError` if no window has ended, and `TraceError`."""
+        """Write the newest window to a file, as `Window.export` does. Raises `StateError` if no window has ended."""
         window = self.window
         if window is None and OFF:
             process.log_switched_off()
@@ -501,8 +501,8 @@ class Profiler:
 
 
 class LoaderItems(Iterator[Any]):
-    """The items of `Profiler.loader`, iterable as often as their source. `of` is the `Profiler` that counts the
-    waits."""
+    """The iterable that `Profiler.loader` returns. It can be iterated as often as its source. `of` is the `Profiler`
+    that counts the waits."""
 
     def __init__(self, source: Any, of: object) -> None:
         self._source = source
@@ -536,19 +536,20 @@ class LoaderItems(Iterator[Any]):
 
 
 class SizedLoaderItems(LoaderItems):
-    """The items of a source with a length."""
+    """The iterable that `Profiler.loader` returns for a source with a length."""
 
     def __len__(self) -> int:
         return len(self._source)
 
 
 def records_everything(session: Session) -> bool:
-    """Return True if a loop began the session without a profile."""
+    """Return True if a session records with `EVERYTHING`, because a loop began it without a profile."""
     return session.profile.source == EVERYTHING.source
 
 
 def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
-    """Return a driver of torch.profiler for a loop; None if it is not wanted. By default only `EVERYTHING` wants it."""
+    """Return a driver of torch.profiler for a loop, None if `options`, by default `EVERYTHING` alone, do not ask for
+    it."""
     if options.is_wanted is False or (options.is_wanted is None and not records_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"
@@ -560,7 +561,7 @@ _guests_lock = threading.RLock()
 
 
 def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | None) -> Session | None:
-    """Return the session for a loop: the running one, else one that begins here. Return None with `INSTRUMENT=off`."""
+    """Return the running session for a loop, else begin one. Return None with `INSTRUMENT=off`."""
     if OFF:
         return None
     settings: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
@@ -591,7 +592,7 @@ def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | No
 
 
 def leave(session: Session) -> None:
-    """End the session with its last loop, if a loop began it."""
+    """Leave a session. If a loop began it and no other loop uses it, end it."""
     with _guests_lock:
         if session not in _guests:
             return

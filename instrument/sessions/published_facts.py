@@ -1,6 +1,7 @@
-"""The facts that a session writes into its recording for readers: the process, its export settings, and its counts.
+"""The values that a session writes into its recording for readers in other processes, in addition to the rows.
 
-They are written after a change. Costly facts are written at most in a fixed share of the time.
+These are the process's identity, its export settings, verdicts on its rules, and counts that only the session has. They
+are written again after a change. Costly ones may take only a fixed share of the time.
 """
 
 from __future__ import annotations
@@ -33,21 +34,22 @@ else:
     otlp = LazyModule("instrument.otlp")
     export_facts = LazyModule("instrument.otlp.export_facts")
 
-BOOKS_NS = 10 * 10**9
-"""Nanoseconds between two writes of the session's losses and costs into the recording, for its metrics."""
+COUNTS_INTERVAL_NS = 10 * 10**9
+"""Nanoseconds between two writes of the session's losses and costs into the recording, for metrics."""
 
-SHARE = 20
-"""The minimum interval between two publications of a fact, as a multiple of the time of one publication."""
+COST_FACTOR = 20
+"""The shortest pause before a costly value is written again, as a multiple of the time that its last write took."""
 
-VERDICTS_EVERY_NS = 10_000_000_000
-"""The maximum number of nanoseconds between two publications of the verdicts on the rules."""
+VERDICTS_PAUSE_NS = 10_000_000_000
+"""The longest pause in nanoseconds between two writes of the verdicts on the rules."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
-"""The most notes for other processes, the most characters of a note, and the most marks of rules and targets."""
+"""The maximum numbers of notes written for other processes, of characters per note, and of names of uncalled
+targets."""
 
 
 class PublishedFacts:
-    """Writes the facts of a session into its recording. `is_member()` is True if the process has an agent's path."""
+    """A writer of a session's values into its recording. `is_member()` is True if the environment names an agent."""
 
     def __init__(self, recorded: Recorded, is_member: Callable[[], bool]) -> None:
         self._recorded = recorded
@@ -55,9 +57,9 @@ class PublishedFacts:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Begin with nothing published, for a new session or a forked child."""
+        """Begin anew, with nothing written, for a new session or a forked child."""
         self.is_scraped = False
-        """True if the process reads its own recording for scrapes alone."""
+        """True if this process reads its own recording only to answer scrapes."""
         self._gpus: Sequence[Gpu] = ()
         self._notes: tuple[str, ...] = ()
         self._own_notes: Mapping[str, Any] = {}
@@ -66,11 +68,10 @@ class PublishedFacts:
         self._books: MeteredFacts | None = None
 
     def publish(self) -> None:
-        """Write the facts as they are now."""
+        """Write the current values into the recording."""
         RECORDER.write_facts(self.read())
 
     def read(self) -> Mapping[str, Any]:
-        """Return the facts as they are now."""
         recorded, profile = self._recorded, self._recorded.profile
         exporter = recorded.exporter
         facts: dict[str, Any] = {"origin": asdict(recorded.origin()), "gpus": [asdict(gpu) for gpu in self._gpus]}
@@ -90,13 +91,13 @@ class PublishedFacts:
         return facts
 
     def keep_gpus(self, gpus: Sequence[Gpu]) -> None:
-        """Publish the GPUs whose gauges are read."""
+        """Write the GPUs whose gauges are read, if they have changed."""
         if self._gpus != gpus:
             self._gpus = gpus
             self.publish()
 
     def publish_resource(self) -> None:
-        """Publish the resource of the service's own tracer provider, so that both exports have the same resource."""
+        """Write the resource attributes of the service's own tracer provider, so that both exports have the same."""
         if self._recorded.exporter is None:
             return
         resource = dict(self._recorded.exporter.resource())
@@ -105,14 +106,14 @@ class PublishedFacts:
             self.publish()
 
     def publish_context(self) -> None:
-        """Publish this process's resource for profilers in other processes."""
+        """Publish this process's resource attributes in its memory, where eBPF profilers find them (OTEP 4719)."""
         problem = process_context.publish(otlp.pack_resource(self._recorded.resource()))
         if problem:
             why = f"process context: {problem}; profilers name this process on their own"
             self._recorded.account.complain(why, log=False)
 
     def mark_board(self, *, has_recorded: bool) -> None:
-        """Publish this process's targets to the other processes of the run."""
+        """Publish to the other processes of the run which rules have targets and calls in this process."""
         marks = [board.RECORDED] if has_recorded else []
         board.put([*marks_of(self._recorded.account.verdicts(of_all=False)), *marks])
 
@@ -124,18 +125,18 @@ class PublishedFacts:
 
     @property
     def wants_agent(self) -> bool:
-        """True if the profile asks an agent for scrapes, or for files while it runs."""
+        """True if the profile has an export that an agent does while the process runs, such as scrapes."""
         profile = self._recorded.profile
         return self.asks_agent_alone or profile.export.parquet is not None
 
     @property
     def asks_agent_alone(self) -> bool:
-        """True if the profile asks for an export that only an agent does."""
+        """True if the profile has an export that only an agent can do."""
         profile = self._recorded.profile
         return profile.export.prometheus is not None or profile.capture.to is not None
 
     def export_settings(self) -> Mapping[str, Any] | None:
-        """Return the settings by which the run's agent exports this recording; None without an export by the agent."""
+        """Return the settings with which the agent exports this recording, None if the agent does not export it."""
         profile = self._recorded.profile
         otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
         parquet = profile.export.parquet
@@ -153,7 +154,7 @@ class PublishedFacts:
 
     @property
     def is_metered_elsewhere(self) -> bool:
-        """True if metrics are counted from the recording, by this process or by an agent."""
+        """True if this process or an agent counts metrics from the recording."""
         if self._recorded.exporter is not None or self.is_scraped:
             return True
         if self._recorded.profile.export.parquet is not None:
@@ -162,12 +163,12 @@ class PublishedFacts:
 
     @property
     def asks_for_metrics(self) -> bool:
-        """True if the profile asks for any metric other than gauges."""
+        """True if the profile has metrics other than gauges."""
         profile = self._recorded.profile
         return bool(profile.requests) or any(rule.metrics or rule.gen_ai or rule.batch for rule in profile.functions)
 
     def _metered_facts(self) -> MeteredFacts:
-        """Return the facts on this process's metrics, with the losses and costs that were published last."""
+        """Return the values for this process's metrics, with the losses and costs that were written last."""
         recorded, profile = self._recorded, self._recorded.profile
         return replace(
             self._books or export_facts.MeteredFacts(0),
@@ -182,29 +183,28 @@ class PublishedFacts:
         )
 
     def publish_marks(self) -> None:
-        """Publish the marks of functions with metrics. Takes at most a 20th of the time."""
+        """Write the marks that identify functions with metrics. This may take a 20th of the time."""
         began_ns = time.monotonic_ns()
         if not self.is_metered_elsewhere or began_ns < self._marks_until_ns:
             return
         if any(rule.metrics or rule.gen_ai for rule in self._recorded.profile.functions):
-            self._publish_books(self._books or export_facts.MeteredFacts(0))
-            self._marks_until_ns = began_ns + SHARE * (time.monotonic_ns() - began_ns)
+            self._publish_counts(self._books or export_facts.MeteredFacts(0))
+            self._marks_until_ns = began_ns + COST_FACTOR * (time.monotonic_ns() - began_ns)
 
-    def publish_books(self, *, at_once: bool = False) -> None:
-        """Publish losses, costs and queued tasks, which only the session counts; every `BOOKS_NS` unless `at_once`."""
+    def publish_counts(self, *, at_once: bool = False) -> None:
         now_ns = time.monotonic_ns()
         if not self.is_metered_elsewhere:
             return
-        if not (at_once or now_ns - self._books_ns >= BOOKS_NS):
+        if not (at_once or now_ns - self._books_ns >= COUNTS_INTERVAL_NS):
             self.publish_marks()
             return
         self._books_ns = now_ns
         recorded = self._recorded
         costs_ns = {"probes": RECORDER.calls * recorded.account.mean_ns(), **recorded.account.threads_ns()}
         losses, queued = recorded.account.losses(), meter.queued_tasks()
-        self._publish_books(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
+        self._publish_counts(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
 
-    def _publish_books(self, books: MeteredFacts) -> None:
+    def _publish_counts(self, books: MeteredFacts) -> None:
         calls, streams = self._marks(lambda rule: rule.metrics), self._marks(lambda rule: rule.gen_ai)
         if self._recorded.profile.requests:
             calls = (*calls, meter.mark_of(BLOCKED_LOOP))
@@ -213,7 +213,8 @@ class PublishedFacts:
             self.publish()
 
     def _marks(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
-        """Return the marks by which the calls of some rules' targets are counted in the recording."""
+        """Return the marks of the targets of the rules that `is_wanted` selects. Metrics identify functions by
+        marks."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
         sites = self._recorded.sites_of(rules)
         return tuple(sorted(set(map(meter.mark_of, sites))))[: distributions.SERIES_LIMIT] if sites else ()
@@ -221,11 +222,11 @@ class PublishedFacts:
     # ---------------------------------------------------------------- verdicts
 
     def notes_in_short(self, *, of_all: bool = False) -> tuple[str, ...]:
-        """Return the notes for other processes: the first 50, each cut at 500 characters."""
+        """Return the session's notes, cut to `MOST_NOTES` of `NOTE_LENGTH` characters, for other processes."""
         return tuple(note[:NOTE_LENGTH] for note in self._recorded.account.notes(of_all=of_all)[:MOST_NOTES])
 
     def own_notes_in_short(self, *, of_all: bool = False) -> Mapping[str, Any]:
-        """Return the notes that hold in this process alone, as a mapping, cut to fit into one packet."""
+        """Return `SessionDiagnostics.own_notes` as a mapping, cut to fit into one packet."""
         own_notes = self._recorded.account.own_notes(of_all=of_all)
         waiting = tuple((mark, note[:NOTE_LENGTH]) for mark, note in own_notes.waiting[:MOST_NOTES])
         uncalled = own_notes.uncalled if len(own_notes.uncalled) <= MOST_MARKS else ()
@@ -234,7 +235,7 @@ class PublishedFacts:
     def publish_verdicts(self, *, at_once: bool = False) -> None:
         """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
 
-        Unless `at_once`, takes at most a 20th of the time, at intervals that grow to `VERDICTS_EVERY_NS`.
+        Unless `at_once`, takes at most a 20th of the time, at intervals that grow to `VERDICTS_PAUSE_NS`.
         """
         began_ns, recorded = time.monotonic_ns(), self._recorded
         if began_ns < self._verdicts_until_ns and not at_once:
@@ -245,5 +246,5 @@ class PublishedFacts:
         if notes != self._notes:
             self._notes, self._own_notes = notes, self.own_notes_in_short()
             self.publish()
-        rest_ns = min((began_ns - recorded.start_ns) // 10, VERDICTS_EVERY_NS)
-        self._verdicts_until_ns = began_ns + max(rest_ns, SHARE * (time.monotonic_ns() - began_ns))
+        rest_ns = min((began_ns - recorded.start_ns) // 10, VERDICTS_PAUSE_NS)
+        self._verdicts_until_ns = began_ns + max(rest_ns, COST_FACTOR * (time.monotonic_ns() - began_ns))

@@ -1,6 +1,6 @@
-"""The components that record for a session, and the traces, totals and reports of the recording.
+"""The recording part of a session: the components that record, and the traces, totals and reports made from that.
 
-`Session` starts them, changes their profile, and stops them.
+`Session` starts the components, changes their profile, and stops them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, Ticks
 from instrument.recording.memory_layout import INTERVAL_SHARE
 from instrument.recording.paths import CallTree
-from instrument.recording.remote_parents import OF_OURS, REMOTE, RemoteParent, noted, remote_of
+from instrument.recording.remote_parents import OWN_TRACE_FLAGS, REMOTE, RemoteParent, noted, remote_of
 from instrument.recording.rows import REQUEST_BIT, is_sampled, state_of_share
 from instrument.recording.spans import (
     Cost,
@@ -59,21 +59,21 @@ else:
     view = LazyModule("instrument.report.view")
     report = LazyModule("instrument.report.summary")
 
-PROBES = late_pattern(
+HEALTH_PROBES = late_pattern(
     r"(?<![a-z])(?:health(?:[_-]?checks?)?|healthz|live|livez|liveness|ready|readyz|readiness|ping|heartbeat|probe"
     r"|metrics)(?![a-z])",
     re.IGNORECASE,
 )
-"""A pattern of words in the names of health probes and of scrapes of metrics."""
+"""A pattern that matches the names of health probes and of metrics endpoints, which do no work of the service."""
 
 Firsts = Mapping[int, tuple[int, int]]
-"""The begin and the length in ns of the first completed call of each call node."""
+"""The first completed call of each call path, by call node: its begin and its length in ns."""
 
 
 class Recorded:
-    """The components that record one profile in one process, and the traces, totals and reports of the recording.
+    """The components that record with one profile in this process, and the readers of what they recorded.
 
-    `keep_gpus(gpus)` is called with the GPUs of each reading of gauges. All methods may be called from any thread.
+    `keep_gpus(gpus)` is called with the GPUs whose gauges are read. All methods may be called from any thread.
     """
 
     def __init__(self, profile: Profile, keep_gpus: Callable[[Sequence[Gpu]], object]) -> None:
@@ -120,14 +120,13 @@ class Recorded:
         self.begin()
 
     def begin(self) -> None:
-        """Begin with nothing recorded, for a new session or a forked child."""
+        """Begin anew, with nothing recorded, for a new session or a forked child."""
         self.start_ns = time.monotonic_ns()
         self.end_ns: int | None = None
         self.loop = Loop()
         self.windows.begin(self.profile, self.start_ns)
 
     def after_fork_in_child(self) -> None:
-        """Drop all that the parent recorded, and begin anew."""
         self._ids = None
         self.account.after_fork_in_child()
         self.ranges.after_fork_in_child()
@@ -152,7 +151,7 @@ class Recorded:
 
     @property
     def requests_by(self) -> tuple[str, int]:
-        """The attribute that groups requests, "" for none, and the most groups."""
+        """The attribute by which requests are grouped, "" for none, and the maximum number of groups."""
         return next(((rule.by, rule.at_most) for rule in self.profile.requests), ("", 0))
 
     def reader(self, exporter: otlp.Exporter, *, sends: bool = True) -> OwnExport:
@@ -162,7 +161,7 @@ class Recorded:
         return OwnExport(exporter, sends=sends, dataset=dataset, disk_bytes=disk_bytes)
 
     def ids(self) -> otlp.Ids:
-        """Return the trace and span ids of this session's spans at collectors."""
+        """Return the generator of the trace ids and span ids that this session's spans have at collectors."""
         if self.exporter is not None:
             return self.exporter.own.ids
         if self._ids is None:
@@ -177,7 +176,7 @@ class Recorded:
         return otlp.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
-        """Return trace id, span id, flags and state of a span, in the caller's trace or else in our own."""
+        """Return trace id, span id, flags and trace state of a span: in its remote caller's trace, else in our own."""
         ids, remote = self.ids(), remote_of(remote_value)
         may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
         if may_be_below and not any(RECORDER.paths().by_site(is_request)):
@@ -186,14 +185,16 @@ class Recorded:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
         trace_id, sample = ids.trace_id(root_id), self.profile.capture.sample
         is_kept = is_sampled(trace_id, sample)
-        parent = RemoteParent(trace_id, 0, OF_OURS ^ (not is_kept), state=state_of_share(sample) if is_kept else "")
+        parent = RemoteParent(
+            trace_id, 0, OWN_TRACE_FLAGS ^ (not is_kept), state=state_of_share(sample) if is_kept else ""
+        )
         if ids.run or self._remote is not None:  # its exporter must keep the trace id, which others know now
             annotate = RECORDER.annotate_request if root_id & REQUEST_BIT else RECORDER.annotate_innermost
             annotate({REMOTE: noted(parent)})
         return trace_id, ids.span_id(span_id), parent.flags, parent.state
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
-        """Return a request's trace id and span id at a collector. `key` is the request's first key, "" for none."""
+        """Return the trace id and span id that a request has at a collector. `key` is its first key, "" for none."""
         from instrument.trace.joined import trace_id_of
 
         trace_id, span_id = self.ids().of(span)
@@ -206,7 +207,7 @@ class Recorded:
         return self.timing is not None and self.timing.timer is not None
 
     def origin(self) -> Origin:
-        """Return the identity of this process, with a new reading of the monotonic and the wall clock."""
+        """Return the identity of this process, with a new pair of readings of the monotonic and the wall clock."""
         monotonic_ns, realtime_ns = clock.pair()
         return Origin(
             pid=os.getpid(),
@@ -236,7 +237,7 @@ class Recorded:
         return (self.end_ns or time.monotonic_ns()) - self.start_ns
 
     def tally(self) -> Tally:
-        """Return exact totals of all calls up to now, with the costs of their probes."""
+        """Return the exact totals of all calls so far, with the costs of their probes."""
         return self.charge_probes(RECORDER.tally())
 
     def charge_probes(self, tally: Tally) -> Tally:
@@ -246,10 +247,10 @@ class Recorded:
     def trace(
         self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0, origin: Origin | None = None
     ) -> Trace:
-        """Return the spans in the rings, cut to the window; open ones are clipped and marked.
+        """Return the spans in the rings that overlap an interval. Open spans are clipped and marked.
 
         The steps of a `Profiler` are spans, too. Without a `Profiler`, steps are derived from the phases and loaders of
-        training, if the profile records these. `origin` is the identity at the window's end, if that was earlier.
+        training, if the profile records these. `origin` is the process's identity at the interval's end.
         """
         from instrument.sessions.step_columns import steps_of_batches, with_steps
 
@@ -266,13 +267,13 @@ class Recorded:
 
     @property
     def _finds_steps(self) -> bool:
-        """True if the steps of a training loop are derived from its phases and loaders."""
+        """True if steps are derived from the phases and loaders of a training loop."""
         profile = self.profile
         is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
         return is_wanted and self.loop.is_unused
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
-        """Copy the rows of an interval, at 10 ns a span; `trace_of` makes a trace of them later."""
+        """Copy the rows of an interval, in 10 ns per span. `trace_of` makes a trace of the copy later."""
         from instrument.trace.of_recording import RowSnapshot
 
         mapped = RECORDER.mapped()
@@ -282,9 +283,9 @@ class Recorded:
         return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
 
     def trace_of(self, stretch: Stretch) -> Trace:
-        """Return the trace of an interval, with the device times known so far, and the cost of its spans.
+        """Return the trace of copied rows, with the device times that are known by now, and the cost of its spans.
 
-        Takes 0.3 us a span, on any thread while the session runs. `Span` objects are made on demand.
+        Takes 0.3 us per span, on any thread while the session runs. `Span` objects are made on demand.
         """
         from instrument.recording.mapped import numbers_in
         from instrument.recording.numbers import samples_of
@@ -316,12 +317,12 @@ class Recorded:
         )
 
     def _startup_in(self, stretch: Stretch) -> Startup | None:
-        """Return the startup of the process; None if one of its first calls began before the interval."""
+        """Return the startup of the process, None if part of it was before the interval."""
         startup = self.startup()
         return None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup
 
     def startup(self) -> Startup:
-        """Return the startup of the process, even after the rings have overwritten its spans."""
+        """Return the startup of the process, which is known even after the rings have overwritten its spans."""
         by_node, tree = RECORDER.mapped().firsts(), RECORDER.paths()
         by_site: dict[Site, tuple[int, int]] = {}
         for node, call in by_node.items():
@@ -336,12 +337,12 @@ class Recorded:
         return replace(facts, imports=self.imports.packages(None if first is None else first.start_ns))
 
     def sites_of(self, rules: Set[str]) -> set[Site]:
-        """Return the sites of the rules' targets."""
+        """Return the sites (instrumented functions) of the named rules."""
         verdicts = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in verdicts if verdict.rule in rules and verdict.site is not None}
 
     def recording(self, torch_trace: str | os.PathLike[str] | None = None) -> view.Recording:
-        """Return the tally and the trace for reports. Each is made when it is first read."""
+        """Return the input of reports: the tally and the trace, each made when it is first read."""
         window_ns = self.lasted_ns()
         return view.Recording(
             self.tally,
@@ -364,24 +365,25 @@ class Recorded:
         torch_trace: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> str:
-        """Return the text of the `views` of everything since the start, in that order.
+        """Return the text of `views` on everything since the start, in the given order.
 
-        Defaults come from the profile, else the view is `brief` (one screen), or `events` with `tracer_option` or
-        `threads`. `options` are those of `instrument.report.view.Options`. Views of the tally are exact for all calls.
-        Views of spans cover the spans in the rings, and name the first time without a loss. `brief` and `cost` take
-        some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB. Views of the tally take
-        5 ms for 1,500 call paths and 30 ms for the most (16,384), with some tens of `rows` and merged threads. The
-        first call also reads each path and site, 1 us each. With `threads` apart, each thread adds some 30 us per row
-        and 1 us per call path. `torch_trace` is a trace file of `torch.profiler` from the same time. The views
-        `kernels` and `memory` show its kernels and allocations, and `operators` FLOPs by its shapes. Raises
-        `ValueError` for an unknown view or value, and `TraceError` for a file of another process or time.
+        The default views are those of the profile, else `brief` (one screen), or `events` with `tracer_option` or
+        `threads`. `options` are those of `instrument.report.view.Options`. Views of totals are exact for all calls.
+        Views of spans cover the spans in the rings, and name the time from which on none is missing.
+        `torch_trace` is a trace file of `torch.profiler` from the same time. The views `kernels` and `memory` show its
+        kernels and allocations, `operators` its FLOPs. Raises `ValueError` for an unknown view or value, and
+        `TraceError` for a file of another process or time.
+
+        `brief` and `cost` take some 1.3 us of processor time per span in the rings, a second for full rings of 64 MiB.
+        Views of totals take 5 ms for 1,500 call paths, and 30 ms for the maximum of 16,384. The first call also reads
+        each path and site, 1 us each. With `threads` apart, each thread adds 30 us per row and 1 us per call path.
         """
         return report.summary(self._views(views, options), self.recording(torch_trace), self._options(options))
 
     def views(
         self, views: Sequence[str] | None = None, *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
-        """Return the numbers of the same views, by name, as objects. Options and errors as for `summary`."""
+        """Return views as objects with numbers, by name. Options and errors are those of `summary`."""
         return report.make_views(self._views(views, options), self.recording(torch_trace), self._options(options))
 
     def _views(self, names: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
@@ -411,12 +413,11 @@ class Recorded:
         }
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
-        """Write the current spans and totals, as a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
+        """Write the current spans and totals to a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
         return files.save(path, self.trace(), self.tally())
 
     def report_of_run(self) -> dict[str, Any] | None:
-        """Return the views of the run's report, and their options; None if the profile prints no summary to a
-        stream."""
+        """Return the views and options of the run's report, None if the profile prints no summary to a stream."""
         settings = self.profile.export.summary
         if settings is None or settings.to not in files.STREAMS:
             return None
@@ -424,13 +425,13 @@ class Recorded:
 
 
 def _totals(merged: bool) -> Tally:
-    """Return the totals without their histograms, at less cost than the tally."""
+    """Return the totals of all calls without histograms, which is faster than the tally."""
     totals = RECORDER.mapped().totals()
     return totals.merged() if merged else totals
 
 
 def _caller_in_environment() -> str:
-    """Return the caller of the process as `Origin` has it, "" for none."""
+    """Return the remote parent span in the environment (`TRACEPARENT`) in the form of `Origin`, "" for none."""
     if not {"TRACEPARENT", "OTEL_PROPAGATORS"} & os.environ.keys():
         return ""
     from instrument.instrumentors.requests.propagation import read_environment
@@ -439,10 +440,11 @@ def _caller_in_environment() -> str:
 
 
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
-    """Return the first request that does work, and the reason, as in `Startup`; None if it also began first.
+    """Choose the first request that did work, for `Startup`. Return it with the reason for the choice.
 
-    A call of a site in `sites` is preferred. Otherwise it is the earliest request with a recorded call below it, health
-    probes excepted. If it is not the first request of its site, it has that call's begin and a length of 0.
+    The first call of a site in `sites` is preferred. Otherwise it is the earliest request with a recorded call below
+    it, except health probes. If that is not the first request of its site, only the begin of the lower call is known,
+    and the length is 0. Return None if the chosen request is also the first of all.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest(call for call in calls.values() if call.site in sites)
@@ -470,7 +472,7 @@ def _earliest(calls: Iterable[FirstCall]) -> FirstCall | None:
 
 
 def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
-    """Return the first call of the topmost request above a call node, None for none."""
+    """Return the first call of the topmost request on the call path to a node, None for none."""
     request = None
     at = tree.parent(node)
     while at >= 0:
@@ -481,4 +483,4 @@ def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) ->
 
 
 def _is_probe(site: Site) -> bool:
-    return PROBES.search(site.name) is not None
+    return HEALTH_PROBES.search(site.name) is not None

@@ -1,4 +1,4 @@
-"""Saving of windows and of the last report of a session, to the files that the profile asks for.
+"""The writer of a session's files: each window as the profile asks for it, and the summary at the end.
 
 Writing needs numpy, which is imported with the first file.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 RECORDING = ".npz"
-"""The suffix of a recording's file."""
+"""The file suffix of a saved recording."""
 
 WITHOUT_NUMPY = (
     "numpy is not installed, so no recordings, no Chrome traces and no reports are written; install it "
@@ -35,19 +35,19 @@ WITHOUT_NUMPY = (
 
 
 class Written(NamedTuple):
-    """The files that were written, and the reasons for those that were not."""
+    """The result of writing a window: the paths of its files, and a sentence per file that could not be written."""
 
     paths: tuple[Path, ...]
     problems: tuple[str, ...]
 
 
-def is_asked(export: Export) -> bool:
-    """Return True if the profile asks for any file of spans."""
+def asks_for_files(export: Export) -> bool:
+    """Return True if the profile writes windows to files."""
     return export.chrome is not None or export.recording is not None
 
 
 def why_no_files() -> str:
-    """Return the reason why this process cannot write files, "" if it can. Does not import numpy."""
+    """Return why this process cannot write files, "" if it can. This does not import numpy."""
     try:
         return "" if find_spec("numpy") is not None else WITHOUT_NUMPY
     except (ImportError, ValueError):  # somebody put None, or something without a spec, into sys.modules
@@ -55,8 +55,8 @@ def why_no_files() -> str:
 
 
 def prepare() -> None:
-    """Import all modules that writing needs. Not for our threads: a child forked meanwhile would have half an
-    import."""
+    """Import all modules that writing needs, before a thread of ours could: a child forked during an import would
+    inherit it half-done."""
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401
@@ -66,12 +66,12 @@ def prepare() -> None:
 
 
 def templates(export: Export) -> tuple[str, ...]:
-    """Return the templates of the paths of all files of windows."""
+    """Return the path templates of the files to which windows are written."""
     return tuple(settings.path for settings in (export.chrome, export.recording) if settings is not None)
 
 
 def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: Tally | None) -> Written:
-    """Write a trace to each file that the profile asks for. A failed file does not prevent the others."""
+    """Write a trace to each file that the profile asks for. If one fails, the others are still written."""
     from instrument.trace import file
 
     ways = [(export.chrome, chrome.dump), (export.recording, file.dump)]
@@ -90,7 +90,7 @@ def write(export: Export, path_of: Callable[[str], Path], trace: Trace, tally: T
 
 
 class Saving:
-    """Writes the files of a session: its windows, as the profile asks for them, and its summary."""
+    """A writer of the files of one session, in `folder`."""
 
     def __init__(self, session: Recorded, folder: Path, run: str) -> None:
         self._session = session
@@ -102,15 +102,16 @@ class Saving:
         self._summary: Path | None = None
 
     def after_fork_in_child(self) -> None:
-        """Forget the parent's files. The child writes files of its own."""
+        """Forget the parent's files, because the child writes its own."""
         self._is_child = True
         self.newest, self._summary = (), None
 
     def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
-        """Write the spans of an interval to the profile's files. `origin` is the process's identity at its end."""
+        """Write the spans of a window to the profile's files. `origin` is the process's identity at the window's
+        end."""
         session, place = self._session, self.place()
         export = session.profile.export
-        if not is_asked(export) or why_no_files():  # which has been reported
+        if not asks_for_files(export) or why_no_files():  # which has been reported
             return
         trace = session.trace(start_ns, end_ns, index, origin)
         if start_ns <= session.start_ns and session.end_ns is not None and end_ns >= session.end_ns:
@@ -126,7 +127,7 @@ class Saving:
             self._make_room()
 
     def _counted(self, trace: Trace) -> Tally | None:
-        """Return the tally of a window; None without numpy. Readers of the file then count its spans."""
+        """Return the totals of a window, None without numpy. Readers of the file then count the spans themselves."""
         try:
             from instrument.report.view import Recording
 
@@ -135,7 +136,7 @@ class Saving:
             return None
 
     def _make_room(self) -> None:
-        """Remove the oldest files of this service's sessions until all fit in `limits.disk`. Count them as lost."""
+        """Remove the oldest files of this service until the rest fits into `limits.disk`. Count them as lost."""
         profile, export = self._session.profile, self._session.profile.export
         written = [*templates(export)]
         written += [export.summary.to] if export.summary is not None and export.summary.to not in files.STREAMS else []
@@ -144,12 +145,10 @@ class Saving:
         self._session.account.count_loss("files removed to stay within limits.disk", removed)
 
     def place(self) -> files.Destination:
-        """Return the destination of this process's files."""
         is_first = files.is_main() and not self._is_child
         return files.Destination(self.folder, self._session.profile.service, self.run, is_first=is_first)
 
     def print_summary(self, settings: Summary, limit_ns: int) -> None:
-        """Print the report of what has been recorded to the profile's destination, within `limit_ns`."""
         if why_no_files():  # which has been reported
             return
         # Workers of one service write to one stream: each text names its process.
@@ -159,7 +158,7 @@ class Saving:
         self.write_report(settings, text, limit_ns)
 
     def write_report(self, settings: Summary, text: str, limit_ns: int) -> None:
-        """Write a report to the profile's destination, within `limit_ns`."""
+        """Write a report where the profile prints its summary, within `limit_ns`."""
         try:
             self._summary = self.place().write_text(settings.to, text, limit_ns)
         except (OSError, ValueError) as error:
@@ -170,10 +169,10 @@ class Saving:
             FAULTS.attempt("room for the summary", self._make_room)
 
     def prepare_files(self) -> None:
-        """Import the modules that our threads need to write windows. Complain if this process cannot write files."""
+        """Import the modules that the session's threads need to write windows. Complain if files cannot be written."""
         export = self._session.profile.export
-        is_wanted = export.summary is not None or is_asked(export)
-        if is_asked(export) and self._session.profile.schedule is not None:
+        is_wanted = export.summary is not None or asks_for_files(export)
+        if asks_for_files(export) and self._session.profile.schedule is not None:
             with count_library_threads():
                 prepare()
         problem = why_no_files() if is_wanted else ""

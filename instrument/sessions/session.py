@@ -1,8 +1,8 @@
-"""The session: a profile in force in a process, from `start` to `stop`, across forks, signals and exit.
+"""The session, which keeps a profile in force in a process from `start` to `stop`, across forks and signals.
 
-One session runs at a time. `stop` undoes all its changes to the process: import hook, patches, threads, exit handler.
-The session calls its components in order: `recorded` records, `facts` are published in the recording, `exporting`
-sends, `saving` writes files, `leaving` takes the last steps.
+A process has at most one. `stop` undoes all changes to the process: import hook, patches, threads, exit handler. The
+session starts and stops its components in order: `recorded` records, `published_facts` describe the recording for
+other processes, `exporting` sends spans, `saving` writes files, and `leaving` does what is due at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from instrument.sessions.session_threads import SessionThreads
 class Session:
     """A running session. All methods may be called from any thread.
 
-    `tally()`, `summary()` and other readings come from `recorded`, `flush()` from `exporting`. The functions in
+    `tally`, `summary` and other readers are methods of its `recorded`, `flush` of its `exporting`. The functions in
     `onlookers` are called before the session ends, `forget(session)` afterwards.
     """
 
@@ -98,13 +98,12 @@ class Session:
 
     @property
     def profile(self) -> Profile:
-        """The profile in force."""
         return self.recorded.profile
 
     # ---------------------------------------------------------------- start
 
     def start(self) -> None:
-        """Record from now on. After a failure, undo every change and raise its error."""
+        """Attach the probes and begin to record. After a failure, undo every change and raise the error."""
         recorded, limits = self.recorded, self.profile.limits
         folder = "" if limits.ring_folder is None else str(self._saving.folder / limits.ring_folder)
         metered = self._facts.asks_for_metrics or recorded.gauges.are_wanted
@@ -178,14 +177,14 @@ class Session:
     # ---------------------------------------------------------------- while it runs
 
     def _follow_threads(self) -> None:
-        """Announce this process after its threads have begun. Never delays the service."""
+        """Announce this process to the agent and to profilers, once the session's threads have begun."""
         self._report_recording()
         if self._is_of_run or self._forked:  # of which many never record
             publish = self._facts.publish_context  # it imports what packs it
             FAULTS.attempt("process context", partial(self._prepare, publish))
 
     def _report_recording(self) -> None:
-        """Report to the agent that this process records. Only then may the agent send it requests."""
+        """Report to the agent that this process has begun to record. From now on the agent may send it requests."""
         self._membership.send({"records": True})
         self.control.hear_agent()
 
@@ -198,9 +197,9 @@ class Session:
 
         New rules are attached, also to modules that are already imported. Rules that are missing in the new profile are
         undone. Rules of both profiles continue without a gap, with the same totals. Settings of
-        `profile_reload.AT_START` keep their values, as the result reports. Takes some ten milliseconds; calls of the
-        service go on meanwhile. Raises `ProfileError` for an invalid profile, and `StateError` for a session that has
-        ended or has no file. The current profile then stays in force, and the notes say so.
+        `profile_reload.FIXED_SETTINGS` keep their values, as the result reports. Takes some ten milliseconds; calls of
+        the service go on meanwhile. Raises `ProfileError` for an invalid profile, and `StateError` for a session that
+        has ended or has no file. The current profile then stays in force, and the notes say so.
         """
         try:
             return self.generations.change(profile)
@@ -209,7 +208,7 @@ class Session:
             raise
 
     def _apply(self, profile: Profile) -> None:
-        """Apply the settings of another profile, whose rules are attached."""
+        """Put another profile, whose rules are already attached, in force."""
         with self.exporting.lock.acquired():
             before = self.profile
             if profile == before:
@@ -223,7 +222,7 @@ class Session:
             self.threads.start()
 
     def _add_rules(self, profile: Profile) -> None:
-        """Apply the current profile with added rules. The generation does not change."""
+        """Put the current profile with added rules in force, as the same generation."""
         with self.exporting.lock.acquired():
             self.recorded.profile = profile
             self._facts.publish()
@@ -231,8 +230,8 @@ class Session:
     def after_fork_in_child(self, whole: bool, by_main_thread: bool) -> None:
         """Record in the child, with its own rings, ids, threads and files.
 
-        `whole` is False if the fork interrupted a reload. A child that another thread than the main one forked may end
-        with that thread. Our threads must not prevent that.
+        `whole` is False if the fork interrupted a reload. A child that was not forked by the main thread may end with
+        the forking thread, and our threads must not prevent that.
         """
         self._is_of_thread = self._is_of_thread or not by_main_thread
         self._forked = True
@@ -259,9 +258,10 @@ class Session:
     # ---------------------------------------------------------------- stop
 
     def stop(self) -> None:
-        """Undo every change, write the profile's files and wait for the collector: at most five seconds in all.
+        """End the session: undo every change, write the profile's files, and send the last spans.
 
-        A second call only waits for the first. Raises nothing: a failed write is logged and counted in `losses`.
+        The waits for other processes and drivers take at most five seconds in all. A second call only waits for the
+        first. Raises nothing: failures are logged and counted.
         """
         deadline = self.leaving.deadline()
         before_sending = deadline.earlier(SENDING_S)
@@ -279,7 +279,7 @@ class Session:
             self._stopped = True
             self._undo(before_sending)
             FAULTS.attempt("resource of the service", self._facts.publish_resource)
-            FAULTS.attempt("books of the metrics", partial(self._facts.publish_books, at_once=True))
+            FAULTS.attempt("books of the metrics", partial(self._facts.publish_counts, at_once=True))
             if self.profile.export.parquet is not None:  # whose rows of processes have the notes
                 FAULTS.attempt("last notes", partial(self._facts.publish_verdicts, at_once=True))
             FAULTS.attempt("another agent", self.exporting.await_last_agent)

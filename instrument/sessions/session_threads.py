@@ -1,4 +1,4 @@
-"""The threads of a session: its own, which reads the recording, and those of the exporter and of gauges."""
+"""The start and end of a session's threads: that of the exporter, that of gauges, and one that reads the recording."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from instrument.sessions.account import SessionDiagnostics
 if TYPE_CHECKING:
     from instrument import otlp
 
-PUMP_S = 0.2
-"""Seconds between two reads of finished spans. A thread's ring must have room for the spans of that time."""
+READ_INTERVAL_S = 0.2
+"""Seconds between two reads of the recording. The ring of each thread must hold the spans of that time."""
 
-BUSY_S = 0.05
-"""Seconds between two reads while the probes cost more than their budget."""
+BUSY_READ_INTERVAL_S = 0.05
+"""Seconds between two reads of the recording while the probes cost more than their budget."""
 
 START_DELAY_S = 0.2
-"""Seconds from the first span to the start of our threads. Until then they do not compete with the service for the
-GIL."""
+"""Seconds from the first span to the start of the session's threads, which would compete with a starting service for
+the GIL."""
 
 TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
-"""The bytes of ring memory that are touched at the start, and then ahead of all writing threads together. Untouched
-memory costs a span 50 ns of page faults until its ring wraps."""
+"""Bytes of ring memory that are touched at the start, and bytes that are touched ahead of the writing threads. A span
+that is written into untouched memory costs 50 ns more, for page faults."""
 
-START_LIMIT_S = 1.0
-"""The maximum number of seconds that `stop` waits for threads that are about to begin."""
+START_WAIT_S = 1.0
+"""Seconds for which `stop` waits for threads that are just starting."""
 
 
 @dataclass(eq=False)
 class SessionThreads:
-    """Begins the threads of a session, and ends the session's own thread.
+    """The threads of a session. Its own thread calls `look` repeatedly, and runs only if `is_needed()`.
 
-    `begin_gauges` starts the reading of gauges. The session's own thread runs if `is_needed()`, and calls `look`
-    repeatedly. `sends()` is True if the session itself sends to a collector. `waits` is True if the threads begin with
-    the first recorded span. `follow` is called once they have begun, `announce` after that, if they began with a span.
+    `begin_gauges` starts the reading of gauges. `sends()` is True if this process sends to a collector. If `waits`, the
+    threads start with the first recorded span. `follow` is called once they run, then `announce` if a span started
+    them.
     """
 
     account: SessionDiagnostics
@@ -66,29 +66,29 @@ class SessionThreads:
         self.have_begun = self._is_over = False
 
     def after_fork_in_child(self) -> None:
-        """Begin without threads: the child has none of the parent's."""
+        """Begin anew, because a forked child has none of its parent's threads."""
         self._begin()
 
     @property
     def has_met_span(self) -> bool:
-        """True if a first span, which the threads waited for, has begun."""
+        """True if the first span, for which the threads waited, has begun."""
         return self._begun is not None
 
     def stop(self, deadline: Deadline) -> None:
-        """Start no more threads, and wait for the session's own."""
+        """Start no more threads, and wait for the end of the session's own thread."""
         await_first_span(None)
         self.stopping.set()
         if self._begun is not None:
-            self._begun.wait(deadline.left_s(START_LIMIT_S))  # what has just begun to record is sent, too
+            self._begun.wait(deadline.left_s(START_WAIT_S))  # what has just begun to record is sent, too
         self._is_over = True
         if self.own is not None:
             self.own.join(deadline.left_s())
 
     def start_when_needed(self) -> None:
-        """Start the threads of the exporter, of gauges and of the session: at once, or with the first recorded span.
+        """Start the threads at once, or with the first recorded span if the session `waits` for it.
 
-        Every process of `instrument run` begins a session, and many never record a span, such as launchers and helpers.
-        The modules that the threads need are imported before.
+        Every process of `instrument run` begins a session, but many record no span, such as launchers and helpers. The
+        modules that the threads need have been imported before.
         """
         if self.waits:
             await_first_span(self._start_at_first_span)
@@ -96,7 +96,7 @@ class SessionThreads:
             self._start_threads()
 
     def _start_at_first_span(self) -> None:
-        """Start the threads at the first span. Delays its thread, one of the service's, by some 0.1 ms."""
+        """Start the threads because a first span begins. This delays the service's thread by some 0.1 ms."""
         if is_server_to_fork():
             return  # those of the workers begin there
         has_begun = self._begun = Event()
@@ -130,14 +130,14 @@ class SessionThreads:
         self.follow()
 
     def start(self) -> None:
-        """Start the session's own thread if it is needed and the other threads have begun."""
+        """Start the session's own thread, if it is needed and the other threads have started."""
         if self.have_begun and self.is_needed() and self.own is None:
             stopping = self.stopping
             self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())
             self.own.start()
 
     def _run(self) -> None:
-        while not self.stopping.wait(BUSY_S if self.budget.is_busy else PUMP_S):
+        while not self.stopping.wait(BUSY_READ_INTERVAL_S if self.budget.is_busy else READ_INTERVAL_S):
             try:
                 self.look()
                 RECORDER.touch_ahead(AHEAD_BYTES)

@@ -1,8 +1,8 @@
-"""The steps of a loop as spans of its window, inserted between the spans around a step and the spans in it.
+"""The insertion of a loop's steps as spans into a recorded trace, below the spans around a step and above those in it.
 
-A step is no scope, because the call that ends it may be within other spans. So steps are inserted afterwards, when all
-spans of the thread are known. A span that was open across the end of a step keeps its parent. Its time within each step
-reduces the self time of that step.
+A step cannot be recorded as a scope, because the call that ends it may be within other spans. So steps are inserted
+once all spans of the thread are known. A span that was open across the end of a step keeps its parent. Its time within
+each step reduces the self time of that step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from instrument.trace.trace import Trace, with_spans
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
-"""The ids of step spans, larger than any id of a recorder."""
+"""A counter of ids for step spans, which are larger than all ids of recorded spans."""
 
 
 # Steps that nobody reports
 
 
 class _Call(NamedTuple):
-    """A call within a step: a batch that is fetched, or a phase such as forward."""
+    """A call within a training step: the fetch of a batch, or a phase such as forward."""
 
     start_ns: int
     end_ns: int
@@ -39,25 +39,27 @@ class _Call(NamedTuple):
 
 
 def steps_of_batches(trace: Columns) -> list[Step]:
-    """Derive the steps of training loops that report none, numbered from 0: from the fetch of a batch to the next.
+    """Derive the steps of training loops that report none. Each goes from the fetch of a batch to a later fetch.
 
-    A step has all batches up to a run of an optimizer, so batches with accumulated gradients are one step. A batch
-    without a backward pass, as in an evaluation, is in no step. The last step ends with its optimizer. A trace with
-    spans of steps or requests has no derived steps.
+    A step has all batches up to a run of the optimizer, so batches with accumulated gradients are one step. A batch
+    without a backward pass, as in an evaluation, is in no step. The last step ends with its optimizer. Steps are
+    numbered from 0. A trace with spans of steps or requests has no derived steps.
     """
     if trace.of_kind("step", "request").any():
         return []
-    fetches = _calls(trace, trace.of_kind("loader"))
-    passes = _calls(trace, trace.of_sites([_phase(site) in ("backward", "optimizer") for site in trace.sites]))
+    fetches = _calls_by_thread(trace, trace.of_kind("loader"))
+    passes = _calls_by_thread(
+        trace, trace.of_sites([_phase(site) in ("backward", "optimizer") for site in trace.sites])
+    )
     return [
         step
         for thread_id, thread_fetches in fetches.items()
-        for step in _steps_of_thread(thread_id, _outermost(thread_fetches), passes.get(thread_id, []))
+        for step in _steps_of_thread(thread_id, _outermost_calls(thread_fetches), passes.get(thread_id, []))
     ]
 
 
-def _calls(trace: Columns, mask: Bools) -> dict[int, list[_Call]]:
-    """Return the calls of the rows in `mask`, by thread, in order of their begin."""
+def _calls_by_thread(trace: Columns, mask: Bools) -> dict[int, list[_Call]]:
+    """Return the calls that `mask` selects, by thread, in the order in which they began."""
     calls_by_thread: dict[int, list[_Call]] = {}
     rows = np.flatnonzero(mask)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
@@ -84,8 +86,8 @@ def _steps_of_thread(thread_id: int, fetches: Sequence[_Call], passes: Sequence[
             begin_ns = None
 
 
-def _outermost(calls: Sequence[_Call]) -> list[_Call]:
-    """Return the calls of one thread that are within no other call, in order."""
+def _outermost_calls(calls: Sequence[_Call]) -> list[_Call]:
+    """Return those calls of one thread that are within no other call, in order."""
     outermost: list[_Call] = []
     for call in calls:
         if not outermost or call.start_ns >= outermost[-1].end_ns:
@@ -101,23 +103,23 @@ def _phase(site: Site) -> object:
 
 
 def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
-    """Return the trace with a span for each step, in n log n for n spans.
+    """Return the trace with a span per step. The steps of one thread are in order and do not overlap.
 
-    Steps of one thread are in order and do not overlap. Spans of asyncio tasks are in no step.
+    Spans of asyncio tasks are in no step. This takes n log n time for n spans.
     """
     if not steps:
         return trace
     by_thread: dict[int, list[Step]] = {}
     for step in steps:
         by_thread.setdefault(step.thread_id, []).append(step)
-    among = _Among(trace.columns)
+    among = _StepInserter(trace.columns)
     for thread_id, thread_steps in by_thread.items():
         among.put(thread_id, thread_steps)
     return trace.with_columns(among.trace([step for thread_steps in by_thread.values() for step in thread_steps]))
 
 
-class _Among:
-    """The spans of a trace, into which steps are inserted thread by thread."""
+class _StepInserter:
+    """An inserter of steps, thread by thread, into the spans of a trace."""
 
     def __init__(self, trace: Columns) -> None:
         self._trace = trace
@@ -159,8 +161,8 @@ class _Among:
         self._made.append((step_id, parent_id, root_id, self_ns))
 
     def _innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
-        """Return the innermost span around each step, else `NONE`. A row is around the steps `first` to before
-        `last`."""
+        """Return the innermost span around each of `count` steps, else `NONE`. Each row is around the steps from its
+        `first` to before its `last`."""
         trace = self._trace
         innermost = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)
@@ -171,7 +173,7 @@ class _Among:
         return innermost
 
     def trace(self, steps: Sequence[Step]) -> Columns:
-        """Return the spans, followed by the spans of the steps in the order in which they were inserted."""
+        """Return the spans of the trace, followed by those of the steps in the order of their insertion."""
         trace = self._trace
         numbers = zip(*(np.concatenate(parts).tolist() for parts in zip(*self._made, strict=True)), strict=True)
         root_row = rows_of(trace.span_id, trace.root_id)
@@ -182,14 +184,14 @@ class _Among:
 
 
 def _span_of(step: Step, span_id: int, parent_id: int, root_id: int, self_ns: int) -> Span:
-    length_ns, attributes = step.end_ns - step.start_ns, {"step": step.number, **_samples(step)}
+    length_ns, attributes = step.end_ns - step.start_ns, {"step": step.number, **_samples_attribute(step)}
     place = span_id, parent_id, root_id, step.thread_id, 0, step.start_ns, step.end_ns, length_ns, self_ns
     span = Span(STEP, *place, None, attributes)
     span.clipped = step.clipped
     return span
 
 
-def _samples(step: Step) -> dict[str, AttributeValue]:
+def _samples_attribute(step: Step) -> dict[str, AttributeValue]:
     if step.samples is None:
         return {}
     return {"samples": step.samples if type(step.samples) is int else float(step.samples)}

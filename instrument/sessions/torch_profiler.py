@@ -1,12 +1,12 @@
-"""The run of torch.profiler in each window of a loop, and the join of its records to the window's trace.
+"""The driver of torch.profiler, which adds each operator of torch, its kernels and its memory to a loop's window.
 
-It reports each operator of torch, its device work, its memory and its floating-point operations. An operator costs a
-microsecond or more. On a GPU, torch.profiler waits for the device when a window ends. So it runs only in loops with a
-`Profiler`, never in a service. This module never imports torch. After an error of torch.profiler the window has no
-operators, and a note. An operator becomes a child of the innermost span that was open on its thread at the operator's
-middle. The two clocks agree to within a microsecond, so the operator is cut to that span. Device work becomes device
-time of the innermost operator that launched it. Copies have spans of their own, so they do not count as an operator's
-work.
+An operator costs a microsecond or more, and on a GPU torch.profiler waits for the device at the end of a window. So it
+runs only in loops with a `Profiler`, never in a service. This module never imports torch. If torch.profiler fails, the
+window has a note in place of operators.
+
+An operator becomes a child of the innermost span that was open on its thread at the operator's middle. It is cut to
+that span, because the two clocks agree only to within a microsecond. Device work becomes device time of the innermost
+operator that launched it, except copies, which have spans of their own.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 UNCERTAINTY_NS = 1_000
-"""The uncertainty of a kernel's time on the host's clock, in nanoseconds."""
+"""Nanoseconds by which the times of a kernel may be off after their conversion to the host's clock."""
 
 _IDS = itertools.count(3 << 60)
-"""The ids of operator spans, larger than any id of a recorder or a step."""
+"""A counter of ids for operator spans, which are larger than all ids of recorded spans and of steps."""
 
 _start = attrgetter("start_ns")
 
 
 def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
-    """Return the trace with a span for each operator in torch.profiler's trace.
+    """Return the trace with a span per operator in torch.profiler's trace.
 
-    `moved_ns` is added to torch's times. The kernels in `trace`, which are on our clock, become device times of
-    operators. The spans of `trace` are changed in place. Takes some 10 us an operator.
+    `moved_ns` is the offset from torch's clock to ours. Kernels in `trace` become device times of operators. The spans
+    of `trace` are changed in place. Takes some 10 us per operator.
     """
     operators = _Operators(trace, torch_trace, moved_ns)
     if not operators.made:
@@ -76,8 +76,8 @@ def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
 
 
 class _Operators:
-    """The operators in the interval of a trace, on its clock. `tops` are the topmost operators. `below` has the
-    operators within each one, by its id, in order of time."""
+    """The spans of torch's operators within the interval of a trace, on the clock of that. `tops` are the outermost
+    ones. `below` has the operators within each outermost one, by its id, in order of time."""
 
     def __init__(self, trace: Trace, torch_trace: Trace, moved_ns: int) -> None:
         self.made: list[Span] = []
@@ -110,10 +110,10 @@ class _Operators:
                 self.below.setdefault(around.span_id, []).append(span)
 
     def nest_operators(self) -> None:
-        """Make each topmost operator a child of the span around it, and move the operators within along."""
+        """Make each outermost operator, with the operators in it, a child of the recorded span around it."""
         tops = self.tops
         middles = [(span.start_ns + span.end_ns) // 2 for span in tops]
-        outer_spans = _open_at(self._trace.spans, [span.thread_id for span in tops], middles)
+        outer_spans = _innermost_open(self._trace.spans, [span.thread_id for span in tops], middles)
         for top, around in zip(tops, outer_spans, strict=True):
             pending: list[tuple[Span, Span | None]] = [(top, around)]
             while pending:
@@ -128,7 +128,7 @@ class _Operators:
                 pending += [(inner, span) for inner in self.below.get(span.span_id, ())]
 
     def move_into_operators(self, spans: Sequence[Span]) -> None:
-        """Move spans that ran within an operator, such as a hook's, below the innermost operator around them."""
+        """Move recorded spans that ran within an operator, such as a hook's, below the innermost operator around."""
         tops: dict[int, list[Span]] = {}
         for top in self.tops:
             tops.setdefault(top.thread_id, []).append(top)
@@ -137,12 +137,12 @@ class _Operators:
         roots: dict[int, int] = {}
         moves: list[tuple[Span, Span]] = []
         for span in spans:
-            around = _last_around(tops.get(span.thread_id, ()), span)
+            around = _enclosing_span(tops.get(span.thread_id, ()), span)
             if around is None or around.parent_id != span.parent_id or span.site.kind == "request":
                 continue
             inner: Span | None = around
             while inner is not None:
-                around, inner = inner, _last_around(self.below.get(inner.span_id, ()), span)
+                around, inner = inner, _enclosing_span(self.below.get(inner.span_id, ()), span)
             moves.append((span, around))
             if span.root_id == span.span_id:
                 roots[span.span_id] = around.root_id
@@ -154,8 +154,8 @@ class _Operators:
                 span.root_id = roots.get(span.root_id, span.root_id)
 
 
-def _last_around(among: Sequence[Span], span: Span) -> Span | None:
-    """Return the span, of a sequence without overlaps, that contains a span; None for none."""
+def _enclosing_span(among: Sequence[Span], span: Span) -> Span | None:
+    """Return which of the spans `among`, which do not overlap, contains a span, None for none."""
     at = bisect_right(among, span.start_ns, key=_start) - 1
     return among[at] if at >= 0 and among[at].end_ns >= span.end_ns else None
 
@@ -164,7 +164,9 @@ def _set_device_times(trace: Trace, operators: list[Span]) -> None:
     work = [kernel for kernel in trace.kernels if kernel.thread_id and kernel.kind != "copy"]
     if not work:
         return
-    launchers = _open_at(operators, [kernel.thread_id for kernel in work], [kernel.launched_ns for kernel in work])
+    launchers = _innermost_open(
+        operators, [kernel.thread_id for kernel in work], [kernel.launched_ns for kernel in work]
+    )
     overlapped = _overlapped(work)
     intervals_by_id: dict[int, list[DeviceInterval]] = {}
     for number, (place, kernel) in enumerate(zip(launchers, work, strict=True)):
@@ -178,8 +180,8 @@ def _set_device_times(trace: Trace, operators: list[Span]) -> None:
 
 
 def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
-    """Compute the self times of some of the spans from those of their children."""
-    import numpy as np  # as in `_open_at`
+    """Set the self times of the spans with these ids, from their children among `spans`."""
+    import numpy as np  # as in `_innermost_open`
 
     from instrument.trace.self_times import self_times_of
     from instrument.trace.trace import columns_of_spans
@@ -189,8 +191,8 @@ def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
         spans[row].self_ns = self_ns
 
 
-def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
-    """Return the innermost span that was open at each pair of thread and time, None for no span."""
+def _innermost_open(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
+    """Return for each pair of a thread and a time the innermost span that was open there and then, None for none."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
     from instrument.trace.self_times import innermost
@@ -202,7 +204,7 @@ def _open_at(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequenc
 
 
 def _overlapped(work: Sequence[Kernel]) -> set[int]:
-    """Return the indices of kernels that overlapped another stream's on their device. `work` is in order of time."""
+    """Return the indices of kernels that overlapped a kernel of another stream. `work` is in order of time."""
     overlapped: set[int] = set()
     latest: dict[int, int] = {}
     for number, kernel in enumerate(work):
@@ -214,38 +216,39 @@ def _overlapped(work: Sequence[Kernel]) -> set[int]:
     return overlapped
 
 
-LIMIT_S = 10.0
-"""The most seconds that torch.profiler runs in a window. Each operator takes 1 KB, and 20 us at the end."""
+WINDOW_LIMIT_S = 10.0
+"""Seconds after which torch.profiler ends within a scheduled window, because an operator takes 1 KB and 20 us."""
 
-OPEN_LIMIT_S = 2.0
-"""The maximum number of seconds that torch.profiler runs in a window without a scheduled end, to limit its memory."""
+OPEN_WINDOW_LIMIT_S = 2.0
+"""Seconds after which torch.profiler ends within a window that has no scheduled end, to limit its memory."""
 
 MARK = "instrument.clock"
 MARKS = 4
-"""Marks at each end of a window, with a time on both clocks. The first one is slow, and so imprecise."""
+"""The number of marks at each end of a window. A mark has a time on torch's clock and ours; the first is imprecise."""
 
 ROUNDS, TRIALS = 8, 32
-"""The rounds, and the operators per round, that measure the time of an operator. The fastest round counts."""
+"""The number of rounds, and of operators per round, that measure what an operator costs. The fastest round counts."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 
 BUSY = "another torch.profiler runs in this process, which has one; its operators and kernels are not joined"
 
 _holding = threading.Lock()
-"""Locked while a `TorchProfiler` runs torch.profiler, which can run only once in a process."""
+"""A lock that a `TorchProfiler` holds while it runs torch.profiler, which can run only once in a process."""
 
 _operator_ns: dict[tuple[bool, bool], float] = {}
-"""Nanoseconds that torch.profiler adds to an operator, by its options, as measured in this process."""
+"""Nanoseconds that torch.profiler adds to an operator, as measured in this process, by `record_shapes` and
+`profile_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """The options of torch.profiler.
+    """The options of torch.profiler for a loop.
 
-    `is_wanted` None means True if this loop began the session without a profile. `record_shapes` adds floating-point
-    operations. `profile_memory` adds allocations, and limits the record to the thread that begins and ends the windows.
-    torch.profiler ends after `limit_s` even if the window goes on, by default `LIMIT_S` with a schedule, else
-    `OPEN_LIMIT_S`.
+    With `is_wanted` None, it runs only if the loop began the session without a profile. `record_shapes` adds
+    floating-point operations. `profile_memory` adds allocations, and limits the record to the thread of the loop.
+    torch.profiler ends after `limit_s` seconds of a window, by default `WINDOW_LIMIT_S` with a schedule, else
+    `OPEN_WINDOW_LIMIT_S`.
     """
 
     is_wanted: bool | None = None
@@ -255,7 +258,7 @@ class TorchOptions:
 
     @classmethod
     def of(cls, options: bool | Mapping[str, Any] | None) -> TorchOptions:
-        """Return the options of `Profiler(torch=...)`. Raises `ProfileError`."""
+        """Return the options for a value of `Profiler(torch=...)`. Raises `ProfileError` for an invalid one."""
         if options is None or isinstance(options, bool):
             return cls(options)
         if not isinstance(options, Mapping):
@@ -287,20 +290,20 @@ class TorchOptions:
         return cls(True, shapes, options.get("profile_memory", True), limit_s)
 
 
-OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_s=LIMIT_S)
-"""Options for operators and kernels on every thread, without shapes and allocations."""
+OPERATORS_ALONE = TorchOptions(record_shapes=False, profile_memory=False, limit_s=WINDOW_LIMIT_S)
+"""The options that record operators and kernels of all threads, without shapes and allocations."""
 
 
 class TorchProfiler:
     """A driver of torch.profiler for one loop.
 
-    `complain(message)` reports its errors. No method raises, and none does anything before torch is imported. With
-    allocations, torch.profiler must end on the thread on which it began.
+    `complain(message)` gets the errors of torch.profiler; no method raises. Before torch is imported, all methods do
+    nothing. If allocations are recorded, torch.profiler must end on the thread on which it began.
     """
 
     def __init__(self, options: TorchOptions, complain: Callable[[str], object], *, host_only: bool = False) -> None:
         self._options = options
-        self._limit_s = options.limit_s or OPEN_LIMIT_S
+        self._limit_s = options.limit_s or OPEN_WINDOW_LIMIT_S
         self._complain = complain
         self._host_only = host_only
         self._lock = threading.RLock()
@@ -320,7 +323,7 @@ class TorchProfiler:
         return self._running is not None
 
     def prepare(self) -> None:
-        """Prepare torch.profiler before a window. The first call takes a second or two."""
+        """Load torch.profiler before a window begins. The first call takes a second or two."""
         with self._lock:
             if self._prepared is not None or self._running is not None or self._is_broken or not is_there():
                 return
@@ -334,7 +337,7 @@ class TorchProfiler:
                 self._say(BUSY)
                 return
             try:
-                prepared = self._made()
+                prepared = self._new_profiler()
                 prepared.prepare_trace()
             except Exception as error:
                 self._give_up("prepare", error)
@@ -342,7 +345,7 @@ class TorchProfiler:
             self._prepared, self._prepared_ns = prepared, time.monotonic_ns() - began_ns
 
     def begin(self) -> None:
-        """Begin torch.profiler for the window that begins next."""
+        """Start torch.profiler for a window that begins now."""
         with self._lock:
             self.prepare()
             prepared, self._prepared = self._prepared, None
@@ -366,7 +369,7 @@ class TorchProfiler:
                 self._timer.start()
 
     def look(self) -> None:
-        """End torch.profiler before the window ends, if its time limit is over."""
+        """Stop torch.profiler within a window if its time limit is over."""
         with self._lock:
             record = self._record
             if self._running is not None and record is not None:
@@ -375,7 +378,7 @@ class TorchProfiler:
                     self._stop(f"it ran for {self._limit_s:g} s and was ended before the window was")
 
     def end(self) -> TorchRecord | None:
-        """End torch.profiler after its window. Return its record, None for none."""
+        """Stop torch.profiler at the end of a window. Return its record, None if it did not run."""
         with self._lock:
             if self._running is not None and not self._can_end_here():
                 self._say(
@@ -388,7 +391,7 @@ class TorchProfiler:
             return record
 
     def cancel(self) -> None:
-        """Cancel the prepared torch.profiler, whose window will not begin."""
+        """Drop the prepared torch.profiler, because its window will not begin."""
         with self._lock:
             prepared, self._prepared = self._prepared, None
             if prepared is not None:
@@ -402,7 +405,7 @@ class TorchProfiler:
 
     # ---------------------------------------------------------------- torch
 
-    def _made(self) -> Any:
+    def _new_profiler(self) -> Any:
         torch = sys.modules["torch"]
         profiler = sys.modules.get("torch.profiler") or torch.profiler
         activities = [profiler.ProfilerActivity.CPU]
@@ -422,11 +425,11 @@ class TorchProfiler:
         )
 
     def _can_end_here(self) -> bool:
-        """Return True if torch.profiler can be ended on this thread."""
+        """Return True if torch.profiler may be stopped on the calling thread."""
         return not self._is_bound or threading.get_ident() == self._thread_id
 
     def _watch(self, ours: Any) -> Callable[[], None]:
-        """End our torch.profiler if the program begins its own: with two, the first would lose its record."""
+        """Stop our torch.profiler if the program starts one, because ours would then lose its record."""
         kind = type(ours.profiler)
         original = kind._prepare_trace
 
@@ -451,10 +454,10 @@ class TorchProfiler:
         key = self._options.record_shapes, self._options.profile_memory
         try:
             record.mark()
-            with_ns = 0 if key in _operator_ns else _trials_ns()
+            with_ns = 0 if key in _operator_ns else _measure_operators_ns()
             running.stop_trace()
             if with_ns:
-                _operator_ns[key] = max(with_ns - _trials_ns(), 0) / TRIALS
+                _operator_ns[key] = max(with_ns - _measure_operators_ns(), 0) / TRIALS
             record.save(running)
         except Exception as error:
             self._record = None
@@ -465,7 +468,7 @@ class TorchProfiler:
         record.ending_ns = time.monotonic_ns() - record.end_ns
 
     def _give_up(self, verb: str, error: Exception) -> None:
-        """Use torch.profiler no more after an error. Releases the process-wide lock, which the caller has."""
+        """Stop using torch.profiler after an error, and release `_holding`, which the caller has acquired."""
         self._is_broken, self._prepared, self._running = True, None, None
         self._undo()
         _holding.release()
@@ -478,9 +481,9 @@ class TorchProfiler:
 
 
 class TorchRecord:
-    """The trace that torch.profiler saved of one window, and its cost in time.
+    """The record of torch.profiler of one window: the trace that it saved, and the time that it took.
 
-    `cut` is the reason why torch.profiler ended before the window, "" for none. `lock` guards the join.
+    `cut` says why torch.profiler ended before the window, "" if it did not. `lock` guards `join`.
     """
 
     def __init__(self) -> None:
@@ -492,7 +495,7 @@ class TorchRecord:
         self._folder = ""
 
     def mark(self) -> None:
-        """Set marks in torch's trace, each between two readings of our clock."""
+        """Write marks into torch's trace, each between two readings of our clock."""
         profiler = sys.modules["torch"]._C._profiler
         for _ in range(MARKS):
             mark = profiler._RecordFunctionFast(MARK)
@@ -503,15 +506,15 @@ class TorchRecord:
             self._marks.append((before_ns, after_ns))
 
     def save(self, profiler: Any) -> None:
-        """Save torch's trace in a folder that only this user can read. The folder is removed with this object."""
+        """Save torch's trace to a folder that only this user can read and that is removed with this object."""
         self._folder = tempfile.mkdtemp(prefix="instrument-")
-        weakref.finalize(self, _remove, self._folder, os.getpid())
+        weakref.finalize(self, _remove_folder, self._folder, os.getpid())
         profiler.export_chrome_trace(str(Path(self._folder, "window.json")))
 
     def join(self, trace: Trace) -> Trace:
-        """Return the window's trace with torch's operators, kernels and allocations, or with a note after an error.
+        """Return the window's trace with torch's operators, kernels and allocations, or with a note on an error.
 
-        To be called once. Takes some 15 us an operator.
+        This may be called only once. It takes some 15 us per operator.
         """
         window = f"window {trace.window}"
         try:
@@ -519,7 +522,7 @@ class TorchRecord:
         except (InstrumentError, OSError) as error:
             return replace(trace, notes=[*trace.notes, f"{window}: what torch.profiler saw is not joined: {error}"])
         finally:
-            _remove(self._folder, os.getpid())
+            _remove_folder(self._folder, os.getpid())
         count = sum(is_operator(span.site) for span in joined.spans)
         outside_ms = (self.starting_ns + self.ending_ns) / 1e6
         notes = [
@@ -536,15 +539,15 @@ class TorchRecord:
 
     def _join_window(self, trace: Trace) -> Trace:
         torch_trace = chrome.read(Path(self._folder, "window.json")).trace
-        moved_ns = self._moved_ns(trace, torch_trace)
+        moved_ns = self._clock_offset_ns(trace, torch_trace)
         watched = self.begin_ns - moved_ns, self.end_ns - moved_ns
         # On our clock by the marks: the wall clock may have been set since the session began.
         origin = replace(torch_trace.origin, monotonic_ns=0, realtime_ns=trace.origin.realtime_of(0) + moved_ns)
         joined = chrome.join(trace, replace(torch_trace, origin=origin, watched=watched))
         return with_operators(joined, torch_trace, moved_ns)
 
-    def _moved_ns(self, trace: Trace, torch_trace: Trace) -> int:
-        """Return the ns to add to torch.profiler's times, from marks between two readings of our clock."""
+    def _clock_offset_ns(self, trace: Trace, torch_trace: Trace) -> int:
+        """Return the nanoseconds from torch's clock to ours, from the marks between readings of our clock."""
         mark_times = sorted(span.start_ns for span in torch_trace.spans if span.site.name == MARK)
         if len(mark_times) != len(self._marks):
             return torch_trace.origin.realtime_of(0) - trace.origin.realtime_of(0)
@@ -560,13 +563,12 @@ def is_there() -> bool:
 
 
 def _is_in_use() -> bool:
-    """Return True if the program has another torch.profiler running."""
     autograd = sys.modules["torch"].autograd
     return bool(autograd._profiler_enabled() or getattr(autograd.profiler, "_is_profiler_enabled", False))
 
 
-def _trials_ns() -> int:
-    """Return the least time of a round of trials in ns; 0 if the program intercepts operators."""
+def _measure_operators_ns() -> int:
+    """Return the time of the fastest round of `TRIALS` operators in ns, 0 if the program intercepts operators."""
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return 0
@@ -579,7 +581,7 @@ def _trials_ns() -> int:
     return min(rounds)
 
 
-def _remove(folder: str, pid: int) -> None:
+def _remove_folder(folder: str, pid: int) -> None:
     if pid == os.getpid():  # what is of the parent stays where a forked child ends
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,7 +1,6 @@
-"""Windows: ranges of steps with a trace of their own.
+"""The windows, ranges of steps of which each has a trace, and the schedules that make them.
 
-Steps count from 0. The steps of a session are its requests, the steps of a training loop its calls of `Profiler.step`.
-The same rules apply to both. `step_columns` makes spans from the steps of a window's loops.
+A step is a request for the schedule of a profile, and an iteration for the `Profiler` of a loop. Steps count from 0.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
     from instrument.trace.of_recording import RowSnapshot
 
 STEP = Site("step", "step", "instrument", "Profiler.step")
-"""The site of every step. The attribute `step` is the step's number, `samples` the count of its samples."""
+"""The site of all step spans. Their attributes are `step`, the step's number, and `samples`, the count of samples."""
 
-STEPS_KEPT = 100_000
-"""The maximum number of steps of a window or a session that become spans. The newest are kept. A step takes 0.2 KB."""
+MOST_STEPS = 100_000
+"""The maximum number of steps that are kept to become spans, 0.2 KB each. Older steps are dropped."""
 
 
 class Step(NamedTuple):
-    """A step, from its begin to just before the next begin. A step that was cut at an edge is `clipped`."""
+    """A step of a loop, which ends just before the next one begins. A step cut at the edge of a window is `clipped`."""
 
     number: int
     start_ns: int
@@ -44,24 +43,23 @@ class Step(NamedTuple):
 
 
 class Loop:
-    """The newest steps of all loops, without overlaps.
+    """The newest steps of all loops of a process, without overlaps.
 
-    Of overlapping steps, those of the loop that joined first stay: the steps of an inner loop would count the same time
-    again. So the end of an outer step removes the inner steps in it. All methods may be called from any thread.
+    The steps of an inner loop would count the same time as those of the outer one. So of overlapping steps, only those
+    of the loop that joined first stay. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
         self._lock = RLock()  # a signal's handler may add one, too
         self._joined = itertools.count()
         self._orders: dict[object, int] = {}
-        self._steps: deque[tuple[int, Step]] = deque(maxlen=STEPS_KEPT)
+        self._steps: deque[tuple[int, Step]] = deque(maxlen=MOST_STEPS)
 
     def join(self, loop: object) -> None:
-        """Register a loop that begins."""
+        """Register a loop, which comes after all registered ones."""
         self._orders.setdefault(loop, next(self._joined))
 
     def add(self, step: Step, loop: object) -> None:
-        """Add a step that has ended."""
         if loop not in self._orders:
             self.join(loop)
         order, steps = self._orders[loop], self._steps
@@ -70,7 +68,7 @@ class Loop:
                 steps.append((order, step))
 
     def _drop_overlapping(self, order: int, start_ns: int) -> bool:
-        """Drop the steps that end after a time, if all are of loops that joined later. Return False if one is not."""
+        """Drop the steps that end after `start_ns`, unless one is of a loop that joined earlier. Return False then."""
         over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
         if any(step_order <= order for step_order, _ in over):
             return False
@@ -84,11 +82,11 @@ class Loop:
         return not self._orders and not self._steps
 
     def leave(self, loop: object) -> None:
-        """Remove a loop that has ended. Its steps stay."""
+        """Remove a loop that has ended, but keep its steps."""
         self._orders.pop(loop, None)
 
     def within(self, start_ns: int, end_ns: int) -> list[Step]:
-        """Return the steps that overlap an interval, cut to it. Cut steps are marked as clipped."""
+        """Return the steps that overlap an interval, cut to the interval. Cut steps are `clipped`."""
         steps: list[Step] = []
         for _, step in reversed(self._steps.copy()):
             if step.end_ns <= start_ns:
@@ -105,7 +103,7 @@ class Loop:
 
 
 class State(str, Enum):
-    """The state of a step: outside of any window, just before a window, in a window, or the last one of a window."""
+    """The state of a step: outside of windows, just before a window, within one, or the last step of one."""
 
     CLOSED = "CLOSED"
     READY = "READY"
@@ -113,7 +111,7 @@ class State(str, Enum):
     RECORD_AND_RETURN = "RECORD_AND_RETURN"
 
 
-RECORDING = (State.RECORD, State.RECORD_AND_RETURN)
+RECORDING_STATES = (State.RECORD, State.RECORD_AND_RETURN)
 
 States = Callable[[int], "State | str"]
 
@@ -134,11 +132,11 @@ def state_at(schedule: Schedule, step: int) -> State:
 def schedule(
     *, record: int, closed: int = 0, ready: int = 0, repeat: int = 0, skip_first: int = 0
 ) -> Callable[[int], State]:
-    """Return a function from a step, counted from 0, to its `State`, for repeated windows.
+    """Return a schedule of repeated windows: a function that maps the number of a step to its `State`.
 
-    The `skip_first` steps are CLOSED. Then `closed`, `ready` and `record` steps follow in turn, `repeat` times, or
-    without end if it is 0. The last step of a window is RECORD_AND_RETURN. Raises `ProfileError` for a number out of
-    range.
+    The first `skip_first` steps are CLOSED. Then `closed`, `ready` and `record` steps follow in turn, `repeat` times,
+    or without end if `repeat` is 0. The last step of a window is RECORD_AND_RETURN. Raises `ProfileError` for a number
+    out of range.
     """
     numbers = {"closed": closed, "ready": ready, "record": record, "repeat": repeat, "skip_first": skip_first}
     problems = []
@@ -153,10 +151,10 @@ def schedule(
 
 
 class Windows:
-    """The windows of a schedule, counted by steps; without a schedule, all steps are one window.
+    """A counter of steps that begins and ends windows by a schedule. Without a schedule, all steps are one window.
 
-    Without `start_ns`, `begin_window` begins the first window. `state` is the state of the current step, `steps` its
-    number, `first_step` the first step of the newest window.
+    The first window begins at `start_ns`, or with `begin_window` if that is None. `steps` is the number of the current
+    step, `state` its state, `first_step` the first step of the newest window.
     """
 
     def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None) -> None:
@@ -177,35 +175,34 @@ class Windows:
 
     @property
     def is_due(self) -> bool:
-        """True if the current step is in a window that has not begun: `begin_window` would begin it."""
-        return self._opened_ns is None and self.state in RECORDING
+        """True if the current step is in a window that `begin_window` has yet to begin."""
+        return self._opened_ns is None and self.state in RECORDING_STATES
 
     @property
     def is_open(self) -> bool:
-        """True if a window has begun and not ended."""
         return self._opened_ns is not None
 
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End one step, and begin a window that is due. Return the window that ended, None for none."""
+        """End the current step, and begin the next window if it is due. Return the window that ended, None for none."""
         window = self.advance(end_ns)
         self.begin_window(end_ns)
         return window
 
     def advance(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End one step. Return the window that ended with it, None for none. `begin_window` begins the next one."""
+        """End the current step, without beginning a window. Return the window that ended, None for none."""
         before, self.steps = self.state, self.steps + 1
         self.state = State(self._states(self.steps))
-        if before is State.RECORD_AND_RETURN or self.state not in RECORDING:
+        if before is State.RECORD_AND_RETURN or self.state not in RECORDING_STATES:
             return self._close(end_ns)
         return None
 
     def begin_window(self, now_ns: int) -> None:
-        """Begin the window of the current step, unless it has begun or there is none."""
+        """Begin the window of the current step if it is due."""
         if self.is_due:
             self._opened_ns, self.first_step = now_ns, self.steps
 
     def change(self, schedule: Schedule | None, now_ns: int) -> tuple[int, int, int] | None:
-        """Use another schedule from now on, with steps counted from 0. Return the window that ends now or None."""
+        """Change to another schedule, and count steps from 0. Return the window that ends with that, None for none."""
         window = self.stop(now_ns)
         self._opened_ns = None
         self._follow(schedule)
@@ -213,7 +210,6 @@ class Windows:
         return window
 
     def stop(self, end_ns: int) -> tuple[int, int, int] | None:
-        """Return the open window at the end, perhaps incomplete. Return None for none or an empty one."""
         if self._opened_ns is None or end_ns <= self._opened_ns:
             return None
         return self._close(end_ns)
@@ -235,7 +231,7 @@ WINDOWS_THREAD = "instrument-windows"
 
 
 class Stretch(NamedTuple):
-    """The rows of an interval, copied at its end. A trace is made of them later. `threads` has the threads' names."""
+    """A copy of the rows of an interval, of which a trace can be made later. `threads` has the names of threads."""
 
     snapshot: RowSnapshot
     threads: Mapping[int, str]
@@ -246,19 +242,19 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time from which on no span of the interval is missing, 0 if all are there."""
+        """The time from which on no span of the interval is missing, 0 if none is missing."""
         return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
 
     def has_begun_since(self, at_ns: int) -> bool:
-        """Return True if a span has begun in the interval after a time."""
+        """Return True if a span began in the interval after `at_ns`."""
         return self.snapshot.has_begun(at_ns, self.end_ns)
 
 
 class WindowReader:
-    """Counts the steps of a schedule in a recorder's rows: requests, or the calls of the schedule's function.
+    """A reader of a recorder's rows that counts the steps of a profile's schedule, and so finds the ends of windows.
 
-    Ended windows wait in `cut`, each with the process's identity at its end, from `make_origin`. Used by one thread at
-    a time. It reads all rows if there is a schedule, else none.
+    Its steps are requests, or calls of the schedule's function. Ended windows wait in `cut`, each with the process's
+    identity at its end, from `make_origin`. Only one thread may use the reader at a time.
     """
 
     def __init__(self, recorder: Recorder, selection: Selection, make_origin: Callable[[], Origin]) -> None:
@@ -268,7 +264,7 @@ class WindowReader:
         self.begin(Profile(), 0)
 
     def begin(self, profile: Profile, start_ns: int) -> None:
-        """Begin anew, with no row read and no ended window."""
+        """Begin anew with a profile's schedule, with no row read and no window ended."""
         self.cut: deque[tuple[Cut, Origin]] = deque()
         self._schedule = profile.schedule
         self._windows = Windows(profile.schedule, start_ns)
@@ -276,7 +272,7 @@ class WindowReader:
         self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
     def look(self) -> None:
-        """Read the newest steps, and put the windows that end with them into `cut`."""
+        """Read the new rows, and put the windows that have ended into `cut`."""
         for end_ns in sorted(self._window_ends()):
             self._cut_off(self._windows.step(end_ns))
 
@@ -301,7 +297,7 @@ class WindowReader:
             self.cut.append((window, self._make_origin()))
 
     def change(self, profile: Profile, now_ns: int) -> None:
-        """Use the schedule of another profile from now on. A change of the schedule ends the open window."""
+        """Change to the schedule of another profile. If it differs, end the open window."""
         if profile.schedule != self._schedule:
             self.look()
             self._schedule = profile.schedule
@@ -315,5 +311,5 @@ class WindowReader:
 
     @property
     def lost(self) -> int:
-        """The number of rows that were overwritten before this reader could count their steps."""
+        """The number of rows that the rings overwrote before this reader could count their steps."""
         return self._lost_before + (0 if self._cursor is None else self._cursor.lost)

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, OF_OURS, LinkedSpan, RemoteParent, link_of
+from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, OWN_TRACE_FLAGS, LinkedSpan, RemoteParent, link_of
 from instrument.recording.rows import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int64s
@@ -157,7 +157,7 @@ class SentRows:
         remotes = {}
         for unit, state in self._decisions.states.items():
             if state:
-                trace = RemoteParent(self._decisions.trace_id(unit), 0, OF_OURS)
+                trace = RemoteParent(self._decisions.trace_id(unit), 0, OWN_TRACE_FLAGS)
                 remotes[unit] = replace(self._found.remote.get(unit, trace), state=state)
         return remotes
 
@@ -204,7 +204,7 @@ class SentRows:
         """Return the parent of a row whose parent is in another process."""
         unit = int(self._unit[piece])
         remote = self._remotes.get(unit)
-        flags, state = (OF_OURS, "") if remote is None else (remote.flags, remote.state)
+        flags, state = (OWN_TRACE_FLAGS, "") if remote is None else (remote.flags, remote.state)
         above = int(self._found.parent[piece])
         return RemoteParent(self._decisions.trace_id(unit), self._decisions.span_id(above), flags, state=state)
 

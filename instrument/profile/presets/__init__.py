@@ -1,7 +1,7 @@
-"""Presets: profiles by name, each a file of this folder, with the lines that most profiles need.
+"""The presets, named profiles in files of this folder, and how a profile that names one is merged with it.
 
-A profile names a preset with `preset:` and refines it. Mappings are merged key by key. Any other value of the profile
-replaces the preset's, a list as a whole. Null counts as left out, as everywhere.
+A profile names a preset with `preset:` and refines it. Mappings are merged key by key. Any other value of the profile,
+such as a list, replaces that of the preset as a whole. Null counts as omitted, as everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINES: Mapping[str, str] = {
     "mosec": "mosec",
     "litserve": "litserve",
 }
-"""The preset of each engine, by the package that a service imports."""
+"""The preset for each inference engine, by the package that a service imports."""
 
 PRESETS: tuple[str, ...] = ("serving", "training", *ENGINES.values(), "fastapi", "transformers")
 
@@ -37,17 +37,16 @@ def path_of(preset: str) -> str:
 
 
 def text_of(preset: str) -> str:
-    """Return the YAML of a preset."""
     return Path(path_of(preset)).read_text("utf-8")
 
 
 def named_by(path: str | os.PathLike[str]) -> str | None:
-    """Return the name of the preset in a file, None for any other file."""
+    """Return the name of the preset whose file is at a path, None for any other file."""
     return next((preset for preset in PRESETS if os.fspath(path) == path_of(preset)), None)
 
 
 def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
-    """Merge the preset that a profile names into its root node. Return that, and the preset's texts by path."""
+    """Merge the preset that a profile names into the profile's root node. Return it with the preset's texts by path."""
     from instrument.profile.document import Document
 
     key, value = profile.pairs.get("preset", (profile, profile))
@@ -59,7 +58,7 @@ def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
 
 
 def _with_place(node: YamlNode, at: YamlNode) -> YamlNode:
-    """Return a preset's node, placed for messages where the profile names the preset."""
+    """Return a node of a preset whose place in messages is where the profile names the preset."""
     items = tuple(_with_place(item, at) for item in node.items)
     pairs = {name: (_with_place(key, at), _with_place(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)

@@ -1,10 +1,9 @@
-"""The folder that `instrument run` puts on PYTHONPATH. Its `sitecustomize` starts a session in each interpreter.
+"""The start of a session in each Python process of `instrument run`, which puts this folder on PYTHONPATH.
 
-Most processes of a service record nothing: tools, launchers and helpers. Such a process loads only this module and an
-import hook. Its session begins just before one of the packages is imported, or as the service first uses a name of
-`instrument`. Until then the run's agent does not know the process, and a reload needs no answer from it: the session
-reads the profile as it begins. The run's first process begins its session at once, because it reports the rules without
-a target.
+Most processes of a service record nothing, such as tools, launchers and helpers. So a process at first loads only this
+module and an import hook. Its session begins just before it imports a package that the profile may instrument, or as it
+first uses a name of `instrument`. Until then the agent of the run does not know the process. The first process of the
+run begins its session at once, because it reports the rules that have no target.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "INSTRUMENT_AWAITED"
-"""The environment variable with the time and size of the profile's file, and the packages to wait for."""
+"""The environment variable with the packages to wait for, after the time and size of the profile's file."""
 
 FIRST = "first"
-"""The name of the file that the first process of a run creates in the run's folder."""
+"""The file in the run's folder that the first Python process creates, so that no other takes itself for the first."""
 
 
 def begin() -> None:
-    """Begin the session of this process, or wait for a package that its profile may instrument. Raises nothing."""
+    """Begin the session of this process, or wait for the import of a package to instrument. Raises nothing."""
     global _waiting
     if _is_helper():
         return
@@ -51,7 +50,7 @@ def is_loaded(package: str) -> bool:
 
 
 def begin_now() -> None:
-    """Begin the session of this process now, unless it has one. Raises nothing."""
+    """Begin the session of this process without further waiting, unless it has one. Raises nothing."""
     if _waiting is None:
         _start()
     else:
@@ -59,7 +58,7 @@ def begin_now() -> None:
 
 
 def awaited_value(profile: str, packages: Collection[str]) -> str:
-    """Return the value of `VARIABLE`: the time and size of the profile's file, and the awaited packages."""
+    """Return the value of `VARIABLE` for a profile's file and the packages to wait for."""
     return " ".join([_state_of(profile), *sorted(packages)])
 
 
@@ -72,13 +71,13 @@ def _state_of(profile: str) -> str:
 
 
 def _awaited_packages() -> frozenset[str] | None:
-    """Return the packages to wait for; None if the profile's file has changed since they were listed."""
+    """Return the packages to wait for, None if the profile's file has changed since they were listed."""
     state, *packages = os.environ.get(VARIABLE, "").split() or [""]
     return frozenset(packages) if state == _state_of(os.environ["INSTRUMENT_PROFILE"]) else None
 
 
 def _is_first() -> bool:
-    """Return True in the first Python process of the run. The command of the run may be a shell."""
+    """Return True in the first Python process of the run, even if the command of the run is a shell."""
     is_first = os.environ.get("INSTRUMENT_RUN_PID") == str(os.getpid())
     folder = os.path.dirname(os.environ.get("INSTRUMENT_AGENT", ""))  # noqa: PTH120 - as above
     if os.path.basename(folder) != os.environ.get("INSTRUMENT_RUN", ""):  # noqa: PTH119 - as above
@@ -91,10 +90,9 @@ def _is_first() -> bool:
 
 
 def _is_helper() -> bool:
-    """Return True if the interpreter runs no code of the service.
+    """Return True if this process runs no code of the service.
 
-    It is a resource tracker of multiprocessing, or runs our own command. An `instrument run` within a run begins
-    another run, whose agent is no process of the service.
+    It is a resource tracker of multiprocessing, or one of our own commands, such as an `instrument run` within a run.
     """
     words = iter(sys.orig_argv[1:])
     if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
@@ -118,10 +116,10 @@ def _is_own_command(script: str) -> bool:
 
 
 def _start() -> None:
-    """Start the session that `INSTRUMENT_PROFILE` asks for, until SIGTERM at the latest.
+    """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM ends it. Raises nothing.
 
-    Raises nothing. Python's garbage collector is off meanwhile: it would double the time and free nothing. Then all new
-    objects move to the oldest generation at once.
+    Python's garbage collector is off meanwhile, because it would double the time and free nothing. Then all new objects
+    move to its oldest generation at once.
     """
     import gc
 
@@ -148,9 +146,9 @@ def _start() -> None:
 
 
 class Wait:
-    """The import hook of a waiting process, removed as the session begins.
+    """The import hook of a waiting process, which begins the session at the import of one of `packages`.
 
-    The import of another module of `instrument` ends the wait, too.
+    The import of another module of `instrument` also begins it.
     """
 
     def __init__(self, packages: Collection[str]) -> None:
@@ -159,7 +157,7 @@ class Wait:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Begin the session if the module's package is awaited. The other finders find the module."""
+        """Begin the session if a module of an awaited package is imported. Leave the import to the other finders."""
         package = fullname.partition(".")[0]
         # Triton names the module of a model by a number.
         is_awaited = package in self._packages or fullname in self._packages or package.isdigit()
@@ -179,7 +177,7 @@ class Wait:
         return None
 
     def end(self) -> bool:
-        """Begin the session and return True. Return False to another thread that calls meanwhile or later."""
+        """Begin the session. Return True on the first call, False on a later call or one by another thread."""
         try:
             sys.meta_path.remove(self)
         except ValueError:
@@ -192,10 +190,10 @@ _waiting: Wait | None = None
 
 
 def start_beside_opentelemetry() -> None:
-    """Start our session from OpenTelemetry's autostart, by its entry point `opentelemetry_pre_instrument`.
+    """Begin our session from OpenTelemetry's autostart, which calls the entry point `opentelemetry_pre_instrument`.
 
-    With `instrument run -- opentelemetry-instrument python service.py`, OpenTelemetry's `sitecustomize` comes before
-    ours on PYTHONPATH. It does not call ours.
+    In `instrument run -- opentelemetry-instrument python service.py`, the `sitecustomize` of OpenTelemetry comes before
+    ours on PYTHONPATH, and does not run ours.
     """
     if not (os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT_RUN_PID")):
         return

@@ -1,8 +1,8 @@
-"""Runs before the service's first line, in each interpreter that `instrument run` starts, children included.
+"""The module that Python runs before the service's first line, in each interpreter below `instrument run`.
 
-It begins the session, or waits for the imports that the profile needs. Then it takes this folder off `sys.path` and
-runs the next `sitecustomize`. An error here never stops the host from starting. Any Python reads this file, 2.7 too: it
-has no newer syntax.
+It begins a session, or an import hook that begins one later. Then it takes its folder off `sys.path`, and runs the
+`sitecustomize` that Python would have run. An error here never stops the service from starting. Any Python may read
+this file, so it has no syntax newer than 2.7.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 
 def _run_next_sitecustomize():
     # type: () -> None
-    """Run the next `sitecustomize` on the path, the one that Python would run without ours."""
+    """Run the `sitecustomize` that Python would have run without ours."""
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib is not loaded this early
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != folder]  # noqa: PTH100
     hook = sys.modules.pop("sitecustomize", None)
@@ -61,7 +61,7 @@ def _is_main_interpreter():
 
 def _note_unseen(why):
     # type: (str) -> None
-    """Report to the run's agent, by a line in its file, that this process will not be recorded."""
+    """Report to the run's agent that this process will not be recorded, by a line in a file."""
     agent = os.environ.get("INSTRUMENT_AGENT", "")
     try:
         file = os.open(agent + ".unseen", os.O_WRONLY | os.O_APPEND)
