@@ -471,8 +471,9 @@ def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
     return np.array(columns)
 
 
-def size_numbers(trace: Columns, name: str) -> Floats:
+def size_numbers(trace: Columns, name: str, among: Int64s | None = None) -> Floats:
     rows = trace.attributes.having(name)
+    rows = rows if among is None else rows[np.isin(rows, among)]
     numbers = np.zeros(len(trace))
     numbers[rows] = [
         value if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e18 else 0

@@ -89,7 +89,7 @@ def _measure_work(recording: Recording) -> Floats:
     """Return the base-2 logarithm of each measure of work: a row for each measure, a column for each request."""
     trace, joined = recording.columns, recording.once(joined_requests)
     served, count = joined.served, len(joined.rows)
-    columns = [size_numbers(trace, name)[joined.rows] for name in sorted(size_names(trace))]
+    columns = [size_numbers(trace, name, joined.rows)[joined.rows] for name in sorted(size_names(trace))]
     pairs = np.flatnonzero(served.request != NONE)
     if len(pairs):
         columns.append(np.bincount(served.request[pairs], minlength=count).astype(np.float64))
