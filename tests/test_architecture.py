@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_390, 4),
     "recorder": (2_653, 10),
     "recording": (4_053, 16),
-    "report": (14_876, 46),
+    "report": (14_877, 46),
     "runtime": (2_820, 18),
     "sessions": (6_770, 23),
     "trace": (10_805, 35),
