@@ -259,7 +259,7 @@ def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:
         import sys
         from instrument import otlp
         from instrument.profile.model import Otlp
-        from instrument.otlp.packing import Body, own_attributes
+        from instrument.otlp.packing import Body, make_own_attributes
         from instrument.recording.spans import Origin
         exporter = otlp.Exporter(Otlp("http://127.0.0.1:1/v1/traces"), Origin(1, "s", 0, 0), dict)
         exporter.submit([Body(b"any", 1)])
