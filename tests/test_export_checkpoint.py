@@ -62,7 +62,7 @@ def test_a_meter_that_goes_on_reports_what_the_one_before_had_counted(make_recor
     first = Meter(recorder, 7)
     one = first.snapshot(requests=True, marks=(), losses={"spans": 1}, costs_ns={"probes": 2e9}, queued={})
     later = Meter(recorder, 9)
-    later.go_on(first.state())
+    later.restore(first.state())
     other = later.snapshot(requests=True, marks=(), losses={}, costs_ns={}, queued={})
     assert (other.start_ns, [(metric.name, metric.series) for metric in other.metrics]) == (
         one.start_ns,

@@ -142,7 +142,7 @@ def test_a_later_exporter_keeps_the_same_tenants() -> None:
         one.by, one.at_most = "tenant", 1
     assert before._group({"tenant": "ada"}) == (("tenant", "ada"),)
     before._requests[("tenant", "ada"),] = Distribution()
-    after.go_on(before.state())
+    after.restore(before.state())
     assert after._group({"tenant": "bo"}) == (("tenant", "other"),)
     after.groups = before.groups  # of the processes of one service
     assert after._group({"tenant": "ada"}) == (("tenant", "ada"),)
