@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from instrument import chrome, clock
-from instrument.agent import departure
+from instrument.agent import end_reports
 from instrument.agent.processes import Process, Run, exit_fd_of, missed_processes, write_note
 from instrument.agent.runs import MOST_ENDED, RUN_END_S
 from instrument.runtime import packets, run_folder
@@ -461,7 +461,7 @@ def test_our_own_command_is_no_process_of_the_run_that_it_is_called_in(words: li
         agent.bind(str(folder / "s"))
         agent.listen()
         agent.setblocking(False)
-        autostart = Path(departure.__file__).parents[1] / "sessions/autostart"
+        autostart = Path(end_reports.__file__).parents[1] / "sessions/autostart"
         environ = {**os.environ, "INSTRUMENT_AGENT": str(folder / "s"), "INSTRUMENT_RUN_PID": "1"}
         environ.update(INSTRUMENT_PROFILE="profile.yaml", PYTHONPATH=str(autostart))
         for more, joins in ((words, False), (["-c", "pass"], True)):
@@ -720,10 +720,10 @@ def test_captures_keep_within_the_disk_that_the_profile_gives_and_the_newest_sta
     (folder / "shop-0-died.txt").write_text("process 0 ended")
     (folder / "shop-9.npz").write_bytes(bytes(5000))  # no capture
     newest = folder / "shop-3-died.npz"
-    assert departure.make_room(newest, "shop", (), 4000) == 0
-    assert departure.make_room(newest, "shop", (), 2500) == 2
+    assert end_reports.make_room(newest, "shop", (), 4000) == 0
+    assert end_reports.make_room(newest, "shop", (), 2500) == 2
     assert sorted(path.name for path in folder.iterdir()) == ["shop-2-died.npz", "shop-3-died.npz", "shop-9.npz"]
-    assert departure.make_room(newest, "shop", (), 0) == 1
+    assert end_reports.make_room(newest, "shop", (), 0) == 1
     assert newest.exists()
 
 
@@ -741,7 +741,7 @@ def test_captures_of_other_services_and_those_that_a_report_is_still_to_be_made_
         (folder / name).write_bytes(bytes(1000))
         os.utime(folder / name, (number, number))
     kept = {str(folder / names[2])}
-    assert departure.make_room(folder / names[4], "chat-7", kept, 1000) == 2
+    assert end_reports.make_room(folder / names[4], "chat-7", kept, 1000) == 2
     assert sorted(path.name for path in folder.iterdir()) == sorted([names[0], names[2], names[4]])
 
 
@@ -988,9 +988,9 @@ def test_malformed_packets_are_refused_and_the_agent_goes_on() -> None:
 
 
 def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    from instrument.agent import departure
+    from instrument.agent import end_reports
 
-    own = Path(departure.__file__).parents[1] / "sessions/autostart"
+    own = Path(end_reports.__file__).parents[1] / "sessions/autostart"
     other = Path("sitecustomize.py").absolute()
     other.touch()
     for path, obstacle in (
@@ -1002,7 +1002,7 @@ def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.
         process = subprocess.Popen(["sh", "-c", "echo; read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        assert departure.none_joined_text(process.pid, 10).startswith(
+        assert end_reports.none_joined_text(process.pid, 10).startswith(
             f"instrument: 10 s after its start no process of this run records anything: {obstacle}. Give "
         )
         process.communicate(b"\n")
@@ -1368,7 +1368,7 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
 
 
 def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path) -> None:
-    from instrument.agent import departure
+    from instrument.agent import end_reports
     from instrument.agent.processes import Process, Run, oom_kills
 
     events = tmp_path / "memory.events"
@@ -1376,11 +1376,11 @@ def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path)
     process = Process(run=Run("r"), pid=1, started=1, facts={}, joined_ns=0, memory_events=events)
     process.oom_kills = oom_kills(events)
     process.status = signal.SIGKILL
-    assert departure.end_line(process, {"path": "x"}).endswith("1 ended without a goodbye (SIGKILL); saved as x")
+    assert end_reports.end_line(process, {"path": "x"}).endswith("1 ended without a goodbye (SIGKILL); saved as x")
     events.write_text("low 0\noom 2\noom_kill 3\n")
-    assert "(killed by the OOM killer, as its control group reports)" in departure.end_line(process, {"path": "x"})
+    assert "(killed by the OOM killer, as its control group reports)" in end_reports.end_line(process, {"path": "x"})
     process.status = signal.SIGSEGV
-    assert "(SIGSEGV)" in departure.end_line(process, {"path": "x"})
+    assert "(SIGSEGV)" in end_reports.end_line(process, {"path": "x"})
     assert oom_kills(None) == oom_kills(tmp_path / "none") == 0
 
 

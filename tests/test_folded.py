@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from raw_spans import counted
 
-from instrument.agent import departure
-from instrument.agent.departure import ReportedProcess
+from instrument.agent import end_reports
+from instrument.agent.end_reports import ReportedProcess
 from instrument.recording.spans import Cost, Origin, Sample, Site, Span
 from instrument.trace import file, merge
 from instrument.trace.trace import Trace
@@ -53,14 +53,14 @@ def fold(tmp_path: Path) -> Fold:
     def folds(workers: list[Trace], before: str = "") -> str:
         paths = [saved(one, tmp_path / f"{one.origin.pid}-{next(number)}-left.npz") for one in workers]
         into = str(tmp_path / f"before-{next(number)}.npz")
-        answer = departure.merge_files([*([before] if before else []), *paths], into)
+        answer = end_reports.merge_files([*([before] if before else []), *paths], into)
         return str(answer["path"])
 
     return folds
 
 
 def report(parts: list[ReportedProcess]) -> str:
-    return departure.combined_report(parts, ["brief"], {})["report"]
+    return end_reports.combined_report(parts, ["brief"], {})["report"]
 
 
 def row(text: str, name: str) -> list[str]:
@@ -128,7 +128,7 @@ def test_a_process_that_has_the_number_of_one_that_ended_long_ago_counts_too(fol
 def test_a_recording_that_cannot_be_read_is_counted_and_the_others_stay(tmp_path: Path) -> None:
     whole, broken = saved(worker(1), tmp_path / "1.npz"), tmp_path / "2.npz"
     broken.write_bytes(Path(whole).read_bytes()[:100])
-    answer = departure.merge_files([whole, str(broken)], str(tmp_path / "before.npz"))
+    answer = end_reports.merge_files([whole, str(broken)], str(tmp_path / "before.npz"))
     assert answer["unread"] == 1
     assert file.load(answer["path"]).counted().calls == 8
 
@@ -138,7 +138,7 @@ def test_a_report_of_many_processes_lists_abnormal_ends_first(tmp_path: Path) ->
     parts = [ReportedProcess(f"{pid} (in order)", path if pid == 1 else "") for pid in range(1, 30)]
     parts.append(ReportedProcess("30 (without a goodbye (SIGKILL))", "", is_notable=True))
     lines = report(parts).partition("Processes: 30\n")[2].splitlines()
-    assert len(lines) == departure.MOST_NAMED_PROCESSES + 1
+    assert len(lines) == end_reports.MOST_NAMED_PROCESSES + 1
     assert lines[-2].strip().startswith("30 (without a goodbye (SIGKILL))")
     assert lines[-1].strip() == "and 18 more"
 

@@ -30,7 +30,7 @@ from tallies import rows_of
 
 from instrument import clock, native
 from instrument.agent.client import Member
-from instrument.agent.departure import merge_files
+from instrument.agent.end_reports import merge_files
 from instrument.agent.live_view import LiveSampler
 from instrument.errors import TraceError
 from instrument.otlp.export_facts import UNMETERED, ExportFacts, Ids

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import departure
+from instrument.agent import end_reports
 from instrument.agent.loop import Connection
 from instrument.agent.processes import Process
 from instrument.runtime import packets
@@ -168,7 +168,7 @@ class Saves:
 
     def _start(self, batch: Sequence[Process]) -> None:
         self._running += 1
-        self._jobs.start(departure.captures_job(batch, self._folder), partial(self._end, batch))
+        self._jobs.start(end_reports.captures_job(batch, self._folder), partial(self._end, batch))
 
     def _end(self, batch: Sequence[Process], answer: Answer) -> None:
         self._running -= 1

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import departure, processes
+from instrument.agent import end_reports, processes
 from instrument.agent.child import Jobs, Saves
 from instrument.agent.exporter_process import Exports
 from instrument.agent.loop import Connection, EventLoop
@@ -86,7 +86,7 @@ class Runs:
         self._folder = folder
         self._own = own_run
         self._captures = captures
-        self._say = partial(departure.deliver_message, says)
+        self._say = partial(end_reports.deliver_message, says)
         self._changed = changed
         self._runs: dict[str, Run] = {} if own_run is None else {own_run.name: own_run}
         self._members: dict[Connection, Process] = {}
@@ -110,7 +110,7 @@ class Runs:
         self.own_is_over = False
         """True once the agent's own run is over and was reported."""
         if own_run is None:
-            loop.call_later(ABANDONED_S, lambda: departure.remove_abandoned(folder, self, says or bool))
+            loop.call_later(ABANDONED_S, lambda: end_reports.remove_abandoned(folder, self, says or bool))
         else:
             if own_run.first and own_run.first_fd < 0:
                 own_run.first_fd = exit_fd_of(own_run.first, 0)
@@ -233,7 +233,7 @@ class Runs:
         is_last = is_last and not (self._takes_over and processes.awaits_others(self._folder, run))
         if is_answered and connection is not None:
             answer: dict[str, Any] = {}
-            has_others = run.recorded() not in ([], [process]) or bool(departure.earlier_processes(self._folder, run))
+            has_others = run.recorded() not in ([], [process]) or bool(end_reports.earlier_processes(self._folder, run))
             process.is_reported = is_last and not has_others
             is_part = process.has_recorded and not process.is_reported
             process.is_saving = is_part
@@ -245,7 +245,7 @@ class Runs:
                 self._save(process)
             elif is_part:
                 process.saves_itself = True
-                process.saved = answer["save"] = departure.path_for_report(self._folder, process)
+                process.saved = answer["save"] = end_reports.path_for_report(self._folder, process)
             if not is_last:
                 answer["others"] = True
             elif has_others:
@@ -267,7 +267,7 @@ class Runs:
         if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
         run.waiting = None
-        report = departure.report_job(run, departure.earlier_processes(self._folder, run))
+        report = end_reports.report_job(run, end_reports.earlier_processes(self._folder, run))
         self._jobs.start(report, partial(self._print_report, run, connection=connection))
 
     def note_saved(self, process: Process) -> None:
@@ -306,7 +306,7 @@ class Runs:
         """Find out why a process has closed its connection: it ended, runs another program, or closed descriptors."""
         if not process.lives:
             if process.is_saving and process.saves_itself:  # it has gone over it, or before it said that it is done
-                departure.remove_saved(self._folder, [process.saved])
+                end_reports.remove_saved(self._folder, [process.saved])
                 self._save(process)
             return
         has_exited = process.has_exited()
@@ -334,7 +334,7 @@ class Runs:
         is_asked = process.facts.get("asks_for_requests", True)
         if not reason and is_asked and not any(member.has_requests for member in (process, *process.run.processes)):
             self._loop.attempt(partial(self._connections.note_ports, process))
-            reason = departure.unrecorded_text(process)
+            reason = end_reports.unrecorded_text(process)
         if reason:
             self._say(process.run, f"instrument: process {process.pid}: {reason}", process)
 
@@ -348,7 +348,7 @@ class Runs:
     def _save(self, process: Process) -> None:
         """Save the recording of a process for the run's report."""
         process.saves_itself = False
-        process.saved = departure.path_for_report(self._folder, process)
+        process.saved = end_reports.path_for_report(self._folder, process)
         self._saves.add(process)
 
     def _make_room(self, process: Process, saved: Path) -> None:
@@ -356,10 +356,10 @@ class Runs:
             str(process.facts.get("service")),
             int(process.facts.get("disk_bytes") or DEFAULT_DISK_BYTES),
         )
-        report_files = {member.saved for run in self for member in run.processes} | departure.captures_for_reports(
+        report_files = {member.saved for run in self for member in run.processes} | end_reports.captures_for_reports(
             self._folder
         )
-        departure.make_room(saved, service, report_files, disk_bytes)
+        end_reports.make_room(saved, service, report_files, disk_bytes)
 
     def _note_ended(self, process: Process, end_kind: str) -> None:
         process.ended_ns, process.end_kind = time.monotonic_ns(), end_kind
@@ -390,22 +390,22 @@ class Runs:
             return
         run.captures += 1
         if process.memory < 0 and not process.is_missed:
-            self._note_capture(process, {"error": departure.why_unread(process)})
+            self._note_capture(process, {"error": end_reports.why_unread(process)})
             return
         if run.captures > MOST_CAPTURES and process.memory >= 0:
             error = {"error": f"{MOST_CAPTURES} others are; what it recorded is in the report of the run"}
-            self._say(run, departure.end_line(process, error), process)
+            self._say(run, end_reports.end_line(process, error), process)
             self._save(process)
             return
-        path = departure.path_of_capture(process, self._captures)
-        self._jobs.start(departure.capture_job(process, path, self._folder), partial(self._note_capture, process))
+        path = end_reports.path_of_capture(process, self._captures)
+        self._jobs.start(end_reports.capture_job(process, path, self._folder), partial(self._note_capture, process))
 
     def _note_capture(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
         if process.saved:
-            process.link = departure.link_to_capture(self._folder, process)
+            process.link = end_reports.link_to_capture(self._folder, process)
             self._make_room(process, Path(process.saved))
-        self._say(process.run, departure.end_line(process, answer), process)
+        self._say(process.run, end_reports.end_line(process, answer), process)
         self.note_saved(process)
 
     # ---------------------------------------------------------------- the end of a run
@@ -434,23 +434,23 @@ class Runs:
         for process in first:
             run.processes.remove(process)
             process.release()
-        run.folded_ends.update(map(departure.describe_end, first))
+        run.folded_ends.update(map(end_reports.describe_end, first))
         first_files = [process.link or process.saved for process in first]
         paths = [path for path in [run.folded, *first_files] if path]
-        into = departure.path_for_merged(self._folder, run)
+        into = end_reports.path_for_merged(self._folder, run)
 
         def note_merged(answer: Any) -> None:
             run.unfolded += int(answer.get("unread", len(first)))
             if answer.get("path"):
                 run.folded = str(answer["path"])
             else:  # what was folded before is still there
-                departure.remove_saved(self._folder, [into, *first_files])
+                end_reports.remove_saved(self._folder, [into, *first_files])
             self._drop_ended(run)
             self._report_if_due(run)
             self._end_if_over(run)
 
         if paths:
-            self._jobs.start(lambda: departure.merge_files(paths, into), note_merged)
+            self._jobs.start(lambda: end_reports.merge_files(paths, into), note_merged)
 
     def _end_if_over(self, run: Run) -> None:
         """End a run without living processes. If no process printed its report, print the report first."""
@@ -463,7 +463,7 @@ class Runs:
             return  # what is being saved of it calls again
         if not run.is_reported and any(process.facts.get("report") for process in run.recorded()):
             run.is_reported = True
-            report = departure.report_job(run, departure.earlier_processes(self._folder, run))
+            report = end_reports.report_job(run, end_reports.earlier_processes(self._folder, run))
             self._jobs.start(report, partial(self._print_report, run))
             return
         if run is self._own:
@@ -499,7 +499,7 @@ class Runs:
         for process in run.processes:
             process.release()
         if not keeps_files:
-            departure.remove_for_report(self._folder, run)
+            end_reports.remove_for_report(self._folder, run)
         self._runs.pop(run.name, None)
 
     def _print_report(self, run: Run, answer: Any, connection: Connection | None = None) -> None:
@@ -519,7 +519,7 @@ class Runs:
         text = f"{answer['report']}  {unseen}\n" if unseen else answer["report"]
         if run is self._own and not run.stderr.startswith("/") and self.exports.lost:
             # No process can write to a pipe any more once the agent knows of the last losses.
-            text += f"{departure.export_loss_line(self.exports.lost)}\n"
+            text += f"{end_reports.export_loss_line(self.exports.lost)}\n"
         return {**answer, "report": text}
 
     def _report_none_joined(self) -> None:
@@ -527,7 +527,7 @@ class Runs:
         if run is None or run.living() or run.recorded() or run.first_has_left():
             return
         if run.first_lives():
-            self._say(run, departure.none_joined_text(run.first, NONE_JOINED_S))
+            self._say(run, end_reports.none_joined_text(run.first, NONE_JOINED_S))
 
     def _look_again(self) -> None:
         """Look for ended processes and runs whose end caused no event. Retry exports that have failed."""

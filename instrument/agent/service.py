@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from instrument.agent import departure
+from instrument.agent import end_reports
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import Process, Run
 from instrument.agent.runs import Runs
@@ -49,7 +49,7 @@ class Questions:
                 for process in run.processes:
                     process.check_recorded()
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
-                    self._loop.send(connection, {"process": departure.facts_of(process)}, memory)
+                    self._loop.send(connection, {"process": end_reports.facts_of(process)}, memory)
             runs = [
                 {
                     "run": run.name,
@@ -279,7 +279,7 @@ class Agent:
     def _stop(self) -> None:
         self._runs.exports.stop()
         if not self._is_over and (lost := self._runs.exports.lost):
-            self._runs.write_to_runs(departure.export_loss_line(lost))
+            self._runs.write_to_runs(end_reports.export_loss_line(lost))
         self._is_over = True
 
 

@@ -22,7 +22,7 @@ from instrument.otlp.export_facts import ExportFacts, Ids, decode_facts
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
 from instrument.otlp.kept_files import KeptFiles
-from instrument.otlp.metering import Metering
+from instrument.otlp.recording_meter import Metering
 from instrument.otlp.recording_reader import DeviceTimes, RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recording.export_checkpoint import (

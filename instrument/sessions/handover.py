@@ -74,8 +74,8 @@ class OwnExport:
         """Open the recording, to read on from the row at which its last exporter stopped. Raises `OSError`."""
         if self._exported is not None or self.is_over:
             return
-        from instrument.otlp.metering import GROUPS
         from instrument.otlp.recording_export import ExportedRun, RecordingExport
+        from instrument.otlp.recording_meter import GROUPS
 
         GROUPS.clear()  # those of the session before
         self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends)
