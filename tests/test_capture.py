@@ -172,7 +172,7 @@ def test_rows_that_wait_for_their_time_are_packed_and_come_out_as_they_were_reco
     assert {int(span_id) for span_id in reader.rows.rows["span_id"]} == requests
     spans = {span.span_id: (span.root_id, span.parent_id, span.start_ns, span.end_ns) for span in spans_in(recorder)}
     if is_asked_for:
-        assert reader.rows.has(next(iter(spans.keys() - requests)))
+        assert reader.rows.has_row(next(iter(spans.keys() - requests)))
         assert (reader.rows.packed, reader.rows.waiting) == (0, len(spans))
     trees = kept.read()
     assert spans == {

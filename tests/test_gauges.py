@@ -318,7 +318,7 @@ def test_memory_stays_bounded_and_the_newest_samples_are_kept(run: Run) -> None:
         FULL,
         """
         from instrument.recording import slot_ring as room
-        room.SAMPLES = 40
+        room.MOST_SAMPLES = 40
         gauges = Gauges(Device(nvml_ns=10 * MS, host_ns=None))
         gauges.start()
         until(lambda: gauges.losses())

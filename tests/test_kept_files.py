@@ -104,7 +104,7 @@ def test_files_keep_within_the_limit_and_the_newest_one_reports_how_many_went(
     source = Source(Ids(), ORIGIN, dict, dict)
     files = KeptFiles(home, "20261123T160205-2", 25_000)
     for number in range(1, 11):
-        files.put(tree(number), source)
+        files.add_spans(tree(number), source)
         files.write()
     left = sorted(home.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     assert sum(path.stat().st_size for path in left) <= 25_000
@@ -119,7 +119,7 @@ def test_a_failed_write_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "captures").write_text("a file")
     files = KeptFiles(tmp_path / "captures", "20261123T160205-2", 1 << 20)
     for number in (1, 2):
-        files.put(tree(number), Source(Ids(), ORIGIN, dict, dict))
+        files.add_spans(tree(number), Source(Ids(), ORIGIN, dict, dict))
         files.write()
     (message,) = caplog.messages
     assert message.startswith("capture.to: 1 spans that are kept are lost")
@@ -129,7 +129,7 @@ def test_much_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kept_files, "FILE_SPANS", 2)
     files = KeptFiles(tmp_path / "captures", "20261123T160205-2", 1 << 20)
     for number in (1, 2):
-        files.put(tree(number), Source(Ids(), ORIGIN, dict, dict))
+        files.add_spans(tree(number), Source(Ids(), ORIGIN, dict, dict))
         if files.is_due:
             files.write()
     (path,) = (tmp_path / "captures").iterdir()

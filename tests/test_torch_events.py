@@ -183,7 +183,7 @@ def test_events_that_are_given_back_are_destroyed(service: Service, torch: Any, 
     fake_driver.advance(MS)
     del pair
     service.told(span)
-    service.thread.submit(service.timer.resolver._close).result()
+    service.thread.submit(service.timer.resolver._release_all).result()
     assert fake_driver.counts().live_events == 0
 
 
