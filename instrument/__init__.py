@@ -4,7 +4,7 @@
 `profiled`, `scope` and `loader` open spans, and `annotate` adds attributes to them. `start`, `stop`, `summary` and
 `dump` control a session. `Profiler` records the steps of a loop. `load` and `compare` read traces in a notebook.
 
-Importing this package starts nothing and changes nothing. Each name's module is loaded at the name's first use.
+Importing this package starts nothing and changes nothing. The first use of a name loads the module that defines it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `instrument` command as `python -m instrument`."""
+"""The `instrument` command, for calls as `python -m instrument`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Clocks and deadlines: CLOCK_MONOTONIC times spans, and the wall clock aligns the spans of several machines.
+"""The clocks of a recording: CLOCK_MONOTONIC times spans, and the wall clock aligns spans of several machines.
 
-A `Deadline` limits the end of a session: all waits share it, so their time-outs do not add up.
+A `Deadline` limits the end of a session. All waits at the end share one `Deadline`, so their time-outs do not add up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 STAT = Path("/proc/self/stat")
 START_FIELD = 19
-"""The index of the process's start time among the words after the program's name in `/proc/PID/stat`."""
+"""The index of the process's start time in `/proc/PID/stat`, counted in words after the program's name."""
 
 
 def pair() -> tuple[int, int]:
@@ -93,7 +93,7 @@ def start_ticks(stat: Path) -> int:
 
 
 LEAST_S = 0.25
-"""Seconds that a last wait gets even after the deadline, so that a report is printed although saving took too long."""
+"""The minimum seconds for the last wait, even after the deadline, so that a report is printed after slow saving."""
 
 
 class Deadline:

@@ -1,1 +1,1 @@
-"""The agent: one process per run that maps the recordings of all its processes, so that they outlive them."""
+"""The agent, one process per run, which keeps the run's recordings in memory after their processes have ended."""

@@ -183,11 +183,10 @@ class Saves:
 
 
 MOST_RESTARTS, RESTART_WINDOW_S = 5, 600.0
-"""The maximum number of restarts of a child within a window of this many seconds. Further starts in it are refused."""
+"""The maximum number of restarts of a child within a window of this many seconds. Further restarts are refused."""
 
 REAP_LIMIT_S, REAP_POLL_S = 2.0, 0.001
-"""Seconds after which the agent leaves a killed child that has not ended, and seconds between two checks for its
-end."""
+"""Seconds for which the agent waits for a killed child to end, and seconds between two checks for that."""
 
 PIPE_BYTES = 1 << 16
 

@@ -1,4 +1,4 @@
-"""The client side of an agent's socket: commands find this user's runs with it, and query their agents."""
+"""The client side of an agent's socket, with which commands find this user's runs and query their agents."""
 
 from __future__ import annotations
 
@@ -194,4 +194,4 @@ def request_of(
 
 
 ANSWER_POLL_S = 0.2
-"""Seconds that the client waits for an answer before it checks its time limit again."""
+"""Seconds between two checks of the time limit while the client waits for an answer."""

@@ -1,6 +1,6 @@
 """The captures of ended processes: recordings saved as files, with the cause of the end and the open spans.
 
-A child of the agent or a command makes them. The agent itself never imports the readers of recordings.
+A command or a child process of the agent makes captures. The agent itself never imports the readers of recordings.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The agent's work at the end of a process or a run: messages, files for the report of the run, and captures.
 
-The agent never keeps a service's output open, because a reader of that output may wait for its end. It opens the
-standard error of a living process for each message, else the file or terminal by name. If neither exists, the message
-goes to the system's log. Without a log, a message on a capture goes to a text file next to the capture. Only children
-of the agent import the readers of recordings.
+The agent never keeps a service's output open, because a reader of that output may wait until all writers close it. For
+each message, the agent opens the standard error of a living process, else that file or terminal by its path. If both
+fail, the message goes to the system's log. Without a log, a message about a capture goes to a text file next to the
+capture. Only children of the agent import the readers of recordings.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from instrument.runtime.cheap_start import NamedTuple
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A function that prints a message which could not be written to any process's standard error. None prints nothing."""
+"""A function that prints a message for which no process's standard error could be written. None prints nothing."""
 
 PIPE_WAIT_MS = 50
-"""Milliseconds to wait for room in a full pipe of a process's standard error. Then the message is cut."""
+"""Milliseconds to wait until a process's standard error, a full pipe, has room. Then the rest of the message is cut."""
 
 MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file with a message next to a capture."""
@@ -135,7 +135,7 @@ def _write_syslog(text: str) -> bool:
 Answer = Mapping[str, Any]
 
 CAPTURE = "-died.npz"
-"""The end of a capture's file name."""
+"""The end of the file name of a capture."""
 
 REPORT_SUFFIX = "-left.npz"
 """The file suffix of a recording that is saved only for a run's report, and removed with the run."""
@@ -424,7 +424,7 @@ def _why_unrecorded(pid: int) -> str:
 
 
 MOST_REPORT_BYTES = 100_000
-"""The maximum size of a report in bytes, because it must fit into one packet of a socket. A longer one is cut."""
+"""The maximum size of a report in bytes. A longer report is cut, because it must fit into one packet of a socket."""
 
 CUT_NOTE = "\n\n(The rest is left out here; `instrument report FILE...` has all of what processes have saved.)\n"
 

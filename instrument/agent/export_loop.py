@@ -1,11 +1,11 @@
-"""The main loop of the exporter process, a child of the agent that reads recordings and gauges, and sends spans.
+"""The main loop of the exporter, a child process of the agent that reads recordings and gauges, and sends spans.
 
 The agent sends the exporter a descriptor of each recording, and a message at the end of each process. The exporter ends
-within a time limit when the agent asks for that, and at once if the agent is gone. Its successor continues from the
+within a time limit when the agent asks for that, and at once if the agent is gone. The next exporter continues from the
 progress stored in the recordings.
 
-Readings of gauges are written into the recording of the process they belong to. A thread of its own takes them, so that
-a hanging driver delays neither a service nor the export.
+The exporter writes readings of gauges into the recordings of the processes. A separate thread takes the readings, so
+that a hanging driver delays neither a service nor the export.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 
 CLAIM_RETRY_S = 1.0
-"""Seconds between two attempts to take over a process's gauges while the process still reads them itself."""
+"""Seconds between two attempts to take over the gauges of a process that still reads them itself."""
 
 HANG_S = 10.0
-"""Seconds after which a reading counts as hanging, and each process gets a note about it."""
+"""Seconds after which the reading of a gauge counts as hanging, and each process gets a note about that."""
 
 SHORTEST_INTERVAL_NS = 10**6
 """The shortest allowed time between two readings of a gauge, in nanoseconds."""
@@ -294,13 +294,13 @@ else:  # a run that has only its gauges read needs no numpy
     dataset_export = LazyModule("instrument.otlp.dataset_export")
 
 READ_INTERVAL_S = 0.2
-"""Seconds between two reads of all recordings. Rows that a ring overwrites in less time are lost."""
+"""Seconds between two reads of all recordings. If a ring overwrites rows in less time, those rows are lost."""
 
 BUSY_READ_INTERVAL_S = 0.02
 """Seconds between two reads of all recordings while spans wait to be sent."""
 
 MOST_EXPORTERS = 8
-"""The number of exporters, one thread each, from which on unused ones are stopped."""
+"""The number of exporters (one thread each) from which on an unused exporter is stopped."""
 
 MOST_SETTLING_READS = 20
 """The maximum number of reads of all recordings before a scrape is answered or a window is sent."""

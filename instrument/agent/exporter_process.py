@@ -1,4 +1,4 @@
-"""The agent's handle on its exporter, the child process that reads recordings, collectors and drivers for it.
+"""The agent's handle on its exporter, a child process that reads recordings and gauges, and sends spans.
 
 The child starts with the first recording to export or the first gauge to read. Because the child does this work, the
 agent stays small, never blocks, and survives faults of readers. After a crash of the child, another one continues from

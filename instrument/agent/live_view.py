@@ -1,7 +1,7 @@
 """The live view of a run, as `instrument live` shows it: open requests, rates by endpoint, times by site, and losses.
 
-It reads the recordings of the running processes, which do nothing for it. Numbers cover the time since the previous
-screen. Those of the first screen cover the whole session of each process.
+The view reads the recordings of the running processes, which do no work for it. The first screen covers the whole
+session of each process. Each further screen covers the time since the screen before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
 EVEN_RATIO = 0.9
-"""The ratio of the shortest to the longest process's window, below which the windows count as uneven."""
+"""The ratio of the shortest to the longest window of all processes, below which the windows count as uneven."""
 
 MOST_TABLE_ROWS = 12
 """The maximum number of rows per table of the screen. Further rows are only counted."""

@@ -1,7 +1,7 @@
 """The event loop of the agent, which serves all connections, descriptors and timers on one thread.
 
-No connection can block it: unsent packets are queued per connection. An overflowing queue or a malformed packet closes
-the connection.
+No connection can block the loop, because packets that cannot be sent at once wait in a queue per connection. The loop
+closes a connection whose queue overflows, or that sends a malformed packet.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ MOST_CONNECTIONS = 2048
 """The maximum number of open connections of an agent. It closes further ones at once."""
 
 MOST_PACKETS_PER_TURN = 64
-"""The maximum number of packets read from one connection before the others have their turn."""
+"""The maximum number of packets read from one connection before the loop reads from other connections."""
 
 ACCEPT_PAUSE_S = 0.2
-"""Seconds for which the agent accepts no connection after it ran out of descriptors."""
+"""Seconds for which the agent accepts no connection after it has reached its limit of file descriptors."""
 
 FAULT_PAUSE_S = 0.01
 """Seconds that the loop sleeps after a fault, so that a repeating fault does not use up a processor."""

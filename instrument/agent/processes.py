@@ -1,8 +1,8 @@
 """The agent's records of runs and their processes, with a note file on each process for the agent's successor.
 
-Notes are next to the run's socket. If an agent is killed, a living process joins the next agent by itself. A process
-that ends while no agent runs, or before its recording is saved, is known only by its note. Its rows are lost, unless
-they are in a file (`limits.ring_dir`), or a child of the killed agent still saves them. That child locks the note.
+The notes are in the folder of the run's socket. If an agent is killed, a living process joins the next agent by itself.
+Only the note remains of a process that ends without an agent, or before its recording is saved. The rows of that
+process are lost, unless a file has them (`limits.ring_dir`), or a child of the killed agent still saves them.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def rows_kept(fd: int) -> int:
 
 
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
-"""The ways in which a process ends for its agent. It sends a goodbye, or it vanishes without one. It is replaced by
-another program or another recording. It exits by `os._exit(0)` without an open span, as forked workers do."""
+"""The ways in which a process ends for its agent. It sends a goodbye, or vanishes without one. Another program or
+recording replaces it. It exits by `os._exit(0)` without an open span, as forked workers do."""
 
 _AUXV_BYTES = 4096
 

@@ -1,7 +1,4 @@
-"""The bookkeeping of an agent's runs: it follows each process from its join to its end, and each run to its report.
-
-Recordings are read in child processes only.
-"""
+"""The bookkeeping of an agent's runs: it follows each process from its join to its end, and each run to its report."""
 
 from __future__ import annotations
 
@@ -36,16 +33,16 @@ from instrument.agent.unseen import ConnectionWatch, Unseen
 from instrument.runtime import run_folder
 
 RUN_END_S = 0.3
-"""Seconds without a living process after which a run ends. A child may still be about to join before."""
+"""Seconds without a living process after which a run ends. Within this time a child process may still join."""
 
 CHECK_INTERVAL_S = 5.0
 """Seconds between two checks for processes and runs whose end caused no event."""
 
 EXIT_STATUS_WAIT_S = 0.3
-"""Seconds that the agent waits after a process vanished for the parent to report its exit status."""
+"""Seconds for which the agent waits for the exit status of a vanished process, which the process's parent reports."""
 
 MOST_CAPTURES = 20
-"""The maximum number of captures per run. Further vanished processes are only counted."""
+"""The maximum number of captures per run. Beyond that, vanished processes are counted without a capture."""
 
 DEFAULT_DISK_BYTES = 1 << 30
 """The maximum number of bytes of a service's captures if its profile gives no `limits.disk`."""
@@ -54,15 +51,15 @@ MOST_SELF_SAVED_ROWS = 10_000
 """The maximum number of spans that an exiting process saves itself. The agent saves a larger recording."""
 
 MOST_ENDED = 16
-"""The number of ended processes per run at which the older half is merged into totals without spans."""
+"""The number of ended processes per run from which on the older half of them is merged into totals without spans."""
 
 NONE_JOINED_S = 10.0
 """Seconds after a run's start at which the agent reports that no process has joined."""
 
 
 ABANDONED_S = 60.0
-"""Seconds after which an agent without a run of its own removes its predecessor's files for reports. Runs with a
-process that has joined again keep theirs."""
+"""Seconds after which an agent without a run removes the files that its predecessor saved for reports. If a process of
+a run has joined again, the files of that run are kept."""
 
 
 class Runs:

@@ -1,6 +1,6 @@
 """The HTTP endpoint for Prometheus, which answers a scrape with the metrics of all processes of a run.
 
-Counters never fall: the totals of ended processes remain in a file, from which the next exporter continues.
+Counters never fall, because the totals of ended processes remain in a file. The next exporter reads that file.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
 
 SCRAPE_TIMEOUT_S = 10.0
-"""Seconds in which a scrape's request must arrive, and seconds in which its answer must be made."""
+"""Seconds in which the request of a scrape must arrive, and then seconds in which its answer must be ready."""
 
 MOST_SEPARATE, MOST_SUMS = 16, 64
-"""The maximum number of ended processes whose totals are kept apart, because another exporter may read their recordings
-again. Older totals are summed per scope and service, for at most `MOST_SUMS` pairs."""
+"""The maximum number of ended processes with separate totals, because another exporter may read their recordings again.
+Older totals are summed per scope and service, in at most `MOST_SUMS` sums."""
 
 ENDED_METRICS_FILE = "metrics.ended"
 

@@ -1,4 +1,4 @@
-"""The agent itself: it joins the event loop with the runs, answers commands, and ends in order after a signal."""
+"""The agent's main program, which runs the event loop, answers commands, and ends in order at a signal."""
 
 from __future__ import annotations
 
@@ -138,19 +138,19 @@ class Question:
 
 
 STOP_LIMIT_S = 4.5
-"""Seconds after SIGTERM at which the agent has ended."""
+"""The maximum seconds from SIGTERM to the end of the agent."""
 
 STOP_WAIT_S = 3.0
-"""Seconds after SIGTERM for which the agent waits for living processes to end."""
+"""The maximum seconds after SIGTERM for which the agent waits for living processes to end."""
 
 LAST_SEND_S = 4.0
 """The maximum number of seconds for which an ending agent sends the last spans."""
 
 OUTCOME_WAIT_S = 0.5
-"""Seconds that the exporter has after the last send to report its outcome to the agent."""
+"""Seconds that the exporter has after its last send to report to the agent what was sent."""
 
 STOP_POLL_S = 0.1
-"""Seconds between two checks of an ending agent whether all recordings are saved."""
+"""Seconds between two checks by an ending agent whether all recordings are saved."""
 
 
 class Agent:

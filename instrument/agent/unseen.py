@@ -1,9 +1,9 @@
 """The agent's search for processes and requests of a run that are not recorded.
 
-This package's `sitecustomize` reports a Python process in which it cannot start a session, such as one of an old
-Python. The agent finds processes that never load it among the descendants of the run's first process. It also looks for
-connections to processes that have recorded no request, soon after they join and then at growing intervals. It sends
-their ports to the process, which reports them, and reports them itself for an ended process.
+Some Python processes cannot start a session, such as those of an old Python. The package's `sitecustomize` reports
+them. The agent finds processes without this `sitecustomize` among the descendants of the run's first process. The agent
+also looks for connections to processes that have recorded no request: soon after they join, then at growing intervals.
+The process itself reports the ports with such connections. After its end, the agent reports them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ LOOK_S = 1.0
 """Seconds between two searches for processes without a session."""
 
 NEW_PROCESS_SEARCHES_S = (0.005, 0.03)
-"""Seconds after the start of an interpreter at which its process is searched for. One that ends earlier is missed."""
+"""Seconds from an interpreter's start to each search for its process. A process that ends before both is missed."""
 
 _IN_OPEN = 0x20
-"""The inotify(7) event of opening a file, which the system sends when a process executes the file."""
+"""The inotify(7) event for an opened file. The system sends it when a process executes the file."""
 _MOST_NEW_IDS = 500
-"""The maximum number of new process ids to examine at once. If there are more, only the next regular search runs."""
+"""The maximum number of new process ids to examine at once. More processes are left to the next regular search."""
 
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
 _AUTOSTART = b"/instrument/sessions/autostart"
-"""The end of a PYTHONPATH entry with our `sitecustomize`. The service may use another installation than the agent."""
+"""The end of the PYTHONPATH entry with our `sitecustomize`. The begin differs between installations."""
 _ENTRY = os.fsencode(Path(__file__).with_name("entry.py"))
 _OFF = (b"off", b"0", b"false", b"no")
 
@@ -211,7 +211,7 @@ def _parent_of(pid: int) -> int:
 
 
 FIRST_CHECK_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Seconds until the first check of a process's connections, and the longest pause between two checks."""
+"""Seconds until the first check of a process's connections, and maximum seconds between two checks."""
 
 AGE_DIVISOR, COST_FACTOR = 4, 100
 """The pause between two checks of a process is a fourth of its age plus 100 times the duration of the last check."""

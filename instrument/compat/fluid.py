@@ -1,7 +1,7 @@
 """A substitute for the profiler of Paddle's fluid: ``start_profiler("All", "OpDetail")``, ``stop_profiler("total")``.
 
-Differences: the profiler neither synchronises a device nor launches a kernel. The Total of state `All` is the union of
-host and device time, not their sum. `profile_path` becomes a Chrome trace. A running session is used and continues.
+Differences: the profiler neither synchronises a device nor launches a kernel. With the state `All`, the column Total is
+the union of host and device time, not their sum. `profile_path` becomes a Chrome trace. A running session is used.
 """
 
 from __future__ import annotations

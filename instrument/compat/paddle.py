@@ -1,11 +1,11 @@
 """A substitute for `paddle.profiler`: `Profiler`, `make_scheduler`, `RecordEvent`, `SortedKeys`, `SummaryView` etc.
 
-Differences: `on_trace_ready` runs before the next window begins; without it no file is written. A window that the
-schedule ends without RECORD_AND_RETURN is delivered, too. Ranges may overlap, and cross steps and tasks. Profilers may
-be nested. `make_scheduler` is `instrument.schedule`, and `ProfilerState` is `instrument.sessions.window.State`.
+Differences: `on_trace_ready` runs before the next window begins; without it no file is written. It also gets a window
+that the schedule ends without RECORD_AND_RETURN. Ranges may overlap, and may span several steps and tasks. Profilers
+may be nested. `make_scheduler` is `instrument.schedule`, and `ProfilerState` is `instrument.sessions.window.State`.
 `summary` prints the text and returns it. No protobuf is written. If torch is imported and no session with a profile
 runs, torch.profiler records operators, kernels and the data of `record_shapes`, `profile_memory` and `with_flops`. The
-log (once) and the session's notes name the options without effect.
+log and the session's notes name options that have no effect.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _REPLACEMENTS: Mapping[str, str] = {
     "with_flops": "torch.profiler records operations where torch is imported and no session of a profile runs",
 }
 _TORCH_OPTIONS = ("record_shapes", "profile_memory", "with_flops")
-"""The options of `Profiler` that torch.profiler carries out."""
+"""The options of `Profiler` that are passed to torch.profiler."""
 
 _logged_notes: set[str] = set()
 
@@ -289,7 +289,7 @@ class Profiler(_Profiler):
 
 
 Handler = Callable[[Profiler], object] | InBackground
-"""A handler for `on_trace_ready`: a function of the profiler, or a writer of windows."""
+"""A handler for `on_trace_ready`: a function that gets the profiler, or a writer of windows."""
 
 
 class ProfilerResult:

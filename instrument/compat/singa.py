@@ -1,12 +1,12 @@
 """A substitute for the profiling of SINGA's device: `SetVerbosity`, `SetSkipIteration`, `PrintTimeProfiling`.
 
-Verbosity 0 prints nothing, 1 the times of forward and backward, 2 a line per operator in the order of execution, and 3
-only operators of communication. An iteration begins with the first forward after a backward or an optimizer. Without
-these it begins with each forward. `EndIteration`, which SINGA lacks, marks the iterations' ends instead.
-Differences: the profiler neither uses nor synchronises a device; it times spans. Averages divide by the number of timed
-iterations, which is printed. Backward excludes the optimizer and gaps, which the view `phases` shows. A missing phase
-prints `-`. If no session runs, one begins with the profile in `INSTRUMENT_PROFILE`, else with phases, layers,
-communication and copies. If torch is imported, torch.profiler records operators up to the first print.
+Verbosity 0 prints nothing, and 1 prints the times of forward and backward. Verbosity 2 prints a line per operator in
+the order of execution, and 3 only operators of communication. An iteration begins with the first forward after a
+backward or an optimizer. Without these it begins with each forward. `EndIteration`, which SINGA lacks, marks the ends
+of iterations instead. Differences: the profiler neither uses nor synchronises a device; it times spans. Averages are
+over the timed iterations, whose number is printed. Backward excludes the optimizer and gaps, which the view `phases`
+shows. A missing phase prints `-`. If no session runs, one begins with the profile in `INSTRUMENT_PROFILE`, else with
+phases, layers, communication and copies. If torch is imported, torch.profiler records operators until the first print.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from instrument.trace.trace import Trace
 SKIPPED_ITERATIONS = 5
 
 _EVALUATES = "autograd::engine::evaluate_function"
-"""The name prefix of autograd's operators around a single operator of the backward pass. They are not printed."""
+"""The name prefix of autograd's operators that enclose one operator of the backward pass. They are not printed."""
 
 
 class Device:

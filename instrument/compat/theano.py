@@ -4,9 +4,9 @@
 `ops` and `instances` take the place of the sections Class, Ops and Apply. The first such function begins a session if
 none runs. Its first call begins torch.profiler if torch is imported and no `profile.yaml` is in use. The ops are then
 torch's operators. Differences: ``theano.function([x], y)``, which compiles a graph, is refused. Times are self times of
-spans instead of thunks. If functions call each other, each profile has its function's whole time, and the sum counts it
-once. Only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and `profiling.destination` have an effect, in
-`THEANO_FLAGS` or as `config.profile`. The log warns of other flags.
+spans instead of thunks. A function's profile has the whole time of its calls, and the sum counts nested calls once. In
+`THEANO_FLAGS` or `config.profile`, only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and
+`profiling.destination` have an effect. The log warns of other flags.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SECTIONS = ("classes", "ops", "instances")
 SUM = Site("all functions")
-"""The root of the call paths in the sum over all functions."""
+"""The site at the root of all call paths in the sum over all functions."""
 
 _ALLOWED: Mapping[type, str] = {bool: "True or False", int: "a whole number from 1", str: "stderr, stdout or a path"}
 _BOOLS: Mapping[str, bool] = {
@@ -95,7 +95,7 @@ def flags_of(text: str) -> Any:
 
 
 config = flags_of(os.environ.get("THEANO_FLAGS", ""))
-"""Theano's flags: ``config.profile = True``, ``config.profiling.n_ops = 10``."""
+"""Theano's flags, which code sets by ``config.profile = True`` or ``config.profiling.n_ops = 10``."""
 
 
 class ProfileStats:
@@ -158,7 +158,7 @@ class ProfileStats:
 
 _profiles: list[ProfileStats] = []
 _function_counts: Counter[tuple[object, ...]] = Counter()
-"""The number of functions per site. The second and later functions of a site have a number in their names."""
+"""The number of functions with the same site. From the second on, a function has its number in its name."""
 
 _lock = threading.RLock()
 

@@ -1,7 +1,7 @@
-"""Functions that analyse the dataset of many hosts in PySpark, Ray Data or DuckDB, with the code of the commands.
+"""Functions that analyse the dataset of many hosts in PySpark, Ray Data or DuckDB.
 
-Each function takes Arrow tables with the rows of one run and returns an Arrow table. A request that several hosts
-served is joined by its key, as in `instrument report`.
+They share their code with `instrument report`, `explain` and `compare`. Each function takes Arrow tables with the rows
+of one run and returns an Arrow table. A request that several hosts served is joined by its key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULTS = {
         "high_ratio": "double", "cost_ns": "double",
     },
 }  # fmt: skip
-"""The columns and types of the tables `explanations` and `changes`, which the dataset itself does not have."""
+"""The columns and types of `explanations` and `changes`, two tables that the dataset itself does not have."""
 
 
 def _columns_of(table: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
 }
-"""The open phases of a thread inside which a call has no span of its own, by the phase of the call."""
+"""The phases that suppress the span of a call if they are open on its thread, by the phase of the call."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",

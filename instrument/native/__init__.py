@@ -1,7 +1,7 @@
 """The import of the recorder in C, with the reason if this Python cannot use it.
 
-The recorder relies on the GIL. A free-threaded Python would enable the GIL for the whole service at the import, so it
-is not imported there.
+The recorder relies on the GIL. A free-threaded Python would enable the GIL for the whole service if it imported the
+recorder, so this module does not import it there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def _load() -> tuple[Any, str]:
 
 
 MODULE, reason = _load()
-"""The extension module `_recorder`, None if it is missing, and the reason for that."""
+"""The extension module `_recorder`, or None if it is missing, and the reason why it is missing."""
 
 WHY_MISSING = f"the recorder in C is missing: {reason}" if reason else ""
-"""The reason why nothing can be recorded, and what to do about it, "" if the recorder works."""
+"""The reason why nothing can be recorded, and what to do about it. It is "" if the recorder works."""
 
 _IS_SWITCHED_OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", "no"}
 
 OFF = "INSTRUMENT=off" if _IS_SWITCHED_OFF else WHY_MISSING
-"""The reason why decorators and hooks do nothing in this process, "" if they record."""
+"""The reason why decorators and hooks do nothing in this process. It is "" if they record."""

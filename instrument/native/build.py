@@ -1,4 +1,4 @@
-"""The build of the recorder in C at installation. If there is no compiler, it fails and says what to do."""
+"""The build of the recorder in C at installation. Without a compiler, the build fails and reports what to do."""
 
 from __future__ import annotations
 

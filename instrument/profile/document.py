@@ -1,12 +1,12 @@
 """The reader of YAML text that reports all problems at once, each with its line and column.
 
-A `Document` parses the text into `YamlNode`s. A reader is a function of a node: it returns the node's value, or notes a
-problem and refuses the node. Reading goes on with other nodes, so one `ProfileError` has every problem of a text, as
-``file:line:column: where: found ...; allowed: ...``.
+A `Document` parses the text into `YamlNode`s. A reader is a function that returns the value of a node, or notes a
+problem and refuses the node. Reading goes on with other nodes. So a single `ProfileError` has all problems of a text,
+each as ``file:line:column: where: found ...; allowed: ...``.
 
-Aliases are expanded, merge keys merged, and ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` replaced as in
-OpenTelemetry's configuration files: in values only, never in keys, and a variable's value is never structure. The value
-may be a secret: no message shows it, except for OpenTelemetry's own variables.
+Aliases are expanded and merge keys merged. ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` are replaced in
+values, not in keys, as in OpenTelemetry's configuration files. The text of a variable never becomes a list or a
+mapping. It may be a secret, so no message shows it, except for OpenTelemetry's own variables.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 FILE_BYTES = 2**20
 """The maximum size of a file in bytes. A larger one is refused."""
 NODES = 10_000
-"""The maximum number of values in a document, in which each use of an alias counts again."""
+"""The maximum number of values in a document. Each use of an alias adds the values of its anchor again."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
-"""The prefixes of environment variables whose invalid values are ignored with a remark, and refuse no profile."""
+"""The prefixes of environment variables whose invalid values are ignored with a remark instead of an error."""
 DEPTH = 32
-"""The maximum depth to which lists and mappings may be nested."""
+"""The maximum number of lists and mappings inside each other."""
 
 
 class _Refused(Exception):  # noqa: N818 - no error of the caller: the problems are noted, the reading continues
@@ -289,7 +289,7 @@ def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
 _TAG = "tag:yaml.org,2002:"
 _PATTERN = late_pattern(r"![^!].*")
 _EXCLUDING = late_pattern(r"(?:^|[\[,:-])\s*![^\s\"']")
-"""A pattern of unquoted text that begins with `!`, such as an excluding function pattern. YAML reads it as a tag."""
+"""A pattern of unquoted text that begins with `!`, such as a function pattern that excludes. To YAML, `!` is a tag."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SHAPES = {
     "scalar": ("null", "bool", "int", "float", "text", "date"),
@@ -481,7 +481,7 @@ def whole_number(least: int) -> Read:
 
 
 SMALL = 1024
-"""The number from which on a message takes a number without a unit for bytes. Below, it suggests the example's unit."""
+"""The smallest number without a unit that a message reads as bytes. For smaller ones it suggests the example's unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")

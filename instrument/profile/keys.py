@@ -1,12 +1,12 @@
 """The reader of `profile.yaml`, driven by `KEYS`, a table of every key with the reader of its value.
 
 `load` and `loads` return a frozen `Profile`, or raise one `ProfileError` that has every mistake of the file, each as
-``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key. `schema`
-makes `profile.schema.json` from the table, with which editors complete keys.
+``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key. From the
+table, `schema` makes `profile.schema.json`, with which editors complete keys.
 
-A key whose value is null counts as omitted (an export is then on, with its defaults). Values may refer to environment
-variables, see `document`. A setting that the profile omits comes from a variable of `values.VARIABLES`, else it has its
-default; `Profile.origins` has the source. `presets` merges a preset.
+A key whose value is null counts as omitted, but null under `export` switches that export on, with its defaults. Values
+may refer to environment variables, see `document`. A setting that the profile omits may come from a variable that
+`values.VARIABLES` names. `Profile.origins` has the source of each setting. `presets` merges a preset.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ REMOVED: Mapping[tuple[str, str], str] = {
     ): "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file",
     ("control", "socket"): "`instrument reload`, which asks the agent of a run; without an agent `watch: true`",
 }
-"""The keys that earlier versions had, by section and name, each with what replaces it, for the message."""
+"""The keys of earlier versions, by section and name. Each has a text for the message that names its replacement."""
 
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
@@ -204,7 +204,7 @@ CLASSES: Mapping[str, type] = {
     "export.parquet": model.Parquet,
     "export.summary": model.Summary,
 }
-"""The class of the model for each section, which has the defaults of the section's keys."""
+"""The class of the model for each section. Its fields have the defaults of the section's keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "lo
 """The kinds of spans."""
 
 PREPARING: tuple[str, ...] = ("load", "compile")
-"""The phases that come before a service's requests: loading a model, and compiling it."""
+"""The phases before a service's first request: loading a model, and compiling it."""
 
 PHASES: tuple[str, ...] = ("prepare", "infer_shape", "compute", "post", "forward", "backward", "optimizer", *PREPARING)
 """The usual values of the attribute `phase`: the parts of a request or of a training step."""
@@ -81,7 +81,7 @@ VIEWS: Mapping[str, str] = {
 """The views of reports, each with a description."""
 
 TIME_UNITS: Mapping[str, int] = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-"""The nanoseconds in each unit of time that reports can use."""
+"""The units of time for reports, each with its length in ns."""
 
 SORT_KEYS: tuple[str, ...] = (
     "default", "calls", "total", "max", "min", "ave",
@@ -90,7 +90,7 @@ SORT_KEYS: tuple[str, ...] = (
 PROTOCOLS: tuple[str, ...] = ("http/protobuf", "grpc")
 COMPRESSIONS: tuple[str, ...] = ("gzip", "none")
 AUTO_NS = 0
-"""The interval that means `auto` in a profile."""
+"""The interval in ns that represents `auto` in a profile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class PercentileThreshold:
 
 
 Comparison = tuple[str, str | bool | int | float]
-"""A comparison: an operator (`=`, `>=`, `>`, `<=` or `<`) and a value. Only `=` takes texts and booleans."""
+"""A comparison: an operator (`=`, `>=`, `>`, `<=` or `<`) and a value. Texts and booleans are compared by `=` only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,4 +531,4 @@ EVERYTHING = Profile(
     device=Device(host_ns=10**9),
     source="the default of a Profiler",
 )
-"""The profile with which `Profiler` records a training loop that has none. The path "" means the whole model."""
+"""The profile with which `Profiler` records a training loop without a profile. The path "" means the whole model."""

@@ -3,7 +3,7 @@
     python -m instrument.profile.schema    # writes profile.schema.json, next to this file
 
 Keys come from `keys.KEYS`, their allowed values from `with_schema` of the readers, and defaults from `model`. The
-descriptions of keys are only in the file, and are kept.
+descriptions of keys are written by hand in the file itself, and the generator keeps them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     },
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""The schemas of keys whose readers do not describe them completely, by section and key."""
+"""The schemas of keys that their readers do not describe completely, by section and key."""
 
 SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
     "layers": {
@@ -65,15 +65,15 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
         ]
     },
 }
-"""The schemas for conditions on several keys of a section, by section."""
+"""The schemas for conditions that concern several keys of a section, by section."""
 
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
-"""The descriptions of keys that are made from names in other modules. All others are only in the schema's file."""
+"""The descriptions of keys that are computed from names in other modules. All others are only in the schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults, as a profile writes them, of keys whose reader changes the value."""
+"""The defaults of keys whose reader changes the value, in the form that a profile has."""
 
 
 def schema() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The file with the parsed profile that `instrument run` saves, so that the processes of the run need no YAML.
 
-A process uses it if the profile's file is unchanged, and the environment variables that it used have the same values.
+A process uses this file only if the profile's file and all environment variables that the profile used are unchanged.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NAME = "profile"
 """The name of the file with the parsed profile, in the folder of a run."""
 
 _CLASS = ""
-"""The key of a saved dataclass under which the name of its class is. No field has this name."""
+"""The key with the name of a saved dataclass among its fields. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of environment variables that the reader of profiles lists, so that all of them count as read."""
+"""The prefix of environment variables that the reader of profiles lists. All of them count as used by the profile."""
 
 
 class Consulted(Mapping[str, str]):

@@ -1,7 +1,7 @@
 """The readers of single values of `profile.yaml`, such as durations and patterns, and of `OTEL_*` variables.
 
-A reader takes a node of the document and returns the value, or refuses the node with the allowed values. The patterns
-`*_SYNTAX` and the shapes of `with_schema` are also used for `profile.schema.json`.
+A reader takes a node of the document and returns its value, or refuses the node and reports the allowed values. The
+patterns `*_SYNTAX` and the arguments of `with_schema` are also used for `profile.schema.json`.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
 
 
 SERVICE = "INSTRUMENT_SERVICE"
-"""The environment variable with a service name that `instrument run` sets if nothing else names the service."""
+"""The environment variable that `instrument run` sets to a service name if nothing else names the service."""
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "service": (("OTEL_SERVICE_NAME", string), (SERVICE, string)),
@@ -430,7 +430,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", readable_file),
     "export.otlp.client_key": _otlp_variables("CLIENT_KEY", readable_file),
 }
-"""The environment variables that give a setting which the profile omits. The first one that is set and valid counts."""
+"""The environment variables for each setting that a profile may omit. The first one that is set and valid counts."""
 
 FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_SDK_DISABLED": ("OpenTelemetry disabled", "true|false"),
@@ -443,9 +443,9 @@ FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": ("resource detectors", ".*"),
     "OTEL_PROPAGATORS": ("propagators", ".*"),
 }
-"""OpenTelemetry's further variables that the export honours: the name of each setting, and the honoured values. `none`
-as an exporter turns off that signal. The propagators read a caller's trace. Only these variables and `VARIABLES` are
-honoured."""
+"""OpenTelemetry's further variables that the export honours: the name of each setting, and the honoured values. An
+exporter `none` turns off its signal. The propagators read a caller's trace. Other variables than these and `VARIABLES`
+are ignored."""
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
 """The prefix of environment variables that only OpenTelemetry's Python SDK and instrumentations read."""
@@ -456,7 +456,7 @@ _SWITCHES = {
     "traces": (("OTEL_TRACES_SAMPLER", "always_off"), ("OTEL_TRACES_EXPORTER", "none"), _DISABLED),
     "metrics": (("OTEL_METRICS_EXPORTER", "none"), _DISABLED),
 }
-"""The environment variables that switch off traces or metrics, each with the value that does so."""
+"""The environment variables that can switch off traces or metrics, each with the value that does so."""
 
 
 def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:

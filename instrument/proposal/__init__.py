@@ -1,1 +1,1 @@
-"""The first profile that `instrument init` proposes, from what a service's processes did."""
+"""The first profile that `instrument init` proposes, from the calls that a service's processes made."""

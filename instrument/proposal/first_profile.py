@@ -1,4 +1,4 @@
-"""Propose a first profile for an observed service, and write it as YAML with the reason for each rule above it."""
+"""Propose a first profile for an observed service, and write it as YAML with a comment on the reason for each rule."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from instrument.proposal.function_choice import (
 from instrument.proposal.observation import Observation, ObservedNode
 
 KEYS, BATCHES = 3, 3
-"""The maximum number of rules with a key outside of requests, and the maximum number of rules with a batch."""
+"""The maximum number of rules with a key outside of requests, and of rules with a batch."""
 
 LOOKS = 3
-"""The minimum number of values of an argument that may be a key. Another function must have as many of them, too."""
+"""The minimum number of values of an argument that may be a key. As many must also occur in another function."""
 
 DISTINCT = 0.8
-"""The minimum share of distinct values of an argument that may be a key of requests."""
+"""The minimum share of distinct values among an argument's values for the argument to be a key of requests."""
 
 SHARED = 0.5
-"""The minimum share of an argument's values that must be keys of requests, for an argument outside of requests."""
+"""The minimum share of values that are keys of requests, for an argument of a function outside of requests."""
 
 LEAST_BATCH = 0.05
-"""The minimum share of the work outside of requests for a function with batches to get a rule."""
+"""The minimum share of a function with batches in the work outside of requests, for the function to get a rule."""
 
 PASSED = 0.95
-"""A function names the requests only if it has at least this share of the calls of the most frequent candidate."""
+"""The minimum share of calls for a function to name the requests, relative to the candidate with the most calls."""
 
 COVERED = 0.8
-"""The share of a function's time from which its callees with batches get rules in its place."""
+"""The minimum share of a function's time in callees with batches, for these callees to get rules in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +263,13 @@ PRESET_SAYS = {
 }
 
 SHOWN = 6
-"""The maximum number of items that a comment lists. It only counts the others."""
+"""The maximum number of items that a comment lists. Further items are only counted."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The minimum share of a layer in the time of all layers, and of a layer inside a block in the block's time."""
+"""The minimum share of a layer in the time of all layers, and of a layer in the time of the block that contains it."""
 
 LEAST_LAYER_NS = 20_000
-"""The minimum mean time in ns of a layer's call. A faster layer gets no rule."""
+"""The minimum mean duration of a layer's call in ns. A faster layer gets no rule."""
 
 LAYERS = 6
 """The maximum number of rules for layers."""

@@ -1,9 +1,9 @@
 """Choose the functions that the profile of `instrument init` records, from the call trees that it has observed.
 
-A function gets a rule if its self time is large, or if it calls two or more functions with such a rule. The time of
-calls without a rule (too short, too frequent, layers, copies) counts as self time of their caller. Outside of requests,
-the functions that a loop calls repeatedly are the units of work. A loop is a function that is called once or never
-ends, such as `main` or the body of a thread.
+A function gets a rule if its self time is large, or if it calls two or more functions with such a rule. Some calls get
+no rule: calls that are too short or too frequent, layers, and copies. Their time counts as self time of their caller.
+Outside of requests, a unit of work is a function that a loop calls repeatedly. A loop is a function that is called once
+or never ends, such as `main` or the body of a thread.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 function with a leading underscore needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The minimum share of time of a function that gets a rule only because two or more callees divide its time."""
+"""The minimum share of time of a function whose only reason for a rule is that callees divide its time."""
 
 LEAST_PART = 0.02
-"""The minimum share of a callee in its caller's time, for a callee that divides the time."""
+"""The minimum share of a callee in its caller's time for the callee to count as dividing that time."""
 
 SHORT_NS = 5_000
-"""The minimum mean time of a call in ns. A faster function gets no rule, because recording would distort it."""
+"""The minimum mean time of a call in ns. A faster function gets no rule, because recording would distort its time."""
 
 HOT = 10_000
 """The maximum calls per second. A function that is called more often gets no rule."""
 
 REPEATED = 3
-"""The minimum calls per process from which a function counts as repeated."""
+"""The minimum number of calls per process for a function to count as repeated."""
 
 LOADING_NS = 50_000_000
-"""The minimum total time in ns per process of a function that gets a rule for loading, at the service's start."""
+"""The minimum total time in ns per process for a function of the service's start to get a rule for loading."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""A function that takes at least the first share of its request's time, and has a self time below the second share,
-gets no rule: its span would repeat the request's."""
+"""The minimum share of a function in its request's time, and its maximum self time as a share. A function with both
+gets no rule, because its span would repeat the request's span."""
 
 RULES = 12
 """The maximum number of rules for functions. Those for loading, requests, steps, keys and batches do not count."""
@@ -97,7 +97,7 @@ _SPECIAL = re.compile(r"(^|\.)__(?!call__)\w+__$|<lambda>|\.(setter|deleter)$|\[
 
 
 LOADS, OF_REQUESTS, OUTSIDE = range(3)
-"""The groups of rules in the order of the profile: at start-up, below requests, outside of requests."""
+"""The groups of rules in the order of the profile: at the service's start, below requests, and outside of requests."""
 
 
 @dataclass(slots=True)

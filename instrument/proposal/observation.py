@@ -31,7 +31,7 @@ _IGNORED_NAMES = re.compile(
     r"\..*|__pycache__|__main__|tests?|testing|docs?|build|dist|node_modules|site-packages|.*\.egg-info|setup|conftest"
     r"|noxfile|test_.*|.*_test|instrument|migrations|venv|env"
 )
-"""The names of files and folders that are not observed, because they do not contain the code of a service."""
+"""The names of files and folders that are not observed, because they contain no code of a service."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
 

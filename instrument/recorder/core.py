@@ -93,8 +93,8 @@ else:
 
 
 MOST_SITE_SHAPES = 65_536
-"""The maximum number of sites (instrumented functions) whose probe's shape is kept. It bounds the memory of a service
-that decorates a function at each request."""
+"""The maximum number of sites (instrumented functions) whose probe's shape is stored. This limits the memory of a
+service that decorates a new function at each request."""
 
 
 class SiteCore(Core):

@@ -1,14 +1,14 @@
 """The overhead governor, which keeps the cost of recording within a share (budget) of each thread's time.
 
 Once a second it estimates the cost of each site (an instrumented function) on each thread, from new calls and the
-measured cost of a call. On a thread over the budget it mutes sites with many short calls. Their calls are then only
-counted, and reports name them. They are recorded again once the budget has room, after a longer wait each time that
-they must soon be muted again.
+measured cost of a call. On a thread over the budget it mutes sites with many short calls. The calls of a muted site are
+only counted, and reports name the site. The site is recorded again once the budget has room. If it must soon be muted
+again, the next wait is longer.
 
-A count costs some tens of ns. If counting alone exceeds the budget, the governor detaches the probe: the function
-itself is called. At growing intervals it attaches the probe for a moment, to measure the load. A scope in the service's
-code cannot be detached. Requests and the steps of a schedule are never muted, because captures, the view of requests
-and windows need them. Reports name all such sites that exceed the budget.
+A count costs some tens of ns. If counting alone exceeds the budget, the governor detaches the probe, so that calls go
+to the bare function. At growing intervals it attaches the probe for a moment, to measure the load. A scope in the
+service's code cannot be detached. Requests and the steps of a schedule are never muted, because captures, the view of
+requests and windows need them. Reports name all such sites that exceed the budget.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ STEP_NS = 10**9
 """Nanoseconds between two comparisons of the cost of recording with the budget."""
 
 UNMUTE_SHARE = 0.8
-"""The share of the budget up to which muted sites are recorded again. Without a margin they would be muted at once."""
+"""The share of the budget up to which muted sites are recorded again. The rest is a margin against muting them at
+once."""
 
 BUSY_STEP_NS = 5 * 10**7
-"""Nanoseconds between two comparisons while the budget is exceeded, or the rings lose rows."""
+"""Nanoseconds between two comparisons while the budget is exceeded, or while the rings lose rows."""
 
 DETACH_SHARE = 0.05
-"""The share of the budget above which counting the calls of a muted site is worth detaching its probe."""
+"""The share of the budget above which the count of a muted site's calls costs so much that its probe is detached."""
 
 TRIAL_S = 0.02
 """Seconds for which a detached probe is attached to measure the load."""
@@ -43,18 +44,18 @@ UNMUTABLE_KINDS = {
 """The kinds of sites that are never muted, each with the reason that reports give."""
 
 REMAINING_SHARE = 0.5
-"""The share of the budget that remains for mutable sites if unavoidable costs exceed the budget."""
+"""The share of the budget that mutable sites get even if sites that cannot be muted exceed the budget."""
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
-"""Nanoseconds from detaching a probe to the first trial to attach it, and the longest such wait. Each failed trial
+"""Nanoseconds from detaching a probe to the first trial to attach it, and the maximum of this wait. Each failed trial
 doubles the wait."""
 
 WAIT_MULTIPLE = 10
-"""The multiple of a site's last wait within which muting or detaching it again doubles the wait."""
+"""The multiple of a site's last wait within which another muting or detaching of the site doubles the wait."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
-"""A function that detaches a site's probe. It returns a function that attaches the probe again, None if it cannot."""
+"""A function that detaches a site's probe and returns a function that attaches it again. It returns None on failure."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """The meter, which counts the metrics of a process from its recording, for OTLP and Prometheus.
 
-The reader of the rings counts requests by endpoint, status and error from their rows, so the service's threads do
-nothing for metrics. Requests whose rows were overwritten are added without a status, from the tally, which has all. So
-the counts of all series add up to the ended requests. A reader continues from the `state` of an earlier one.
+It counts requests by endpoint, status and error from the rows of the rings, so the service's threads do nothing for
+metrics. If a row was overwritten before, its request is added from the tally, without a status. The tally counts all
+calls, so all series together have every ended request. A meter can continue from the `state` of an earlier one.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ SCHEME = "url.scheme"
 
 HTTP_DURATION = "http.server.request.duration", "Duration of HTTP server requests."
 RPC_DURATION = "rpc.server.call.duration", "Duration of incoming remote procedure calls."
-"""The names and descriptions of the request duration metrics, for HTTP and for RPC."""
+"""The metrics of request durations, for HTTP and for RPC, each with its name and description."""
 
 Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
-"""The ended requests by span name: the labels of the endpoint, and the counts of requests by histogram bucket."""
+"""The ended requests by span name: the labels of the endpoint, and the number of requests in each histogram bucket."""
 
 
 class MeteredRows(Protocol):
@@ -396,7 +396,7 @@ def queued_tasks() -> Mapping[str, int]:
 
 
 _POOL_NUMBER = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""A pattern of the number at the end of a pool thread's name, which follows the name of the pool."""
+"""A pattern of the number after the pool's name, at the end of the name of a pool's thread."""
 
 
 def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:

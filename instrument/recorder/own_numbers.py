@@ -1,7 +1,7 @@
 """The gauges, counters and histograms that a service sets in its code, or by rules of its profile.
 
-Each has a slot in the recording for its newest value, which a call overwrites. Once per interval a value also goes into
-a ring, for timelines. Each session counts from 0.
+Each has a slot in the recording, in which every call overwrites the value. Once per interval the value is also added to
+a ring, for timelines. A new session counts from 0.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from instrument.recording.distributions import COUNTER, GAUGE
 from instrument.recording.numbers import MOST_GAUGES, SUM, cell_name, fits
 
 EVERY_NS = 10**9
-"""The default nanoseconds between two values of a number that are kept for timelines."""
+"""The default interval in ns between two values of a number that timelines show."""
 
 REFUSED = "metrics not kept: no number, or too many names"
-"""The name under which refused values are counted."""
+"""The name of the loss under which refused values are counted."""
 
 
 class Number(core.Number):

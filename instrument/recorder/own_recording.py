@@ -1,4 +1,4 @@
-"""The reader of this process's own recording, which is that of other processes, adapted to the recorder's objects."""
+"""The reader of this process's own recording: the reader for other processes, adapted to the recorder's objects."""
 
 from __future__ import annotations
 

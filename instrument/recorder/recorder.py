@@ -1,7 +1,7 @@
 """The recorder of a process, `RECORDER`, which wraps functions and opens scopes so that their spans are recorded.
 
-The hot path is in C (`native/_recorder.c`). If that is missing, for the reason in `native.WHY_MISSING`, nothing is
-recorded.
+The hot path is in C (`native/_recorder.c`). If the C module is missing, nothing is recorded, and `native.WHY_MISSING`
+has the reason.
 """
 
 from __future__ import annotations
@@ -99,16 +99,16 @@ SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
-"""The minimum bytes of memory for rings. Unused memory costs nothing, and a later session may need more."""
+"""The minimum size in bytes of the rings' memory. Unused memory costs nothing, and a later session may need more."""
 
 MANUAL = 2
 """The core's mark of a span that only `end_manual` may close."""
 
 STEP = "step"
-"""The shape under which the cost of a generator's second and later steps is measured."""
+"""The shape of a generator's second and later steps, whose cost is measured separately."""
 
 REQUEST = "request"
-"""The shape under which the cost of recording an ASGI request is measured."""
+"""The shape of a recorded ASGI request, whose cost is measured separately."""
 
 
 class Recorder(Readback):
@@ -263,8 +263,8 @@ class Recorder(Readback):
         return Scope(self, site, attributes)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Mute or unmute a site. A muted scope always returns one object, because making one costs more than a
-        count."""
+        """Mute or unmute a site. While the site is muted, all its scopes share a `Scope`, because a new one would cost
+        more than the count of a call."""
         super()._set_passing(site, passing)
         current = self.user_sites.get(site.name)
         if passing is not None and current is site:
@@ -447,7 +447,8 @@ RECORDER = Recorder()
 
 CHECK_NS = 10**9
 MOST_DEVIATION_NS = 50_000
-"""Nanoseconds that the time stamp counter may deviate from the monotonic clock per second. Beyond, it is not used."""
+"""Nanoseconds per second by which the time stamp counter may differ from the monotonic clock. Otherwise it is not
+used."""
 
 
 class Ticks:

@@ -1,8 +1,8 @@
 """The check of attributes, names and statuses that a service gives to open spans.
 
-OpenTelemetry's types are allowed. Any other value is left out, counted, and logged once; nothing raises into the
-service. No code of a value's class is run, except that of numbers, and of an array on the host with a single number. So
-classes are read by `type`, because `isinstance` would make a lazy object such as Django's `request.user` load.
+The types of OpenTelemetry's attributes are allowed. A value of another type is left out, counted, and logged once. The
+check runs no code of a value's class, except for numbers and for arrays on the host with a single number. So it reads
+classes by `type`, because `isinstance` would load a lazy object such as Django's `request.user`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from instrument.recording.spans import (
 from instrument.runtime.cheap_start import replace
 
 MOST_NAMES_PER_SITE = 256
-"""The maximum number of names that the spans of one site can get by renaming. Further names are refused."""
+"""The maximum number of names that renaming can give to the spans of one site. Further names are refused."""
 
 
 def rename(recorder: Any, frame: Any, name: object) -> None:
@@ -87,13 +87,13 @@ def set_status(recorder: Any, frame: Any, code: object, description: object, err
 
 
 REFUSED = "attributes of a kind that no span has"
-"""The name under which refused values are counted."""
+"""The name of the loss under which refused values are counted."""
 
 ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
 
 CHECKSUM_CHARACTERS = 4096
-"""The number of characters at each end of a long key that its checksum covers, which bounds the time of a call."""
+"""The number of characters at each end of a long key that its checksum covers. This limits the time of a call."""
 
 
 class Complain(Protocol):
@@ -383,7 +383,7 @@ def _scalar(value: object) -> str | bool | int | float | None:
 
 _BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
 _ITEMS = (bool, int, float, str)
-"""The classes of the single item of an array that make the array an allowed attribute."""
+"""The classes of a single item. An array with one item is an allowed attribute if its item has such a class."""
 
 
 def _text(value: object) -> str | None:

@@ -1,17 +1,15 @@
-"""Wrappers with a span around functions, coroutines and generators. A wrapper of a coroutine function is one, too.
+"""Wrappers with a span around functions, coroutines and generators.
 
-A coroutine's span stays current while it is suspended, because its task has its own context. The wrapper steps the
-coroutine and times its suspensions. A generator runs in the context of its caller, so its span is current only while
-its body runs.
-
-The recorder has no frame of its own: its wrapper, and the wrapper's result, replace the function and its coroutine or
-generator.
+A coroutine's span stays current while the coroutine is suspended, because its task has its own context. The wrapper
+steps the coroutine and times its suspensions. A generator runs in the context of its caller, so its span is current
+only while its body runs. Wrappers are in C, so they add no Python frame. The wrapper of a coroutine function is itself
+a coroutine function.
 
 Web frameworks answer requests by raising: a handler that raises `HTTPException(404)` has served its request, because
 HTTP statuses below 500 are no errors of the server. The classes are found by their module's name, so that no framework
-is imported; derived classes count as well. A client that goes away, a stream that is closed early and a process that is
-stopped end running code with an exception that is no `Exception`. OpenTelemetry does not treat these as errors either,
-nor gRPC's status CANCELLED of a server. So such a span has no error, but an attribute with its outcome.
+is imported; derived classes count as well. A task may also be cancelled, a stream be closed early, or the process be
+stopped. Python then raises an exception that is no `Exception`, such as `CancelledError`. The span gets no error, but
+an attribute with its outcome, because OpenTelemetry counts no such end as an error.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from instrument import native
 from instrument.recording.spans import Site
 
 STATUS, RPC_STATUS = "http.response.status_code", "rpc.status_code"
-"""The attributes of a request's span with its status, by OpenTelemetry's conventions for HTTP and for RPC."""
+"""The attributes with the status of a request, by OpenTelemetry's conventions for HTTP and for RPC."""
 
 FIRST_OF_SERVER = 500
 """The lowest HTTP status that is an error of the server."""
@@ -47,8 +45,8 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "tornado.web": {"HTTPError": "status_code"},
     "werkzeug.exceptions": {"HTTPException": "code"},
 }
-"""The HTTP status of an exception by module and class, or the name of the attribute with the status. The attribute is a
-number, or a text that begins with three digits. Reading it runs no code of the service."""
+"""The HTTP status of an exception, or the name of its attribute with the status, by module and class. The attribute is
+a number, or a text that begins with three digits. Reading it runs no code of the service."""
 
 
 CANCELLED = "cancelled"
@@ -65,17 +63,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"]
-"""A function that returns a span's attributes from the call's arguments, None for none; never raises."""
+"""A function of a call's arguments that returns the span's attributes, or None for none. It never raises."""
 
 
 Results = Callable[[Any], "dict[Any, Any] | None"]
-"""A function that returns a span's attributes from the call's result, None for none; never raises."""
+"""A function of a call's result that returns attributes for the span, or None for none. It never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
-"""The forms of functions in the order of the recorder's numbers. `submit` and `start` hand work to other threads."""
+"""The forms of functions, by the recorder's number of the form. `submit` and `start` pass work to other threads."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
-"""A test of a call's positional arguments: True for a call that gets no span. It never raises."""
+"""A function of a call's positional arguments that returns True if the call gets no span. It never raises."""
 
 
 def wrap(

@@ -1,1 +1,1 @@
-"""The recording, the memory that a process writes and others read: its layout, its readers, and the span model."""
+"""The recording, the memory that a process writes and other processes read: its layout, its readers, and its spans."""

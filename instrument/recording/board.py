@@ -1,9 +1,9 @@
 """The board of a run: shared memory in which each process marks the rules of the profile that it uses.
 
-The processes of a service share a profile, and each runs only some of its targets. So a process must know if a rule
-without a target in it is in use in another process, before it reports the rule. The first process of the run owns the
-memory, which ends with that process. Others find it by a path in the environment. Without it they know only their own
-marks.
+The processes of a service share a profile, and each runs only some of the targets. So before a process reports a rule
+without a target, it checks on the board if another process uses the rule. The run's first process owns the memory,
+which ends with that process. Other processes find the board by a path in the environment. Without it, a process knows
+only its own marks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ _BYTES = 1 << 20
 """The maximum size of a board in bytes. Further marks, of some 20 bytes each, are not written."""
 
 _WAIT_LINE = "%020d\n"
-"""The format of a board's first line: the monotonic time in ns at which a process last waited for a collector in
-vain."""
+"""The format of a board's first line: the monotonic time in ns of the last wait for a collector that did not answer."""
 
 RECORDED = "recorded"
-"""The mark that some process of the run has recorded calls, and will report them itself."""
+"""The mark that some process of the run has recorded calls, which that process reports itself."""
 
 
 def make() -> Callable[[], None]:

@@ -1,8 +1,8 @@
 """Histograms of durations, with the only definition of their buckets and percentiles, and the metrics made of them.
 
 A histogram maps the index of a bucket to the number of calls in it, and omits empty buckets. The middle of a bucket is
-at most 1/128 (0.78 %) away from any value in it. A `Distribution` adds the exact count, sum and extremes. A `Metric`
-has values or distributions by labels.
+at most 1/128 (0.78 %) away from any value in it. A `Distribution` is a histogram with the exact count, sum, minimum and
+maximum. A `Metric` has a value or a distribution for each set of labels.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The labels, as OpenTelemetry names them, of the series that all label sets beyond `SERIES_LIMIT` share."""
 
 OTHER = "other"
-"""The group of requests whose attribute value came after the maximum number of groups."""
+"""The group for further requests once the maximum number of groups, one per attribute value, exists."""
 
 MOST_COUNT = (1 << 63) - 1
 """The largest count that fits into OTLP."""
 LARGEST_SUM = 10**200
-"""The largest valid sum in a stored distribution, in units of 1e-9. A sum of bytes soon needs more than 64 bits."""
+"""The largest valid sum in a stored distribution, in units of 1e-9. In this unit, sums of bytes soon exceed 64 bits."""
 
 COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
@@ -215,7 +215,7 @@ def series_from_json(stored: Iterable[Sequence[Any]]) -> dict[Labels, Distributi
 
 
 MOST_EXEMPLARS = 8
-"""The maximum number of exemplars per series. The ones of the longest calls are kept."""
+"""The maximum number of exemplars per series. Those of the longest calls are kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The checkpoint of an export, written into the exported recording so that another exporter can continue from it.
 
-Only one process exports at a time: it holds a lock on the recording, which the system releases if that process ends.
-The checkpoint has two states, of the spans and of the metrics. Each is JSON in two copies, so that one is valid if the
-exporter is killed while it writes.
+Only one process exports at a time. It locks the recording, and the system releases the lock if the process ends. The
+checkpoint has a state of the spans and a state of the metrics. Each state is stored in two copies of JSON, so that one
+copy is valid if the exporter is killed while it writes the other.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ ENDS = (*SENT, "unwritten")
 """The final counters of kept spans with or without a collector."""
 
 UNTIMED = "spans exported before their device times were known"
-"""The words of reports for `untimed` spans."""
+"""The words with which reports name `untimed` spans."""
 
 UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests, each with the counter to which it is added if the exporter is
-killed."""
+"""The counters of undecided spans and requests. If the exporter is killed, each count is added to the counter that the
+value names."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric data points that a collector did not accept."""
@@ -237,8 +237,8 @@ _FATE_BY_LOSS = {
     "rows of the dataset that were not written": "unstored",
     "requests whose time in the queue is missing in the metrics": UNQUEUED,
 }
-"""The counter for each name of a loss in reports."""
+"""The counter for each loss, by the loss's name in reports."""
 
 NO_LOSSES = {name: 0 for name, fate in _FATE_BY_LOSS.items() if fate in (*ENDS[1:], "missed", "unstored")}
 """The usual losses of a running export, each with 0, so that metrics always have them. Prometheus' `increase` ignores
-the first value of a series, so a counter that began with its first loss would raise no alert."""
+the first value of a series, so a series that begins with its first loss would raise no alert."""

@@ -1,6 +1,6 @@
 """The metrics of generative models under OpenTelemetry's names: request duration, time to first token, time per token.
 
-Servers with batches get three more under our own names: time in the queue, batch size, and mean batch size per request.
+Servers with batches get three more metrics of our own: time in the queue, batch size, and mean batch size per request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
 
 PROVIDER = "gen_ai.provider.name"
 GENERATION = (OPERATION, PROVIDER, "gen_ai.request.model")
-"""The attributes of a generation that become labels. A service may pass them to `annotate_request`."""
+"""The attributes of a generation's span that become labels. A service may set them with `annotate_request`."""
 
 REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN = (
     f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
@@ -38,7 +38,7 @@ JOINED = (QUEUE_TIME, SERVING_BATCH_SIZE)
 """The metrics that can be counted only after requests of all processes are joined with their batches."""
 
 ONE = 10**9
-"""The value 1 as a distribution of counts has it, in units of 1e-9."""
+"""The value 1 in a distribution of counts, whose unit is 1e-9."""
 
 DESCRIPTIONS = {
     REQUEST_DURATION: "Generative AI server request duration such as time-to-last byte or last output token.",

@@ -52,11 +52,11 @@ MOST_SLOTS = {
     "intervals": 1 << 26,
     "rows": 1 << 31,
 }
-"""The maximum number of slots in each part of a recording. One with more counts as damaged."""
+"""The maximum number of slots in each part of a recording. A part with more slots counts as damaged."""
 MOST_OPEN_SPAN_READS = 3
 """The maximum number of reads of the open spans. A span is valid once two successive reads of it are equal."""
 MOST_TOTALS_READS = 10
-"""The maximum number of reads of the totals. They are read again if they moved meanwhile, as at a thread's end."""
+"""The maximum number of reads of the totals. A read is repeated if they move meanwhile, as when a thread ends."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 

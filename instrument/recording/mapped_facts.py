@@ -1,6 +1,6 @@
-"""The values that are stored as JSON in a recording, parsed and checked: process, sites, open spans, details of rows.
+"""The JSON values of a recording, parsed and checked: the process, sites, open spans, and details of rows.
 
-Another process wrote them, so they may be invalid. A value of the wrong type counts as missing.
+Another process wrote the values, so they may be invalid. A value of the wrong type counts as missing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from instrument.runtime.cheap_start import NamedTuple
 Records = NDArray[np.void]
 
 FARTHEST_NS = 1 << 62
-"""The limit in ns above which a time in a recording is invalid."""
+"""The largest valid time in a recording, in ns."""
 MOST_DEVICES = 1 << 16
-"""The number of device indices. A larger index in a recording is invalid."""
+"""The number of valid device indices. An index in a recording that is not below it is invalid."""
 UNKNOWN = "(unknown)"
 
 

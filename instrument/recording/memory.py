@@ -1,7 +1,7 @@
 """The creation of the memory into which a process records and which other processes read, and the writes of its header.
 
-The memory is a file without a name (`memfd_create`), which exists while any process has it open, or a file in the
-profile's `limits.ring_dir`, which outlives the process. `memory_layout` defines its layout.
+The memory is a file without a name (`memfd_create`), or a file in the profile's `limits.ring_dir`. A file without a
+name exists while any process has it open. A file in the folder outlives the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from instrument.runtime import atomic
 from instrument.runtime.cheap_start import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
-"""The flag of a memory file that is not executable. With vm.memfd_noexec, systems refuse or log files without it."""
+"""The flag of a memory file that cannot be executed. With vm.memfd_noexec, systems refuse or log files without it."""
 
 _HEAD = struct.Struct("<8sIIQQIIQ40sqqQQQ")
 

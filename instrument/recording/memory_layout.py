@@ -1,8 +1,8 @@
 """The layout of a recording in memory, and a reader of its header and rings that needs no numpy.
 
-A recording has a header of one page, and parts, each of equal slots. `native/_recording_layout.h` has the same layout
-for the recorder, whose own C structures are in the memory. A released slot is zeroed. Pointers are addresses in the
-recorded process: an address minus the header's `address` is the offset in the recording. Numbers are little-endian.
+A recording has a header of one page, and several parts. Each part is an array of slots of one size. The recorder's C
+structures are in this memory too, so `native/_recording_layout.h` repeats the layout. A released slot is zeroed. A
+pointer is an address in the recorded process: minus the header's `address`, it is an offset. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from contextlib import suppress
 from instrument.runtime.cheap_start import NamedTuple
 
 EXPORT, GAUGES = 0, 1
-"""The kinds of claims on a recording, each a lock for one process: to export it, and to write gauges into it."""
+"""The two claims on a recording, each of one process at a time: to export it, and to write gauges into it."""
 
 FIRST_FD = 256
-"""The lowest number of our descriptors, so that the service's own files get the same numbers as without us."""
+"""The lowest number of our file descriptors, so that the service's files get the same numbers as without us."""
 
 _OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
 _LOCK = struct.Struct("hhqqi4x")
 _LOCK_AT = 1 << 50
-"""The offset of the locked bytes in a file. It is beyond the data of any recording, so that no other lock is there."""
+"""The offset of the locked bytes in a file. It is beyond the data of any recording, where nobody else locks bytes."""
 
 
 def duplicate(fd: int) -> int:
@@ -198,11 +198,11 @@ MAGIC, VERSION = b"instrrec", 9
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
-"""The alignment of parts in bytes, which is the largest page size of any machine."""
+"""The alignment of parts in bytes: the largest size of a memory page on any machine."""
 DETAIL_BLOCK_BYTES = 64 << 10
-"""The size in bytes of a block of details. No record crosses into the next block."""
+"""The size in bytes of a block of details. Each record of details is within one block."""
 CHUNKS = 60
-"""The number of blocks of a histogram. Each has 64 buckets, and is allocated when it is first used."""
+"""The number of blocks of a histogram. A block has 64 buckets, and is allocated at its first use."""
 
 NEW, RUNNING, GOODBYE, FORKED, OFF = range(5)
 """The states of a recording. NEW: no session has begun. RUNNING: a session records. GOODBYE: the session was stopped.
@@ -272,7 +272,7 @@ RING = Record(
         "label": (136, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
-"""The layout of a ring, which comes after the `object_bytes` of the recorder's own object."""
+"""The layout of a ring in its slot, after `object_bytes` bytes of the recorder's own object."""
 NODE = Record(64, {"site": (0, "Q"), "parent": (8, "Q"), "index": (16, "I"), "is_known": (31, "B")})
 TOTALS = Record(
     640,
@@ -299,13 +299,13 @@ ROW = _packed_record(
 FACT = _packed_record(site="Q", size_bytes="I", text_bytes="I")
 DETAIL = _packed_record(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
 ATTRIBUTES = _packed_record(span_id="Q", text_bytes="Q")
-"""The layout of an open span's attributes, before their JSON. Until that is written, `span_id` is another one or 0."""
+"""The layout in front of the JSON of an open span's attributes. `span_id` is valid once the JSON is written."""
 INTERVAL = _packed_record(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
 """The layout of a device interval of a span. `stream` is an address or a small number."""
 SAMPLE = _packed_record(at_ns="q", device="i", is_reported="I", value="d", name="40s")
 """The layout of a reading of a gauge. `is_reported` is 0 if the device does not report the gauge."""
 NUMBER = _packed_record(at_ns="q", value="d", name="112s")
-"""The layout of a value of one of the service's own numbers. `name` has name, unit and kind, each on a line."""
+"""The layout of a value of one of the service's own numbers. `name` consists of three lines: name, unit and kind."""
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
@@ -333,16 +333,16 @@ TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
 """The ratio of the memory of all rings of rows to the memory of device intervals."""
 MOST_SAMPLES = 131_072
-"""The number of readings of gauges that a recording keeps: those of an hour with one GPU, in 8 MiB."""
+"""The maximum number of gauge readings in a recording. With one GPU, they cover an hour in 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
-"""The number of slots in the ring of former values of the service's own numbers, and of slots for newest values."""
+"""The number of slots for former values of the service's own numbers, which are a ring, and for newest values."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """Bytes of the checkpoint of spans, at the end of a recording. Only its exporter writes it, see
 `instrument.recording.export_checkpoint`."""
 METER_BYTES = 16 * ALIGNED_BYTES
-"""Bytes of the checkpoint of metrics, before that of spans."""
+"""Bytes of the checkpoint of metrics, which comes before the checkpoint of spans."""
 MOST_SMALL_RINGS = 4096
-"""The maximum number of threads that get a ring of the smallest size once larger rings have used up the memory."""
+"""The maximum number of threads that get a ring of the smallest size after larger rings have used up the memory."""
 
 
 def interval_slots(ring_bytes: int) -> int:

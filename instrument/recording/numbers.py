@@ -1,7 +1,7 @@
 """The gauges, counters and histograms that a service defines itself, as cells in its recording.
 
-A gauge or counter has one cell with its value. A histogram has a cell with its sum, and one with the count of each used
-bucket. A reader adds the numbers to `GAUGES`, from which reports take units and descriptions.
+A gauge or counter has one cell with its value. A histogram has one cell for its sum, and one for the count of each used
+bucket. A reader of the cells adds the number's unit and description to `GAUGES`, where reports look them up.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MOST_GAUGES = 2_000
 """The maximum number of names in `GAUGES`. Further numbers of the service are not reported."""
 
 LARGEST_MIDDLE = 9e9
-"""The largest middle of a bucket, because it must fit 64 bits in units of 1e-9."""
+"""The largest middle of a bucket. In units of 1e-9, a larger middle would not fit 64 bits."""
 
 NANO = 10**9
-"""The value 1 as a distribution counts it, in units of 1e-9."""
+"""The value 1 in a distribution, whose unit is 1e-9."""
 
 
 class Cell(NamedTuple):

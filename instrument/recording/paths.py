@@ -1,6 +1,6 @@
-"""The call tree: each call path as a node, with the last site (an instrumented function) and the node of its caller.
+"""The call tree, in which each node is a call path: its last site (an instrumented function) and its caller's node.
 
-The tree of a process only grows, so values that were computed for its nodes are kept, and extended for new nodes.
+The tree of a process only grows. So a value that was computed for a node stays valid, and is kept.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Result = TypeVar("Result")
 CallPath = tuple[Site, ...]
 
 NOT_BELOW = -1
-"""The number in place of a parent for a topmost node."""
+"""The parent's number in a topmost node, which has no parent."""
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
-"""The site for calls of new call paths after the tally is full."""
+"""The site that stands in for new call paths once the tally is full."""
 
 
 NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")

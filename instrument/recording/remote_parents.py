@@ -1,4 +1,4 @@
-"""The spans of other tracers to which ours refer, as callers or by links, and their text form in recordings."""
+"""The spans of other tracers that are callers of our spans or linked to them, and the text form of such references."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OWN_TRACE_FLAGS = 3
 """The W3C trace flags of our own traces: sampled, and with a random id (Trace Context, level 2)."""
 
 REMOTE = "instrument.remote"
-"""The attribute of a request's row with its caller's span as text, for `remote_of`. Readers of spans do not get it. An
-object in its place would give the garbage collector more work with each row."""
+"""The attribute of a request's row with its caller's span as text, for `remote_of`. Readers of spans do not get it. It
+is text because an object in each row would give the garbage collector more work."""
 
 _TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -88,7 +88,7 @@ def header_of(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark, in the text of `noted`, of a trace that began in this request and was passed on to other services."""
+"""The mark of a trace that began in this request and was passed on to other services, in the text of `noted`."""
 
 
 def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
@@ -104,15 +104,15 @@ def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
 
 
 LINK = "instrument.link"
-"""The attribute of a root span whose task an ended span had started: the ids of that span and of its root."""
+"""The attribute of a root span whose task an ended span had started: the id of the ended span, and of its root."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
-"""The attribute with the trace id, in hexadecimal digits, of the span in `LINK`, if its trace began elsewhere."""
+"""The attribute with the trace id of the span in `LINK`, in hexadecimal digits, if that trace began elsewhere."""
 
 
 LINK_REMOTE = "instrument.link.remote"
-"""The attribute of a request that is only linked to its caller's span: the trace id and the span id of that, in
-hexadecimal digits with a hyphen between them."""
+"""The attribute of a request that is linked to its caller's span, but not below it. It has the trace id and the span id
+of the caller's span, in hexadecimal digits with a hyphen between them."""
 
 LINK_STATE = "instrument.link.tracestate"
 """The attribute with the `tracestate` of the span in `LINK_REMOTE`, if it has one."""

@@ -1,4 +1,4 @@
-"""The two forms of a row, which is a finished span: 64 bytes in a recording, and a tuple with the indices below."""
+"""The two forms of a row, which is a finished span: 64 bytes in a recording, or a tuple with the indices below."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ TASK: Final = 4
 START_NS: Final = 5
 END_NS: Final = 6
 CHILDREN_NS: Final = 7
-"""The index of the time of the children minus the time that the span waited, in ns. The active time minus this is the
-self time including waits."""
+"""The index of the children's time minus the span's own waits, in ns. The active time minus this value is the self time
+including waits."""
 ACTIVE_NS: Final = 8
 """The index of the active time in ns, which is -1 if it equals the total time."""
 ERROR: Final = 9
@@ -30,21 +30,21 @@ ERROR: Final = 9
 ATTRIBUTES: Final = 10
 """The index of the attributes, which are None if the span has none."""
 MORE: Final = ACTIVE_NS
-"""The index of the first of the details, which few rows have. Their types are those of `More`."""
+"""The index of the first detail of a row. Few rows have details. Their types are those of `More`."""
 
 More = tuple[int, "str | None", "dict[Any, Any] | None"]
 
 REQUEST_BIT = 1
-"""The bit of a span id that is set only for root requests, so that a root id shows if the root is a request."""
+"""The bit of a span id that only root requests have. So a root's id shows if the root is a request."""
 
 PACKED_ROW = memory_layout.ROW.packer()
-"""The 64-byte form of a row. Its field `rare` is 0, or 1 plus twice the active time, or 8 if the row has details."""
+"""The 64-byte form of a row. Its field `rare` is 0, 8 if the row has details, or 1 plus twice the active time."""
 
 _unpack = PACKED_ROW.iter_unpack
 
 
 STREAM = object()
-"""The key, among a span's attributes, of the stream or `Work` to time on a device. Readers of spans do not get it."""
+"""The key of the stream or `Work` to time on a device, among a span's attributes. Readers of spans do not get it."""
 
 
 def row_of(
@@ -82,7 +82,7 @@ def is_request_root(row: Row) -> bool:
 
 
 RANDOM_BITS = 56
-"""The number of random bits at the end of a trace id, which decide if it is sampled (W3C Trace Context, level 2)."""
+"""The number of random bits at the end of a trace id. Samplers decide by them (W3C Trace Context, level 2)."""
 
 
 @lru_cache(maxsize=64)

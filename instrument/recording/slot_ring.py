@@ -1,4 +1,4 @@
-"""The rings that Python code writes into a recording: device intervals and readings of gauges, the newest of each."""
+"""The rings that Python code writes into a recording. They keep the newest device intervals and readings of gauges."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SlotRoom(NamedTuple):
 
 
 FindRoom = Callable[[], "SlotRoom | None"]
-"""A function that returns the memory of a ring in the recording, None if other processes cannot read the recording."""
+"""A function that returns the ring's memory in the recording, or None if other processes cannot read the recording."""
 
 
 class SlotRing:
@@ -196,7 +196,7 @@ class IntervalRing:
 _SAMPLE = Struct("<qiId40s")
 
 FEW_SAMPLES = 4096
-"""The number of newest readings that are copied first, and mostly suffice: those of three minutes with one GPU."""
+"""The number of newest readings to copy first, which mostly suffice. With one GPU, they cover three minutes."""
 
 
 def typed_reading(name: str, value: float, is_reported: Any) -> float | None:

@@ -1,7 +1,7 @@
-"""The span model that recorders and readers share: `Site`, an instrumented place in code, `Span`, one timed execution
-of it, and `Origin`, `Cost`, `Sample` and others, which describe a process.
+"""The span model that recorders and readers share.
 
-All classes are plain data. Times are integer nanoseconds on the monotonic clock.
+A `Site` is an instrumented place in code, and a `Span` is one timed execution of it. `Origin`, `Cost`, `Sample` and
+others describe a process. All classes are plain data. Times are integer nanoseconds on the monotonic clock.
 """
 
 from __future__ import annotations
@@ -103,23 +103,23 @@ VALUE_LIMIT = 256
 """The maximum number of characters of an attribute's name and of its value. A longer text is cut."""
 
 ATTRIBUTE_LIMIT = 128
-"""The maximum number of attributes of a span, as in OpenTelemetry, and of values in an attribute that is a list."""
+"""The maximum number of attributes of a span, as in OpenTelemetry, and of items in an attribute that is a list."""
 
 STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_description", "error.type"
 """OpenTelemetry's attributes for the status of a span: `OK` or `ERROR`, its reason, and the kind of error."""
 
 OUTCOME = "instrument.outcome"
-"""The attribute with the cause that interrupted a span, such as `cancelled`. The span has not failed by that."""
+"""The attribute with the cause that interrupted a span, such as `cancelled`. Such a span has not failed."""
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
-"""The attributes of a span that streams its result: the ns from its begin to the first and to the last item."""
+"""The attributes of a span that streams its result: ns from its begin to the first item, and to the last item."""
 
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
 """The attributes of a span that streams its result: the number of items, and the longest and the median time between
 two items in ns."""
 
 KEY = intern("instrument.key")
-"""The attribute with the key of the request that a span serves, such as a request id. All processes use one key."""
+"""The attribute with the key of the request that a span serves, such as a request id, the same in all processes."""
 
 BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.batch.weights")
 """The attributes of a batch, a span that serves several requests: the requests' keys, and the weight of each."""
@@ -130,10 +130,10 @@ FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
 fact's name and `FACT_KEYS`."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
-"""The maximum number of characters of a key, and of keys of a batch. A longer key is cut and ends in a checksum."""
+"""The maximum number of characters in a key, and of keys in a batch. A longer key is cut and ends in a checksum."""
 
 BLOCKED_BY, BLOCKED_AT = "instrument.blocked_by", "instrument.blocked_at"
-"""The attributes of a span in which an event loop was blocked: the span or function that blocked it, and the line."""
+"""The attributes of a span in which an event loop was blocked: the blocking span or function, and the line."""
 
 
 @dataclass(slots=True)
@@ -294,7 +294,7 @@ GAUGES: dict[str, Gauge] = {
 """All known gauges by name: those of host and GPUs, and the service's own numbers in recordings that were read."""
 
 HOST = -1
-"""The `device` of a sample that is of the host."""
+"""The value of `device` in a sample of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +354,11 @@ class Flops(NamedTuple):
 
 
 FLOPS = "flops"
-"""The attribute with the floating-point operations of a span, without those of its children."""
+"""The attribute with the number of floating-point operations of a span, without those of its children."""
 
 
 OPERATORS = "torch.profiler"
-"""The `module` of the sites that stand for operators of torch, which torch.profiler recorded."""
+"""The `module` of all sites that represent torch's operators, which torch.profiler recorded."""
 
 
 def is_operator(site: Site) -> bool:
@@ -493,7 +493,7 @@ class OwnNotes:
 
 
 UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
-"""The maximum number of names in a note on uncalled targets, and of characters per name."""
+"""The maximum number of names in a note on uncalled targets, and of characters in a name."""
 
 
 def never_called(targets: Sequence[str]) -> str:

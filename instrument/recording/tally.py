@@ -1,12 +1,12 @@
 """The tally: running totals for each call path and thread, in constant memory, exact for all calls.
 
 A node of the call tree is a path of sites (instrumented functions). The totals are one numpy array, with a line per
-node and thread. Merging adds integers and takes minima and maxima, so it is exact in any order.
+node and thread. Merging lines adds integers and takes minima and maxima, so it is exact in any order.
 
 Recursion makes no new paths: a call of a site that is on the path already counts at that site's node. Such an inner
-call counts as a call, with its error, its self time, and its length in extremes and percentiles. Its total and device
-time do not count, because those of the outer call include them. So the self times of a tree sum to its total. The
-children of a node may have more total time than the node, if one of them ran inside another.
+call adds to the count of calls, errors, self time, extremes and percentiles. It adds nothing to total and device time,
+because the outer call's times include it. So the self times of a tree sum to its total. If a child of a node ran inside
+another child of it, the children together may have more total time than the node.
 
 The first `NODE_LIMIT` call paths have nodes of their own. Later, all new paths that end in a site share one node.
 """
@@ -35,7 +35,7 @@ LARGEST_COPY_BYTES = 1 << 50
 """The maximum number of bytes of one memory copy. A larger number is from a damaged file, and is not added."""
 
 LARGEST = 1 << 62
-"""The largest sum over all lines. Larger numbers come from damaged files, and are cut so that sums fit 64 bits."""
+"""The maximum sum over all lines, so that sums fit 64 bits. Larger numbers come from damaged files and are cut."""
 
 ALL_THREADS = "(all threads)"
 
@@ -67,17 +67,17 @@ class Totals(NamedTuple):
 
 
 CORE_WIDTH = Totals._fields.index("first_ns") + 1
-"""The number of fields, at the begin of a line, that the recorder fills."""
+"""The number of fields at the begin of a line of totals that the recorder in C fills."""
 
 TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
 WIDTH = len(Totals._fields)
 
 LEAST, MOST = ("min_ns", "first_ns"), ("max_ns",)
 SUMS = tuple(name for name in Totals._fields if name not in ("node", "thread_id", *LEAST, *MOST))
-"""The fields that are added when lines are merged. Of the others, minimum or maximum is taken."""
+"""The fields that are added when lines are merged. From other fields, the minimum or the maximum is taken."""
 
 BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64)])
-"""The numpy type of a bucket: the index of its line, the bucket of the line's histogram, and the calls in it."""
+"""The numpy type of a bucket of a histogram: the index of the histogram's line, the bucket's number, and its calls."""
 
 _ADDED = [Totals._fields.index(name) for name in SUMS]
 _EXTREMES = {

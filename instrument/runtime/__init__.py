@@ -1,2 +1,1 @@
-"""Adapters to Python and the operating system, such as import hooks, threads and signals, that leave the service
-unaffected."""
+"""Adapters to Python and the operating system, such as import hooks, threads and signals."""

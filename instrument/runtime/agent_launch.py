@@ -1,7 +1,7 @@
-"""The start of a run's agent as a process that the service does not notice.
+"""The start of a run's agent, as a process that the service does not notice.
 
-The agent is no child of the service, which may wait for all its children. It has a session and a process group of its
-own, so that no signal of a terminal or a group reaches it. It keeps none of the service's descriptors.
+The agent is no child of the service, because the service may wait for all its children. The agent has a session and a
+process group of its own, so that no signal to the service's group reaches it. It keeps no descriptor of the service.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST = "INSTRUMENT_RUN_PID"
 """The environment variable with the process id of the command that `instrument run` runs."""
 
 INTERPRETER, BEGINNINGS = "python", "agents"
-"""Names in the folder of a run: of a link to the interpreter for its agents, and of a file with their start times."""
+"""The names of two entries of a run's folder: a link to the interpreter for agents, and a file of their start times."""
 
 MOST_AGENTS, AGENTS_WINDOW_S = 10, 600.0
 """The maximum number of agents that start for a run within a window of this many seconds. Further starts are

@@ -1,6 +1,6 @@
 """The writing of files that only their owner can read, and that appear complete or not at all.
 
-A file is written as `.instrument-*.part` in the same folder, locked by its writer, and renamed once it is complete. An
+A writer locks a file `.instrument-*.part` in the same folder, writes it, and renames it once it is complete. An
 unlocked `.part` file was abandoned by its writer. The module also removes old files to stay within a disk limit.
 """
 

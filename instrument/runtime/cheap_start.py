@@ -1,8 +1,8 @@
-"""Cheaper stand-ins for modules, patterns and dataclasses, which do their costly part only at first use.
+"""Substitutes for modules, patterns and dataclasses that keep the start of a process short.
 
-They keep the start of a process short. `dataclass` makes a class like that of `dataclasses.dataclass`, but compiles
-`__init__` after some calls, and describes the fields when asked. A class costs 10 us instead of 600, and a recording
-process has over a hundred.
+A substitute does its costly part only at first use. `dataclass` makes a class like that of `dataclasses.dataclass`, but
+compiles `__init__` only after some calls, and describes the fields on request. Such a class costs 10 us instead of 600,
+and a recording process has over a hundred.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The limits of a container for a process: how many cores and how much memory it may use.
+"""The limits on a process in a container: how many cores and how much memory it may use.
 
-They come from the process's affinity and its control groups, of version 1 or 2.
+The limits come from the process's CPU affinity and its control groups, of version 1 or 2.
 """
 
 from __future__ import annotations

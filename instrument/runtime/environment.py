@@ -1,4 +1,4 @@
-"""The environment variables that instrument and OpenTelemetry share, as this process was started with them."""
+"""The environment variables of instrument and OpenTelemetry that several modules read."""
 
 from __future__ import annotations
 

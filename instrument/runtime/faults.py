@@ -1,6 +1,6 @@
-"""The counter of faults in our own code, which are logged once and never raised into the service.
+"""The counter of faults in our own code. A fault is logged once and never raised into the service.
 
-Code of ours that runs within a call of the service passes its exceptions to `FAULTS.note`.
+Our code that runs within a call of the service passes its exceptions to `FAULTS.note`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from instrument.runtime.unpatched import RLock
 logger = logging.getLogger("instrument")
 
 MOST_KINDS, OTHER_KINDS = 20, "others"
-"""The maximum number of kinds of unreadable values that are counted apart per rule, and the name for further kinds."""
+"""The maximum number of kinds of unreadable values to count separately per rule, and the name for all further kinds."""
 
 
 class Faults:

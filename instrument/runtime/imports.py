@@ -1,6 +1,6 @@
 """The import hook, which calls us right after a module's own code has run and before its importer continues.
 
-The real finders and loaders still do all the work. Modules that nobody wants are imported as without the hook.
+Python's own finders and loaders still do all the work. Modules that we do not instrument are imported as usual.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Undo = Callable[[], None]
 
 STACK_WORDS = 40_000
-"""The stack size of a loader's frame, in words, which makes CPython map 512 KiB at once for all frames of an import.
-Otherwise it maps and unmaps 16 KiB again and again, 1,200 times at the import of pydantic."""
+"""The stack size of a loader's frame, in words. It makes CPython map 512 KiB at once for all frames of an import.
+Otherwise CPython maps and unmaps 16 KiB 1,200 times at the import of pydantic."""
 
 
 class _Loader:

@@ -1,9 +1,9 @@
 """The watch of the module that runs as `__main__`, which reports its functions before the module calls them.
 
-No import hook sees this module, and it calls its functions before its own body ends. So the body is watched while it
-runs, by `sys.monitoring`, before Python 3.12 by `sys.settrace`. New names are reported right before each statement that
-may call something, and at the end of the body. The watch ends at the first statement after the last definition, which
-is mostly ``if __name__ == "__main__"``. The code that runs, its frames and its tracebacks remain the service's own.
+No import hook sees this module, and its body calls its functions before the body ends. So the body is watched while it
+runs, by `sys.monitoring`, or before Python 3.12 by `sys.settrace`. The watch reports new names right before each
+statement that may call something, and at the end of the body. It ends at the first statement after the last definition,
+which is mostly ``if __name__ == "__main__"``. The watch changes neither the code that runs, nor frames and tracebacks.
 
 A child that multiprocessing spawns runs the same module as `__mp_main__`, and is watched in the same way.
 """
@@ -26,7 +26,7 @@ else:
     ast, linecache = LazyModule("ast"), LazyModule("linecache")
 
 MAINS = ("__main__", "__mp_main__")
-"""The values of `__name__` of a main module, in a program and in a child that multiprocessing spawned."""
+"""The values of `__name__` of a main module: in a program, and in a child that multiprocessing has spawned."""
 
 RUNNERS = frozenset(
     ("coverage", "cProfile", "debugpy", "kernprof", "memray", "pdb", "profile", "pyinstrument", "scalene", "trace")
@@ -34,7 +34,7 @@ RUNNERS = frozenset(
 """Programs that run a script as the main module of their own process, as in `python -m pdb script.py`."""
 
 TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
-"""The runners that trace the script. Before Python 3.12 a script can have only one tracer, so it is not watched."""
+"""The runners that trace the script. Before Python 3.12 only one tracer can run, so their scripts are not watched."""
 
 _WATCHED = ("<module>", "_bootstrap")
 """The names of code objects whose start is watched: module bodies, and the first function of a spawned child."""

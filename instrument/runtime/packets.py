@@ -1,7 +1,7 @@
 """The packets between the processes of a run: JSON objects with descriptors, over a Unix socket (`SOCK_SEQPACKET`).
 
-The other end may send anything. A packet that is no JSON object of at most `PACKET_BYTES` is refused, and its
-descriptors are closed.
+A sender may send anything. The receiver refuses a packet that is not a JSON object of at most `PACKET_BYTES`, and
+closes its descriptors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 PACKET_BYTES = 128 << 10
-"""The maximum size of a packet in bytes. The system's own limit is slightly higher."""
+"""The maximum size of a packet in bytes. The system allows slightly more."""
 
 MOST_DESCRIPTORS = 2
 """The maximum number of descriptors in a packet."""

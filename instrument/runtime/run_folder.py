@@ -1,7 +1,7 @@
-"""The folder of a run, in which the agent's socket is, and by which processes and commands find the agent.
+"""The folder of a run, which contains the agent's socket. Processes and commands find the agent by this folder.
 
-It has the name of the run, and is below `XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`, in the folder `instrument-UID`, which
-only this user may enter. The environment variable `INSTRUMENT_AGENT` gives processes the path of the socket.
+The folder has the name of the run, and is in a folder `instrument-UID` that only this user may enter. That is below
+`XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`. Processes get the socket's path from the variable `INSTRUMENT_AGENT`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
 UNSEEN_SUFFIX = ".unseen"
-"""The suffix, after the socket's name, of the file with notes on unrecorded processes. `sitecustomize` repeats it."""
+"""The suffix, after the socket's name, of the file with notes on unrecorded processes. `sitecustomize` has a copy."""
 
 ADDRESS_BYTES = 107
 """The maximum length in bytes of a Unix socket's path."""

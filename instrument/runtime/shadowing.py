@@ -1,8 +1,9 @@
-"""The protection of our imports from service modules with names of the standard library, such as its own `token.py`.
+"""The protection of our imports from service modules with names of the standard library, such as a service's
+`token.py`.
 
 Our imports, direct and indirect, get the standard modules, and the service gets its own. If the service has imported
-its module first, a library that we load may fail, which is counted. A session imports this module first, so it imports
-only modules that Python always loads.
+its own module before, a library that we load may fail; this is counted. A session imports this module before all
+others, so the module itself imports only modules that Python always loads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 _STANDARD = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib, too
 _OURS = __name__.partition(".")[0]
 _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
-"""The third-party packages that we import. An import by one of them counts as ours."""
+"""The third-party packages that we import. Their own imports count as ours."""
 
 
 def guard_imports(folders: Iterable[str] = ()) -> None:

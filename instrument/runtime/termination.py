@@ -1,12 +1,12 @@
 """The signal handler that has the session deliver its data before a signal ends the process.
 
-Servers set the dispositions of signals later than we do. uvicorn's worker for gunicorn resets every signal at its
-start. uvicorn itself restores the dispositions at its end and sends itself the signal again, and so do handlers of
-services. So during a session we replace `signal.signal` and `signal.getsignal`. They set our handler in place of the
-default, and return the default in place of our handler. A reset by C code is not noticed.
+Servers set their signal handlers later than we set ours. uvicorn's worker for gunicorn resets every signal at its
+start. At its end, uvicorn restores the former handlers and sends itself the signal again, as handlers of services also
+do. So during a session we replace `signal.signal` and `signal.getsignal`. Where the service sets the default, they set
+our handler, and they return the default in place of our handler. A reset by C code is not noticed.
 
-Native code such as tokio replaces our handler by `sigaction`, stops by itself, and then calls the replaced handler. It
-never calls the default, so our handler then does nothing.
+Native code such as tokio replaces our handler by `sigaction`, and calls it after its own. Such code stops the process
+by itself and never calls the default, so our handler then does nothing.
 """
 
 from __future__ import annotations

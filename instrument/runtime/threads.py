@@ -1,4 +1,4 @@
-"""Threads of our own, which are real threads even if gevent patches `threading`, and which restart after a death."""
+"""Our own threads, which are real threads even if gevent patches `threading`, and which restart after a crash."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RESTART_S = 0.2
 """Seconds after which a dead thread starts again."""
 
 WORK_SLICE_S, PAUSE_S = 0.001, 0.0005
-"""Seconds of uninterrupted work on a thread of ours, and of the pause after it. Without pauses a server would wait 5 ms
-for the GIL several times per request."""
+"""Seconds for which a thread of ours works without a pause, and seconds of the pause. Without pauses a server would
+wait 5 ms for the GIL several times per request."""
 
 _own_threads: dict[int, tuple[str, int]] = {}
 """The names and process ids of our running threads, by thread id."""

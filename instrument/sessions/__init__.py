@@ -1,1 +1,1 @@
-"""The sessions: a session keeps one profile in force in a process, from `start` to `stop`, and ends in order."""
+"""The sessions. A session keeps one profile in force in a process, from `start` to `stop`."""

@@ -1,4 +1,4 @@
-"""The diagnostics of a session, which reports print last: what was lost, what went unobserved, and what it cost."""
+"""The diagnostics of a session, the last lines of a report: losses, unobserved targets, and the cost of recording."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ else:
 MOST_COMPLAINTS = 20
 
 MOST_UNCALLED = 500
-"""The maximum number of uncalled targets whose names are sent to the run's report. With more, no name is sent."""
+"""The maximum number of uncalled targets whose names go into the run's report. If there are more, no name is sent."""
 
 SUB_INTERPRETER_MODULES = {"_interpreters", "_xxsubinterpreters"}
-"""The modules whose import shows that a program makes sub-interpreters, in which nothing is recorded."""
+"""The modules that a program imports to make sub-interpreters, in which nothing is recorded."""
 
 _UNSENT = ("failed", "rejected", "dropped")
 

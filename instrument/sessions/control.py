@@ -1,6 +1,6 @@
 """The control thread of a process, which answers the agent's requests and applies changes of the profile's file.
 
-With `control.watch` in the profile, it calls `os.stat` on the file every `FILE_CHECK_S`.
+If the profile sets `control.watch`, the thread checks the file for changes every `FILE_CHECK_S`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FILE_CHECK_S = 0.1
 """Seconds between two checks of the profile's file for a change."""
 
 QUIET_S = 0.02
-"""Seconds for which a changed file must stay the same before it is read, because an editor may still write it."""
+"""Seconds for which a changed file must stay unchanged before it is read, because an editor may still write it."""
 
 GRACE_S = 1.0
-"""Seconds after which an invalid file is reported. Until then it may only be half-written."""
+"""Seconds for which a file may be invalid before that is reported, because it may only be half-written."""
 
 MAIN_THREAD_CHECK_S = 0.2
-"""Seconds between two checks whether the main thread has ended, because the process may have to end with it."""
+"""Seconds between two checks whether the main thread has ended, because then the process may have to end, too."""
 
 EXPORT_CHECK_S = 1.0
 """Seconds between two checks whether an exporter reads this process's recording."""

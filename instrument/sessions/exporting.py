@@ -1,6 +1,6 @@
-"""The export of a running session: the session reads its recording and sends the spans, or leaves both to the agent.
+"""The export of a running session, which reads and sends spans itself, or leaves both to the agent.
 
-`handover` chooses between the two.
+The module `handover` makes this choice.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ FLUSH_POLL_S = 0.01
 """Seconds between two checks by `flush` whether the agent has sent everything."""
 
 SCRAPE_WAIT_S = 1.0
-"""Seconds for which a scrape waits for a busy session before it gets the metrics of the scrape before."""
+"""Seconds for which a scrape waits for a busy session. Then it gets the metrics of the previous scrape."""
 
 GAUGE_AGE_LIMIT_NS = 30 * 10**9
-"""Nanoseconds after which a gauge's reading is too old for a scrape."""
+"""Nanoseconds after which a reading of a gauge is too old for a scrape and is left out."""
 
 NO_AGENT = (
     "export.prometheus and capture.to: asked of the agent of a run, found none; nothing listens and nothing is written "

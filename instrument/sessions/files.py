@@ -1,6 +1,6 @@
 """The paths of the files that a process writes, how much disk they may use, and how to write a report.
 
-Workers of a service share a profile, and so its path templates. Process ids in the names keep their files apart.
+All workers of a service use the same templates for paths. File names contain process ids to keep the files apart.
 """
 
 from __future__ import annotations

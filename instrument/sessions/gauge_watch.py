@@ -1,8 +1,8 @@
-"""The choice of who reads a process's gauges: the agent of its run, else a thread of the process.
+"""The choice of who reads a process's gauges: the agent of its run, or a thread of the process itself.
 
-The agent cannot read torch's allocator from outside, so the control thread of the process sends it these readings. The
-process reads all gauges itself if it has no agent, or if the agent refuses. A lock on the recording admits only one
-reader.
+The agent cannot read torch's allocator from outside, so the control thread of the process sends the allocator's values.
+The process reads all gauges itself if it has no agent, or if the agent refuses. A lock on the recording ensures that
+only one reader writes gauges into it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The handlers for `Profiler(on_trace_ready=...)`: functions of a `Window` that write, send or print its trace.
+"""The handlers for `Profiler(on_trace_ready=...)`: functions that write, send or print the trace of a `Window`.
 
-`Profiler.step` runs a user's handlers and `print_summary` itself. It runs `export_chrome` and `export_otlp`, which are
-slow, on a thread: `step` only copies the rows of the window, and the thread makes spans of them.
+`Profiler.step` calls `print_summary` and a user's own handlers directly. The handlers `export_chrome` and `export_otlp`
+are slow and run on a thread. For them, `step` only copies the window's rows, from which the thread makes spans.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
-"""The maximum number of windows that wait to be written after the newest, and of their rows, 0.4 KB each. Beyond
-either, the oldest windows are dropped and counted."""
+"""The maximum number of waiting windows, and of rows in them, 0.4 KB each. Beyond either maximum, the oldest windows
+are dropped and counted, but never the newest."""
 
 WAIT_LIMIT_NS = 30 * 10**9
-"""Nanoseconds for which `Profiler.stop` waits for windows to be written and sent. Then it drops the rest."""
+"""Nanoseconds for which `Profiler.stop` waits for windows to be written and sent. Then it drops the other windows."""
 
 _FILE = "{service}-{pid}-{window}.json.gz"
 

@@ -1,8 +1,8 @@
-"""The handover of the export from this process to the agent, and the progress and losses of either.
+"""The handover of the export from this process to the agent, with the progress and the losses of the export.
 
-If the process has an agent, that reads and exports the recording, and the session needs no reader and no thread for it.
-If the agent is killed, the next agent continues from the checkpoint in the recording. Only a session that never had an
-agent exports by itself, with the same classes, and imports numpy for that.
+The agent of a process reads and exports its recording, so the session needs no reader and no thread for that. If the
+agent is killed, the next agent continues from the checkpoint in the recording. A session that never had an agent
+exports by itself, with the same classes, and imports numpy for that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FULL_RETRY_S = 0.02
 """Seconds between two attempts to read more rows while the exporter's queue is full."""
 
 UNREAD_LIMIT_S = 1.0
-"""Seconds for which the export of a window waits until all rows up to its end are read. Then it fails."""
+"""Seconds for which the export of a window waits until all its rows are read. Then the export fails."""
 
 
 class OwnExport:
@@ -203,7 +203,7 @@ def _attempt(_: int, action: Callable[[], object]) -> None:
 
 
 LAST_READ_S = 5.0
-"""Seconds for which a new session waits until the agent has read the rows of the session before."""
+"""Seconds for which a new session waits for the agent to read the rows of the previous session."""
 
 UNREAD = "spans of the session before this one that its agent had not read"
 UNDELIVERED = "spans on their way by the agent of the run, which reports those that it loses"

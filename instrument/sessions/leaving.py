@@ -1,6 +1,6 @@
 """The end of a session within a deadline: it sends the last spans, writes files, and prints the summary.
 
-Before the summary it says goodbye to the agent, which decides which process prints the report of the run.
+Before the summary, the process says goodbye to the agent. The agent decides which process prints the run's report.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.saving import Saving
 
 AGENT_SEND_S = 1.0
-"""Seconds for which an ending process that prints a summary waits for the agent to send its spans. The run's first
-process waits up to its deadline, because in a container the agent ends with it."""
+"""Seconds for which an ending process with a summary waits for the agent to send its spans. The run's first process
+waits until its deadline, because its end may also end its container, with the agent."""
 
 STALLED_AGENT_S = 1.0
 """Seconds for which an ending process waits for an agent that reads no new rows, such as a stopped one."""
@@ -43,12 +43,12 @@ LAST_SEND_S = 1.0
 """Seconds before the deadline that are reserved for sending if this process exports by itself."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""Nanoseconds for which `stop`, interpreter exit and SIGTERM wait at most: for threads, drivers, the agent, the
-collector and a full pipe of the summary. The time to write files is not limited."""
+"""Nanoseconds for which `stop`, interpreter exit and SIGTERM wait in all: for threads, drivers, the agent, the
+collector, and a full pipe of the summary. The time to write files is not limited."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""Seconds of `EXIT_LIMIT_NS` that are reserved for sending and all later steps, for the report of a run, and for a
-summary."""
+"""Seconds before the end of `EXIT_LIMIT_NS` that are reserved: for sending and all later steps, for the run's report,
+and for the summary."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
 UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"

@@ -1,8 +1,8 @@
 """The connection of a process to the agent of its run, by which it joins, sends messages, and says goodbye.
 
-While the connection is open, the agent knows that the process lives. A dead, stopped or slow agent costs the service
-nothing: only the goodbye waits briefly, if this process may have to print the run's report. Joining needs no thread.
-The control thread handles the agent's messages.
+An open connection shows the agent that the process lives. A dead, stopped or slow agent does not delay the service.
+Only the goodbye waits briefly, if this process may have to print the run's report. Joining needs no thread. The control
+thread handles the agent's messages.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from instrument.sessions.saving import Saving, templates
 from instrument.sessions.session_threads import SessionThreads
 
 ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S = 0.5, 2.5
-"""Seconds to wait for the answer to a goodbye: of a running agent, and of an agent that has just been started."""
+"""Seconds to wait for the answer to a goodbye: from a running agent, and from an agent that has just been started."""
 
 SCRAPE_LIMIT_S = 2.0
-"""Seconds for which a scrape waits for the agent, and then again for its exporter, which may have to start."""
+"""Seconds for which a scrape waits for the agent. It then waits as long for the exporter, which may have to start."""
 
 OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
 

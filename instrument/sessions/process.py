@@ -1,6 +1,6 @@
 """The functions of `import instrument` that start, stop and read the one session of a process.
 
-The module also has the handlers that end the session at a signal and continue it after a fork.
+The module's handlers end the session at a signal and continue it after a fork.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""The id of the process to which a thread sends a signal again, by signal number; 0 once the signal is handled."""
+"""The process id to which each signal is being sent again, by signal number; 0 once the signal is handled."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:

@@ -1,4 +1,4 @@
-"""The reload of a running session's profile, whose versions are counted as generations."""
+"""The reload of a running session's profile. Each loaded profile is numbered as a generation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from instrument.sessions import files
 from instrument.sessions.recorded import Recorded
 
 FORK_WAIT_S = 1.0
-"""Seconds for which a fork waits for a reload on another thread, because a child would inherit it half-done."""
+"""Seconds for which a fork waits for a reload on another thread, because the child would inherit a half-done reload."""
 
 MOST_NAMES = 100
-"""The maximum number of target names per list in the answer to the agent. Further ones are only counted."""
+"""The maximum number of target names per list in the answer to the agent. Further targets are only counted."""
 
 Answer = Mapping[str, Any]
 

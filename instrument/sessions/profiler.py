@@ -1,8 +1,9 @@
-"""The `Profiler` of a training loop, which calls `step` at the end of each step and gets traces of windows of steps.
+"""The `Profiler` of a training loop. The loop calls `step` at the end of each step, and gets traces of windows of
+steps.
 
-A `Profiler` joins the running session, or begins one that ends with its last `Profiler`. Because it never switches the
-recording off, spans that are open at the edges of a window are in it too, clipped and marked. A step outside of a
-window costs as much as a step within, but is not read.
+A `Profiler` joins the running session, or begins a session that ends with the last `Profiler`. Recording is never
+switched off, so a window also has the spans that were open at its edges, clipped and marked. A step outside of a window
+costs as much as a step within, but is not read.
 
 If neither the call nor the environment names a profile, the loop records with `EVERYTHING`: phases, the wait for
 batches, communication, every layer, copies, and the load of process and machine.
@@ -49,7 +50,7 @@ STEP_LIMIT_S = 1.0
 """Seconds for which the end of the session waits for a call of `step` on another thread."""
 
 _ANY_THREAD = 0
-"""The key, in place of a thread id, under which the waits of `Profiler.loader` on any thread are added up."""
+"""The key for the summed waits of `Profiler.loader` on any thread, where other keys are thread ids."""
 
 
 class Profiler:

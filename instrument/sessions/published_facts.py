@@ -1,7 +1,7 @@
 """The values that a session writes into its recording for readers in other processes, in addition to the rows.
 
-These are the process's identity, its export settings, verdicts on its rules, and counts that only the session has. They
-are written again after a change. Costly ones may take only a fixed share of the time.
+The values are the process's identity, its export settings, verdicts on its rules, and counts that only the session has.
+The session writes a changed value again. Writing costly values takes at most a fixed share of the time.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ COUNTS_INTERVAL_NS = 10 * 10**9
 """Nanoseconds between two writes of the session's losses and costs into the recording, for metrics."""
 
 COST_FACTOR = 20
-"""The shortest pause before a costly value is written again, as a multiple of the time that its last write took."""
+"""The minimum pause before a costly value is written again, as a multiple of the duration of its last write."""
 
 VERDICTS_PAUSE_NS = 10_000_000_000
-"""The longest pause in nanoseconds between two writes of the verdicts on the rules."""
+"""The maximum nanoseconds between two writes of the verdicts on the rules."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
-"""The maximum numbers of notes written for other processes, of characters per note, and of names of uncalled
-targets."""
+"""The maximum number of notes for other processes, of characters per note, and of names of uncalled targets."""
 
 
 class PublishedFacts:

@@ -1,4 +1,4 @@
-"""The recording part of a session: the components that record, and the traces, totals and reports made from that.
+"""The recording part of a session: the components that record, and the traces, totals and reports from their data.
 
 `Session` starts the components, changes their profile, and stops them.
 """
@@ -67,7 +67,7 @@ HEALTH_PROBES = late_pattern(
 """A pattern that matches the names of health probes and of metrics endpoints, which do no work of the service."""
 
 Firsts = Mapping[int, tuple[int, int]]
-"""The first completed call of each call path, by call node: its begin and its length in ns."""
+"""The first completed call of each call path, by call node: its begin and its duration in ns."""
 
 
 class Recorded:

@@ -1,6 +1,6 @@
-"""The writer of a session's files: each window as the profile asks for it, and the summary at the end.
+"""The writer of a session's files: each window that the profile asks for, and the summary at the end.
 
-Writing needs numpy, which is imported with the first file.
+Writing needs numpy, which the first written file imports.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The start and end of a session's threads: that of the exporter, that of gauges, and one that reads the recording."""
+"""The start and end of a session's threads: the exporter, the reader of gauges, and the reader of the recording."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ BUSY_READ_INTERVAL_S = 0.05
 """Seconds between two reads of the recording while the probes cost more than their budget."""
 
 START_DELAY_S = 0.2
-"""Seconds from the first span to the start of the session's threads, which would compete with a starting service for
-the GIL."""
+"""Seconds from the first span to the start of the session's threads. Earlier threads would take the GIL from a starting
+service."""
 
 TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
-"""Bytes of ring memory that are touched at the start, and bytes that are touched ahead of the writing threads. A span
-that is written into untouched memory costs 50 ns more, for page faults."""
+"""Bytes of ring memory to touch at the start, and to touch ahead of the writing threads. A span costs 50 ns more in
+untouched memory, because of page faults."""
 
 START_WAIT_S = 1.0
 """Seconds for which `stop` waits for threads that are just starting."""

@@ -1,8 +1,8 @@
-"""The insertion of a loop's steps as spans into a recorded trace, below the spans around a step and above those in it.
+"""The insertion of a loop's steps as spans into a recorded trace, between the spans around a step and those inside it.
 
-A step cannot be recorded as a scope, because the call that ends it may be within other spans. So steps are inserted
-once all spans of the thread are known. A span that was open across the end of a step keeps its parent. Its time within
-each step reduces the self time of that step.
+A step cannot be recorded as a scope, because the call that ends it may be inside other spans. So steps are inserted
+after recording, when all spans of the thread are known. A span that was open at the end of a step keeps its parent. The
+part of this span within a step is subtracted from the step's self time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instrument.trace.trace import Trace, with_spans
 
 _FIRST_ID = 1 << 61
 _IDS = itertools.count(_FIRST_ID)
-"""A counter of ids for step spans, which are larger than all ids of recorded spans."""
+"""A counter of ids for step spans. These ids are larger than the ids of all recorded spans."""
 
 
 # Steps that nobody reports

@@ -1,12 +1,12 @@
-"""The driver of torch.profiler, which adds each operator of torch, its kernels and its memory to a loop's window.
+"""The driver of torch.profiler, which adds torch's operators, with their kernels and memory, to the window of a loop.
 
-An operator costs a microsecond or more, and on a GPU torch.profiler waits for the device at the end of a window. So it
-runs only in loops with a `Profiler`, never in a service. This module never imports torch. If torch.profiler fails, the
-window has a note in place of operators.
+An operator costs a microsecond or more, and on a GPU torch.profiler waits for the device at the end of a window. So
+torch.profiler runs only in loops with a `Profiler`, never in a service. This module never imports torch. If
+torch.profiler fails, the window has a note in place of operators.
 
-An operator becomes a child of the innermost span that was open on its thread at the operator's middle. It is cut to
-that span, because the two clocks agree only to within a microsecond. Device work becomes device time of the innermost
-operator that launched it, except copies, which have spans of their own.
+An operator becomes a child of the innermost span that was open on its thread at the operator's middle. The operator is
+cut to that span, because the two clocks differ by up to a microsecond. Device work counts as device time of the
+innermost operator that launched it. Only copies have spans of their own.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 
 UNCERTAINTY_NS = 1_000
-"""Nanoseconds by which the times of a kernel may be off after their conversion to the host's clock."""
+"""The maximum error in ns of a kernel's times after their conversion to the host's clock."""
 
 _IDS = itertools.count(3 << 60)
-"""A counter of ids for operator spans, which are larger than all ids of recorded spans and of steps."""
+"""A counter of ids for operator spans. These ids are larger than the ids of all recorded spans and of steps."""
 
 _start = attrgetter("start_ns")
 
@@ -217,17 +217,17 @@ def _overlapped(work: Sequence[Kernel]) -> set[int]:
 
 
 WINDOW_LIMIT_S = 10.0
-"""Seconds after which torch.profiler ends within a scheduled window, because an operator takes 1 KB and 20 us."""
+"""Seconds after which torch.profiler stops within a scheduled window, because each operator takes 1 KB and 20 us."""
 
 OPEN_WINDOW_LIMIT_S = 2.0
-"""Seconds after which torch.profiler ends within a window that has no scheduled end, to limit its memory."""
+"""Seconds after which torch.profiler stops within a window without a scheduled end, to limit its memory."""
 
 MARK = "instrument.clock"
 MARKS = 4
-"""The number of marks at each end of a window. A mark has a time on torch's clock and ours; the first is imprecise."""
+"""The number of marks at each end of a window. A mark is a moment on torch's clock and ours; the first is imprecise."""
 
 ROUNDS, TRIALS = 8, 32
-"""The number of rounds, and of operators per round, that measure what an operator costs. The fastest round counts."""
+"""The number of rounds that measure the cost of an operator, and of operators per round. The fastest round counts."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 
@@ -237,7 +237,7 @@ _holding = threading.Lock()
 """A lock that a `TorchProfiler` holds while it runs torch.profiler, which can run only once in a process."""
 
 _operator_ns: dict[tuple[bool, bool], float] = {}
-"""Nanoseconds that torch.profiler adds to an operator, as measured in this process, by `record_shapes` and
+"""Nanoseconds that torch.profiler adds to an operator, measured in this process for each pair of `record_shapes` and
 `profile_memory`."""
 
 

@@ -1,6 +1,6 @@
-"""The windows, ranges of steps of which each has a trace, and the schedules that make them.
+"""The windows, which are ranges of steps with a trace each, and the schedules that choose the ranges.
 
-A step is a request for the schedule of a profile, and an iteration for the `Profiler` of a loop. Steps count from 0.
+A step is a request in the schedule of a profile, and an iteration in a `Profiler`. Steps count from 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEP = Site("step", "step", "instrument", "Profiler.step")
 """The site of all step spans. Their attributes are `step`, the step's number, and `samples`, the count of samples."""
 
 MOST_STEPS = 100_000
-"""The maximum number of steps that are kept to become spans, 0.2 KB each. Older steps are dropped."""
+"""The maximum number of steps, 0.2 KB each, that are kept until they become spans. Older steps are dropped."""
 
 
 class Step(NamedTuple):
@@ -227,7 +227,7 @@ Cut = tuple[int, int, int]
 
 
 WINDOWS_THREAD = "instrument-windows"
-"""The name of the threads on which the windows of loops are written and sent; their own rows are in no window."""
+"""The name of the threads that write and send the windows of loops. Rows of such threads are in no window."""
 
 
 class Stretch(NamedTuple):

@@ -1,7 +1,7 @@
-"""The presets, named profiles in files of this folder, and how a profile that names one is merged with it.
+"""The presets, which are named profiles in files of this folder, and the merging of a profile with its preset.
 
-A profile names a preset with `preset:` and refines it. Mappings are merged key by key. Any other value of the profile,
-such as a list, replaces that of the preset as a whole. Null counts as omitted, as everywhere.
+A profile names a preset with the key `preset`, and changes its settings. Mappings are merged key by key. Any other
+value of the profile, such as a list, replaces the preset's whole value. A value of null counts as omitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINES: Mapping[str, str] = {
     "mosec": "mosec",
     "litserve": "litserve",
 }
-"""The preset for each inference engine, by the package that a service imports."""
+"""The preset for each inference engine, by the package of the engine that a service imports."""
 
 PRESETS: tuple[str, ...] = ("serving", "training", *ENGINES.values(), "fastapi", "transformers")
 

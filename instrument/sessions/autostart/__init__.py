@@ -1,9 +1,9 @@
 """The start of a session in each Python process of `instrument run`, which puts this folder on PYTHONPATH.
 
-Most processes of a service record nothing, such as tools, launchers and helpers. So a process at first loads only this
-module and an import hook. Its session begins just before it imports a package that the profile may instrument, or as it
-first uses a name of `instrument`. Until then the agent of the run does not know the process. The first process of the
-run begins its session at once, because it reports the rules that have no target.
+Most processes of a service, such as tools and launchers, record nothing. So a process at first loads only this module
+and an import hook. Its session begins just before the process imports a package that the profile may instrument, or
+when the process first uses a name of `instrument`. Until then the process does not join the agent. The first process of
+the run begins its session at once, because it reports the rules that have no target.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "INSTRUMENT_AWAITED"
-"""The environment variable with the packages to wait for, after the time and size of the profile's file."""
+"""The environment variable with the packages whose import begins a session, after the profile file's time and size."""
 
 FIRST = "first"
-"""The file in the run's folder that the first Python process creates, so that no other takes itself for the first."""
+"""The file in the run's folder that the first Python process creates, so that no other process counts as the first."""
 
 
 def begin() -> None:
