@@ -341,7 +341,7 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (321, 4),
-    "agent": (4_609, 15),
+    "agent": (4_605, 15),
     "chrome": (3_261, 9),
     "cli": (2_990, 16),
     "compat": (1_181, 6),
@@ -354,7 +354,7 @@ LINES_AND_FILES = {
     "profile": (2_614, 8),
     "proposal": (1_390, 4),
     "recorder": (2_653, 10),
-    "recording": (4_053, 16),
+    "recording": (4_052, 16),
     "report": (14_877, 46),
     "runtime": (2_820, 18),
     "sessions": (6_770, 23),
