@@ -29,13 +29,13 @@ BLOCK_BYTES = 1 << 17
 """The number of bytes that are read at a time. The heap reuses blocks of this size without system calls."""
 
 DEEPEST = 900
-"""The deepest nesting of JSON brackets that is read."""
+"""The maximum depth of nested JSON brackets that is read."""
 
 MOST_TRIES = 4
-"""The most closing brackets, from the last one backwards, that are tried as the end of a complete value."""
+"""The maximum number of closing brackets that are tried as a value's end, from the last bracket backwards."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""The number of bytes that are first decoded for a value, and the number of last bytes of a text that may cut off a
+"""The number of bytes of a value that are decoded first, and the number of bytes at a text's end that may be a cut
 token."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
@@ -213,7 +213,7 @@ def find_ends(text: bytes | memoryview) -> Iterator[int]:
 Int64 = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64 - 1)]
 
 EXACT_US = 1 << 42
-"""The time in microseconds from which a float cannot distinguish neighbouring nanoseconds."""
+"""The time in microseconds above which a float cannot distinguish neighbouring nanoseconds."""
 
 NO_ARGUMENTS = msgspec.Raw(b"{}")
 
@@ -342,10 +342,10 @@ def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
 # Damaged events
 
 FARTHEST_US = 1 << 52
-"""The time in microseconds from which the time of an event is invalid."""
+"""The lowest time of an event in microseconds that is invalid."""
 
 LONGEST_TIME = 64
-"""The most characters of a time that is written as text."""
+"""The maximum number of characters of a time that is written as text."""
 
 _ESCAPE = re.compile(
     rb"(\\(?:[\"\\/bfnrt]|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}))"

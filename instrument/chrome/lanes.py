@@ -2,21 +2,21 @@
 
 * Each process of a merged trace is a process with a unique number. A task's lane belongs to one process.
 * A span that no task ran is a complete event (`X`) on the lane of its thread.
-* Requests and the spans of tasks are async slices (`b`, `e`), one lane for each task of a tree: tasks interleave on
-  their thread, so they do not nest by time. The lane of a request has category `request`, others have `task`.
-  `args.kind` has the kind of a slice, because Perfetto nests async slices of one category only.
+* Requests and the spans of tasks are async slices (`b`, `e`). Each task of a tree has a lane, because tasks interleave
+  on their thread and do not nest by time. The lane of a request has the category `request`, other lanes have `task`.
+  Perfetto nests async slices only within one category, so the kind of a slice is in `args.kind` instead.
 * The lane of a request also has an id that is global to all processes. Perfetto shows tracks with a global id before
   the processes. Within a process it shows threads first, the main one on top, in spite of the file's order.
 * A batch has a mark (`n`) at its begin on the lane of each request that it serves.
 * A device interval is a complete event of the process `GPU n`, on the lane of its stream. Sort indexes put devices
-  last, and threads of steps and batches first. Perfetto 52 sorts by the number of slices instead, later versions use
-  the index for processes only, chrome://tracing uses it.
+  last, and threads of steps and batches first. chrome://tracing uses these indexes, and Perfetto after version 52 uses
+  those of processes. Perfetto 52 sorts by the number of slices instead.
 * A sample of a gauge is a counter (`C`) of its process, one track for each gauge. A sample without a number is in the
   metadata only, because counters have numbers only.
 * An arrow that would point into the past, or that the format cannot express, is left out and counted in
   `instrument.arrows_left_out`.
 * Slices of a lane must nest, or viewers drop them silently. A slice that crosses another, or is deeper than viewers
-  show, goes to a further lane such as `MainThread (2)`. `args.lane` has the lane's number. Nothing is cut.
+  show, goes to a further lane such as `MainThread (2)`. `args.lane` has the lane's number. No slice is shortened.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from instrument.trace.layout import in_order, rank_of
 from instrument.trace.trace import MergedProcess, Trace
 
 BATCH = 4096
-"""The most events that are in memory at a time."""
+"""The maximum number of events in memory at a time."""
 
 SPARE_PIDS = 1 << 22
 """The first number beyond all pids of Linux (man 5 proc, pid_max)."""
@@ -48,7 +48,7 @@ DEVICE_PIDS = SPARE_TIDS = 1 << 31
 lanes get thread ids."""
 
 DEEPEST = 511
-"""The deepest nesting of slices in a lane. Perfetto draws the 513th level at the top, and the 512th looks the same."""
+"""The maximum depth of slices in a lane. Perfetto draws the 513th level at the top, and the 512th looks the same."""
 
 
 # Processes
@@ -148,7 +148,7 @@ class _Lanes:
     def __init__(self) -> None:
         self.lanes: list[list[tuple[int, int]]] = [[]]
         self.until: list[tuple[int, int]] = []
-        """The times at which further lanes will be empty, as a heap."""
+        """The times at which further lanes become empty, as a heap."""
         self.moved: dict[int, int] = {}
 
     def place_slice(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:

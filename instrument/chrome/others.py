@@ -42,7 +42,7 @@ Shape = Sequence[int]
 _Formula = Callable[[Sequence[Shape], Sequence[str]], int]
 
 MOST_DIMENSIONS = 64
-"""The most dimensions of a tensor in torch. The limit bounds the time that a damaged file can take."""
+"""The maximum number of dimensions of a tensor in torch. It bounds the time that a damaged file can take."""
 
 _NUMBERS = re.compile(r"\[([0-9]{1,9}(?:, [0-9]{1,9})*)?\]")
 _TRUTHS = re.compile(r"\[((?:True|False)(?:, (?:True|False))*)\]")
@@ -160,7 +160,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _attention_formula(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _attention_formula(backward=True) for name in _ATTENTION},
 }
-"""The number of operations as a function of a call's shapes and values, by the name of torch's operator."""
+"""The functions that count the operations of a call from its shapes and values, by the name of torch's operator."""
 
 
 OPERATOR = "cpu_op"
@@ -178,7 +178,7 @@ STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])
 """The name of a step's slice in torch.profiler and paddle.profiler, with the step's number. Paddle adds the length."""
 
 ON_DEVICE = "gpu_user_annotation"
-"""The category of torch.profiler's slices that repeat host annotations above the device's work."""
+"""The category of slices in which torch.profiler repeats the host's annotations on the device's lanes."""
 
 NAMELESS = "(no name)"
 """The name given to a slice without a name."""
@@ -187,8 +187,8 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The time in microseconds from which times must count from 1970, and the most slices at time 0 that wait for such a
-time. Among times since 1970, slices at time 0 are invalid."""
+"""`ABSOLUTE_US` is the lowest time in microseconds that shows that a file's times count from 1970. Then slices at time
+0 are invalid. Up to `MOST_AT_ZERO` slices at time 0 wait for such a time."""
 
 
 class _Facts(NamedTuple):
@@ -537,8 +537,8 @@ class ForeignSlices:
 
 _VALUES = frozenset((str, int, float, bool))
 _LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
-"""A key with a list, behind another key of arguments without escapes. No match begins within a text, because a comma,
-a colon or a bracket follows the end of each text."""
+"""A regular expression for a list and its key, after another key of arguments without escapes. No match begins within a
+text, because a comma, a colon or a bracket follows the end of each text."""
 
 
 def are_attributes(args: bytes) -> bool:

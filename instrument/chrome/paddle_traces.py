@@ -1,7 +1,7 @@
 """Interprets the events of `paddle.profiler` in Chrome traces: kinds, names, lanes, times and allocations.
 
-An event's category is its type, and its name ends with the call's length. A thread has a lane for Python and one for
-C++. The time of an event is cut to microseconds, but its arguments have the nanoseconds.
+Paddle stores an event's type as its category, and adds the call's length to its name. A thread has one lane for Python
+and one for C++. An event's time is cut to whole microseconds, so exact times are read from the event's arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Meaning(NamedTuple):
 
 
 _PART = Meaning("phase", (("phase", False),))
-"""The meaning of an event that is a part of an operator. Such a phase is no phase of training."""
+"""The meaning of an event that is a part of an operator. Its kind `phase` is not a phase of training."""
 
 _MEANINGS: Mapping[str, Meaning] = {
     "Backward": Meaning("phase", (("phase", "backward"),)),
@@ -49,21 +49,21 @@ _MEANINGS: Mapping[str, Meaning] = {
 }
 
 RESERVING = ("ReservedAllocate", "ReservedFree")
-"""The categories of the allocator's own reservations, which its reserved bytes already include."""
+"""The categories of the allocator's own reservations. The allocator's reserved bytes already include these."""
 
 _TOOK = re.compile(r"(.*)\[[0-9.]+ (?:ns|us|ms|s)\]", re.DOTALL)
 _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
 _THREAD = re.compile(r"(thread [0-9]+:.*)\((?:Python|C\+\+)\)", re.DOTALL)
 _SINCE_FIRST = re.compile(r"([0-9]{1,15})\.([0-9]{3}) us")
 _COPIES = ("memcpy", "memorycopy", "memset")
-"""The lower-case words that mark a range as a memory copy, if its name contains one."""
+"""The lower-case words that mark a range as a memory copy if its name contains one of them."""
 _COPY = re.compile(r"GpuMemcpy(Sync|Async)(?:\(same_gpu\))?:(CPU|GPU)->(CPU|GPU)")
 _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""The most ns between the start of an event and the exact start in its arguments. Further apart, the arguments are
-ignored."""
+"""The maximum ns between the start of an event and the exact start in its arguments. If they differ more, the arguments
+are ignored."""
 
 
 def meaning(category: str, name: str) -> tuple[str, Meaning] | None:

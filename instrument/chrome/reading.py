@@ -30,14 +30,14 @@ from instrument.trace.trace import Allocations, Trace
 from instrument.trace.watched import KernelColumns
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
-"""The maximum number of unpacked bytes per packed byte of a file, or `LEAST_UNPACKED` bytes if that is more. Real
+"""The maximum size of an unpacked file: 100 times its packed size, or `LEAST_UNPACKED` bytes if that is more. Real
 traces unpack to 10 to 30 times their size."""
 
 LIMIT_KEYS = 1000
-"""The most top-level keys of a trace next to its events."""
+"""The maximum number of a trace's top-level keys besides its events."""
 
 LIMIT_BACKWARD = 1000
-"""The most spans that begin before their parent. Views would take unbounded time for a damaged file with more."""
+"""The maximum number of spans that begin before their parent. With more, as in a damaged file, views take too long."""
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:

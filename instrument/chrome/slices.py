@@ -1,8 +1,8 @@
 """Converts the slices of a trace file into columns, for files of any profiler.
 
-Slices nest within a line: that of a thread, or that of an async key. A slice's parent is the innermost slice around it,
-unless its arguments name a parent. Our slices have ids as arguments, and numbers that cannot be derived from other
-slices. `others` reads the arguments of other profilers.
+Slices nest within a line. A line is a thread or an async key. A slice's parent is the innermost slice around it, unless
+its arguments name a parent. The arguments of our slices have ids, and numbers that cannot be derived from other slices.
+`others` reads the arguments of other profilers.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from instrument.trace.trace import SpanViews, Trace
 _LIMIT_NS = LIMIT_US * 1000
 
 LIMIT_EVENTS = 5 * LIMIT_SPANS
-"""The maximum number of events in a file, slices or not."""
+"""The maximum number of events in a file, including those that are no slices."""
 
 UNTOLD = -INT64
-"""The placeholder for a number that a slice's arguments omit."""
+"""The placeholder for a number that is missing in a slice's arguments."""
 
 _SLICES = frozenset("XBEbe")
 _LANE, _ASYNC = attrgetter("pid", "tid"), attrgetter("pid", "cat", "id", "id2")
@@ -418,7 +418,7 @@ def _roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
-"""The bytes of a flat JSON object of texts and numbers, except its first `{`."""
+"""The bytes that a flat JSON object of texts and numbers can have after its first `{`."""
 
 
 def _refuse_attributes(text: bytes) -> None:

@@ -1,10 +1,10 @@
 """Writes a trace in Perfetto's own format, for Perfetto's viewer and trace processor.
 
-Slices, names, times and lanes are those of the Chrome trace (see `lanes`). An empty slice is a sibling of a slice with
-the same begin. Readers of Chrome traces nest it instead. Tracks are in this order: requests and the tasks in their
-trees; each process with its threads, the main one first; other tasks; gauges as counters; devices with streams. Events
-carry any number of arrows, so none is left out. Kinds are categories. Attributes and other facts of a span are debug
-annotations. Times are those of the monotonic clock, with a snapshot of the time of day. Names are written once.
+Slices, names, times and lanes are those of the Chrome trace (see `lanes`). Only an empty slice differs: here it is a
+sibling of a slice with the same begin, but readers of Chrome traces nest it. Tracks are in this order: requests and the
+tasks in their trees; each process with its threads, the main one first; other tasks; gauges as counters; devices with
+streams. An event can have any number of arrows, so none is left out. The category of a slice is its kind. Attributes
+and other facts of a span are debug annotations. Times are on the monotonic clock, and a snapshot gives the time of day.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[perfetto]"
 
 SEQUENCE = 1
-"""The id of the file's only packet sequence. Names are numbered per sequence, so each is written once."""
+"""The id of the file's only packet sequence. Names have numbers within a sequence, so each name is written once."""
 
 PROCESS = 1
 """The uuid of the first process's track."""
 
 REQUESTS = 2
-"""The uuid of the parent track of requests. Perfetto shows a parent track without a process before all processes."""
+"""The uuid of the parent track of requests. The track has no process, so Perfetto shows it before all processes."""
 
 FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
 """The ranks by which Perfetto orders the tracks below the threads of a process."""

@@ -1,4 +1,4 @@
-"""Writes Chrome traces: the events of spans, intervals and arrows, counters, names of lanes, and metadata."""
+"""Writes Chrome traces: events of spans, device intervals and arrows, counters, names of lanes, and metadata."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from instrument.trace.trace import Trace
 
 
 SPARE_BINDS = 1 << 63
-"""The bit that is set in each of our bind ids, because Perfetto numbers `s` and `f` arrows from 0 in the same space."""
+"""The bit that all of our bind ids have. Perfetto gives `s` and `f` arrows ids from 0 in the same space."""
 
 
 NOT = repeat(UNSET)
-"""The values of a field that every event omits."""
+"""The values of a field that no event has."""
 
 
 class DrawnEvent(msgspec.Struct, gc=False):

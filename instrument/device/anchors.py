@@ -2,13 +2,13 @@
 
 An anchor is an event on an otherwise unused stream. It happened between the host time before its record and the host
 time after a poll that observed it (Cristian's algorithm). The tightest anchor of a burst is kept. Between two anchors
-the device's clock is taken to run evenly, which cancels the difference of the oscillators. Elapsed times are 32-bit
-floats in ms, whose resolution is worse than half a microsecond beyond 4.1 s, so no time is computed from an anchor
-farther away.
+the device's clock is assumed to run evenly, which cancels the difference of the oscillators. CUDA returns elapsed times
+as 32-bit floats in ms. Beyond 4.1 s their resolution is worse than half a microsecond, so no time is computed from an
+anchor farther away.
 
 The host's clock does not run evenly: NTP may slew CLOCK_MONOTONIC by 500 ppm at any moment. CLOCK_MONOTONIC_RAW is not
-slewed. Both are read with each anchor and for each event, and the change of their difference adds to the uncertainty.
-Without a raw clock the largest slew of NTP is added.
+slewed. Both clocks are read with each anchor and for each event, and a change of their difference adds to the
+uncertainty. Without a raw clock the largest slew of NTP is added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The most readings per anchor, polls per reading, and ns per reading. A device that exceeds them counts as busy."""
+"""The maximum readings per anchor, polls per reading and ns per reading. A device that exceeds one of them is busy."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -31,24 +31,24 @@ RESOLUTION_NS = 500
 """The documented resolution of an event's time in ns (cuEventElapsedTime)."""
 
 OSCILLATORS = 100e-6
-"""The largest relative difference between the rates of two oscillators (100 ppm) that is assumed."""
+"""The assumed maximum difference between the rates of two oscillators, as a ratio (100 ppm)."""
 
 SLEW = 500e-6
 """The largest rate at which NTP slews the host's clock, 500 ppm (adjtime(3))."""
 
 DRIFT = OSCILLATORS + SLEW
-"""The largest drift of a device's clock from the host's, assumed until a second anchor measures the drift."""
+"""The maximum drift of a device's clock from the host's that is assumed until a second anchor measures it."""
 
 WANDER = 10e-6
-"""The largest change of the ratio of two oscillators' rates within seconds, 10 ppm. Temperature causes it."""
+"""The maximum change, within seconds, of the ratio of two oscillators' rates (10 ppm). Temperature causes it."""
 
 JUMP = 2e-3
-"""The deviation of a clock's rate from 1 above which a clock was set or stopped, and has not drifted."""
+"""The deviation of a clock's rate from 1 above which the clock was set or stopped. Drift is smaller."""
 
 READINGS = 3
 
 LOOSE_NS = 5 * 10**5
-"""The uncertainty of an anchor in ns above which another anchor is taken soon."""
+"""The uncertainty of an anchor in ns above which the next anchor is taken soon."""
 
 _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 

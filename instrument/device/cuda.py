@@ -1,14 +1,14 @@
 """Calls the CUDA driver for events, streams and contexts, and finds the current streams of frameworks.
 
-This is the only module that uses `cuda.bindings.driver`. Nothing initialises CUDA or makes a context. Before the
-service has done so, every call reports that there is no context. Calls raise nothing: they return the driver's error as
-an integer, 0 for none, and the timer counts errors.
+This is the only module that uses `cuda.bindings.driver`. It never initialises CUDA or makes a context. Before the
+service has done so, every call reports that there is no context. A call raises nothing but returns the driver's error
+as an integer, 0 for none, and the timer counts errors.
 
 A call into the driver may wait for space in a full launch queue, or for pending host functions. Host functions may be
 written in Python and wait for the interpreter's lock, so a call that kept the lock might never return. All calls
-release the lock, as torch's own records do. `mark`, the call on the service's threads, releases it once for all its
-queries. It keeps the lock if the profile requires that (`device: {gil: hold}`), which saves the wait for the lock while
-another thread computes in Python (`tests/bench/device.py` shows both).
+release the lock, as torch's own records do. `mark`, the call on the service's threads, releases the lock once for all
+its queries. The profile can make `mark` keep the lock (`device: {gil: hold}`). Then `mark` need not wait for the lock
+while another thread computes in Python (`tests/bench/device.py` measures both).
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ UNKNOWN = 999
 NO_CONTEXT = 201
 BAD_HANDLE = 400
 LEGACY, PER_THREAD = 1, 2
-"""The second handle of the legacy default stream, and the handle of the calling thread's own default stream."""
+"""The second handles of two streams: the legacy default stream, and the calling thread's own default stream."""
 
 CAPTURE_ERRORS = frozenset(range(900, 909))
 """The driver's errors about a running capture, after which the device still works."""
 
 FATAL = frozenset({3, 4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, *range(800, 811), 999})
-"""The driver's permanent errors: CUDA is not initialised, the context is destroyed, a kernel has failed, the device is
-lost."""
+"""The driver's permanent errors, such as no CUDA, a destroyed context, a failed kernel or a lost device."""
 
 _NON_BLOCKING = 1
 _THREAD_LOCAL, _RELAXED = 1, 2

@@ -1,8 +1,8 @@
 """Reads the gauges of a process and its devices, at the intervals of its profile.
 
-The process reads them on a thread of its own (`Gauges`), or the agent of its run reads them from outside
-(`GaugeSources`). The host's gauges come from `/proc`. The processor time of the process comes from its clock, in
-nanoseconds, and not from ticks of 10 ms.
+A thread of the process reads them (`Gauges`), or the agent of its run reads them from outside (`GaugeSources`). The
+host's gauges come from `/proc`. The processor time of the process comes from the process's CPU clock in nanoseconds,
+because `/proc` has it in ticks of 10 ms.
 """
 
 from __future__ import annotations
@@ -79,12 +79,11 @@ EVERY_NS = 10**9
 """The default interval in ns between two readings of a gauge."""
 
 RARELY_NS = 10 * 10**9
-"""The least ns between two readings of a gauge that is expensive or changes slowly. To read the list of a GPU's
-processes took 4.5 ms in a measurement, and delayed the threads that launched work when done every 25 ms (MangoHud
-2104)."""
+"""The minimum ns between two readings of a gauge that is expensive or changes slowly. Reading the list of a GPU's
+processes took 4.5 ms in a measurement. At every 25 ms this delayed the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""The least ns between the newest reading of a share or a rate and a last reading at the session's end."""
+"""The minimum ns from the newest reading of a share or a rate to one more reading at the session's end."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -281,10 +280,10 @@ class GaugeSources:
 
 
 STOP_S = 2.0
-"""The most seconds to wait for the reading thread's end, because it may hang in the driver."""
+"""Seconds to wait at most for the end of the reading thread, which may hang in the driver."""
 
 FORK_WAIT_S = 1.0
-"""The most seconds that a fork waits for the reading thread to leave NVML and torch's allocator."""
+"""Seconds for which a fork waits at most until the reading thread has left NVML and torch's allocator."""
 
 THREAD_NAME = "instrument-nvml"
 
@@ -459,11 +458,11 @@ def _after_fork_in_parent() -> None:
 PROC = Path("/proc")
 
 _PROCESS_CLOCK = 2
-"""Linux's `CPUCLOCK_SCHED`, the kind of clock that `process_time` reads, as part of a clock id."""
+"""The bits of a Linux clock id that select `CPUCLOCK_SCHED`, the clock that `process_time` reads."""
 
 
 MOST_THREADS = 256
-"""The most threads of a process whose waits for a processor are read."""
+"""The maximum number of a process's threads whose waits for a processor are read."""
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read

@@ -3,9 +3,9 @@
 One thread calls all functions except `explain_unavailable` and `why_unreadable`. A call may take milliseconds, or hang
 with the driver; `pynvml` releases the GIL in each of them.
 
-The GPUs are those that CUDA would show to this process, by `CUDA_VISIBLE_DEVICES` and the order of PCI buses, found
-without initialising CUDA. By CUDA's observed rules, the variable has numbers and UUIDs (or their start). Entries count
-up to the first invalid one, no GPU is shown if an entry comes twice, and only the first MIG instance is.
+The gauges are those of the GPUs that CUDA would show to this process. `CUDA_VISIBLE_DEVICES` and the order of PCI buses
+determine these GPUs, without initialising CUDA. The variable lists numbers, UUIDs or beginnings of UUIDs. As observed
+in CUDA, the first invalid entry ends the list, a repeated entry hides all GPUs, and only the first MIG instance counts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NO_DRIVER = f"no NVIDIA driver is visible here ({LIBRARY} is not found)"
 VARIABLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 GPM_NS = 100 * 10**6
-"""The least ns between two samples of GPM, NVML's performance counters (NVML reference, `nvmlGpmSampleGet`)."""
+"""The minimum ns between two samples of GPM, NVML's performance counters (NVML reference, `nvmlGpmSampleGet`)."""
 
 ENERGY_NS = 400 * 10**6
-"""The least ns between two readings of the energy counter for an average power. The counter changes every 20 to 100
-ms."""
+"""The minimum ns between two readings of the energy counter that give an average power. The counter changes every 20 to
+100 ms."""
 
 MIB = 2**20
 
@@ -44,7 +44,7 @@ GPM_METRICS: dict[str, tuple[str, float]] = {
     "nvlink_sent": ("NVLINK_TOTAL_TX_PER_SEC", MIB),
     "nvlink_received": ("NVLINK_TOTAL_RX_PER_SEC", MIB),
 }
-"""The gauges of GPM (GPUs from Hopper on), each with NVML's name and the factor to our unit."""
+"""The gauges that GPM measures (GPUs from Hopper on), each with NVML's name and the factor to our unit."""
 
 Values = dict[str, float | None]
 

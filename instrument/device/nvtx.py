@@ -1,13 +1,12 @@
 """Shows spans as NVTX ranges in an attached tool, such as Nsight Systems, under the names in our reports.
 
 The variable NVTX_INJECTION64_PATH attaches a tool when a process starts. If it is not set, nothing is imported, called
-or recorded. If it is set, each span opens a range in the domain `instrument`, in the category of its kind. Ranges use
-start/end, because spans cross tasks and threads, which a stack per thread cannot represent. A generator has a range for
-each step. Copies have no range, because a call is known to copy only after its end, and such tools record copies
-themselves.
+or recorded. If it is set, each span opens a range in the domain `instrument`, in the category of its kind. Ranges begin
+and end with NVTX's start/end calls, because its push/pop calls have a stack per thread, and spans cross tasks and
+threads. A generator has a range for each step. Copies have no range, because a call is known to copy only after its
+end, and such tools record copies themselves.
 
-With the native core a span then costs a third of a microsecond more, plus the time of the tool itself. The package
-`nvtx` imports numpy if it is installed.
+With the native core a span then costs a third of a microsecond more, plus the time of the tool itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""The most sites with their own NVTX name, because a tool never frees a name. Further sites share one name per kind."""
+"""The maximum number of sites with an own NVTX name, as a tool never frees a name. Further sites share one per kind."""
 
 Begin = Callable[[Any, Any, int], Any]
 """A function that begins to time a span: (site, attributes, span id) -> pair or None."""

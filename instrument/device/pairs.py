@@ -1,8 +1,8 @@
-"""Defines pairs of events that time spans on a device, and the contexts that own them, and places pairs on the host's
-clock.
+"""Defines pairs of events that time spans on a device, and the contexts that own the pairs. `Placing` puts pairs on the
+host's clock.
 
 The distance of an event to an anchor (see `anchors`) is known to about a microsecond. The order of events on a stream
-is certain. `Placing` combines both, so that intervals nest in a trace as they did on the device.
+is certain. `Placing` uses both, so that intervals nest in a trace as they did on the device.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ T = TypeVar("T")
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The number of a context's streams above which the state of idle ones is dropped, and the number that then remain at
-most."""
+"""The number of streams in a context above which the state of idle streams is dropped. At most this many streams
+remain."""
 
 
 class Driver(Protocol):
@@ -194,17 +194,17 @@ class Context:
         self.under_way: dict[int, list[Pair]] = {}
         self.recent: dict[int, deque[tuple[int, int]]] = {}
         self.floors: dict[int, tuple[int, int, int]] = {}
-        """The times, by stream, of the last begin, of the record of the last end on the host, and of that end."""
+        """The times, by stream, of the last begin, of the last end's record on the host, and of the last end."""
         self.numbers: dict[int, int] = {}
         """The numbers of streams by handle."""
         self.shortest_ns = 0
         self.pending: dict[int, int] = {}
-        """The host time in ns, by stream, of the last poll at which the oldest end in flight had not happened."""
+        """The host time in ns, by stream, of the last poll at which the oldest end in flight had not happened yet."""
         self.next_anchor_ns = self.anchor_pause_ns = 0
-        """The time in ns of the next try for an anchor on a device that is too busy, and the pause before that try."""
+        """The time in ns of the next try for an anchor on a busy device, and the pause in ns before that try."""
         self.next_watch_ns = 0
         self.watched: int | None = None
-        """The stream on which an end was just observed, if the device is too busy for anchors."""
+        """The stream on which an end was last observed, if the device is too busy for anchors."""
 
     def note_number(self, stream: int, number: int) -> None:
         """Note that a handle belongs to the stream of this number from now on."""
@@ -260,15 +260,14 @@ STALE_NS = 10**6
 length."""
 
 LAUNCH_NS = 20_000
-"""Nanoseconds after a span's end within which its device interval ends if it is launch-bound. A launch takes 3 to 10
-us."""
+"""The maximum ns from a span's end to the end of a launch-bound device interval. A launch takes 3 to 10 us."""
 
 SHORT = 20
-"""The length of an interval, in lengths of an empty interval, below which it is launch-bound. At that length events
-take 5 %."""
+"""The length, in multiples of an empty interval, below which an interval is launch-bound. At this length the events
+themselves take 5 %."""
 
 RECENT = 256
-"""The number of newest intervals that are kept for each stream, to find overlaps with other streams. Adjacent ones are
+"""The number of newest intervals kept per stream, to find overlaps with other streams. Adjacent intervals are
 merged."""
 
 Answer = tuple[int, int, "int | None"]

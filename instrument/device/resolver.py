@@ -1,7 +1,7 @@
-"""Computes device intervals from events that have happened, on a thread: the resolver.
+"""Computes device intervals from events that have happened, on a thread of its own (the resolver).
 
-The resolver polls for events instead of waiting for them, disturbs no capture of a graph, and sleeps while no pair is
-in flight.
+The resolver polls for events instead of waiting for them. It does not disturb the capture of a graph, and sleeps while
+no pair is in flight.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The number of pairs in a new pool, and the number of free pairs below which the resolver doubles a pool."""
+"""The number of pairs in a new pool. The resolver doubles a pool that has fewer free pairs than this."""
 
 LOW = 64
-"""The number of free pairs at which the resolver is woken early."""
+"""The number of free pairs in a pool at which the resolver is woken early."""
 
 POOL_LIMIT = 8_192
-"""The most pairs of a context, whose events take some hundred bytes each. A span without a free pair gets no device
-time."""
+"""The maximum number of pairs per context. The events of a pair take some hundred bytes. A span without a free pair
+gets no device time."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
@@ -43,25 +43,25 @@ and each reads many pairs."""
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
-"""Nanoseconds between two anchors, and the first pause after a failed try on a busy device. Each further try doubles
-the pause."""
+"""`ANCHOR_NS` is the time in ns between two anchors, `ANCHOR_PAUSE_NS` the first pause in ns after a failed try on a
+busy device. Each further try doubles the pause."""
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""Seconds between two polls for the next end on a busy device, and the most polls in a row."""
+"""Seconds between two polls for the next end on a busy device (`WATCH_S`), and the maximum number of polls in a row."""
 
 MEASURED_AT_ONCE = 1000
-"""The most pairs that are measured in one call of the driver, which takes a millisecond."""
+"""The maximum number of pairs measured in one call of the driver, which takes a millisecond."""
 
 DEFERRED_LIMIT = 512
-"""The most intervals of a span on several streams that wait for the span's end. Above that, they are added earlier,
-because a generator may run for days."""
+"""The maximum number of a span's intervals on several streams that wait for the span's end. Above it, they are added
+earlier, because a generator may run for days."""
 
 INTERRUPTED = -2
-"""The value in place of a driver's error if a signal handler raised, which leaves the event's state unknown."""
+"""The value that replaces a driver's error if a signal handler raised. The event's state is then unknown."""
 
 ROW_NS = 10**7
-"""The most ns from a span's end to the record of its pair's second event. Newer spans may have no device time yet."""
+"""The maximum ns between a span's end and the record of its second event. Newer spans may have no device time yet."""
 
 NOTE_NS = 2 * 10**7
 """Nanoseconds between two writes of the settled time. All spans that ended before the settled time have device
@@ -69,7 +69,7 @@ times."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
-"""The most ns that `stop` waits for the device, and the seconds between its polls."""
+"""`STOP_NS` is the maximum time in ns that `stop` waits for the device, `STOP_POLL_S` the seconds between its polls."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16
@@ -104,14 +104,14 @@ class Resolver:
         self.finished: deque[Pair] = deque()
         self.asleep = False
         self.pairs = 0
-        """The count of pairs that have been resolved, timed or not."""
+        """The number of pairs that have been resolved, with or without a time."""
         self.pair_ns = 0.0
-        """The ns that a pair takes on a thread of the service, measured on this device."""
+        """The time in ns that a pair takes on a thread of the service, measured on this device."""
         self.thread_ns = 0
         """Processor time of the resolver's thread, in ns."""
         self._placing = Placing(driver, now)
         self._ready: list[tuple[int, int, int, int, int, str, int]] = []
-        """The intervals that are written into the recording next."""
+        """The intervals that the resolver writes into the recording next."""
         self._settled_noted_ns = 0
         self._bound: tuple[int, int] | None = None
         self._waking = Event()

@@ -2,12 +2,12 @@
 
 A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread of
 ours, the resolver, polls for events that have happened, places the interval between them on the host's clock and adds
-it to the tally. The interval is a part of the stream, not a kernel: it includes all work of the stream in between.
-Labels (`instrument.recording.slot_ring.LABELS`) report this.
+it to the tally. The interval is a part of the stream, not a kernel: it includes all work of the stream in between. Its
+label is one of `instrument.recording.slot_ring.LABELS`.
 
 Events come from a pool for each context, which is filled outside of the calls that use it. Nothing is recorded on a
-stream that is being captured into a graph. An error of the driver loses a device time, which is counted. A fatal error
-loses all later device times of that device, and is reported.
+stream that is being captured into a graph. After an error of the driver, one device time is lost and counted. After a
+fatal error, all later device times of that device are lost, and the error is reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Times the spans of one session on devices. The timer starts once the service imports a library that uses a device."""
+"""Times the spans of one session on devices. The timer starts when the service imports a library that uses a device."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ else:
     cuda = LazyModule("instrument.device.cuda")
 
 MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
-"""The modules by which a service uses CUDA. Their import starts the timer. Only the first three have a current
-stream."""
+"""The modules through which a service uses CUDA. Importing one of them starts the timer. Only the first three have a
+current stream."""
 
 LOOK_S = 0.002
-"""Seconds between two polls for device times, while a thread waits for them."""
+"""Seconds between two polls of a thread that waits for device times."""
 
 raw_clock: Callable[[], int] | None = None
 if hasattr(time, "CLOCK_MONOTONIC_RAW"):

@@ -2,7 +2,7 @@
 `instrument.device.cuda`.
 
 A context is represented by the number of its device, plus one. Nothing initialises CUDA: torch makes a device's context
-before our first call for it. A thread that works on another device for a moment returns by those calls of torch that
+before our first call for it. A thread that switches to another device for a moment switches back by calls of torch that
 create no context, as torch's guards do.
 
 torch creates an event when it is recorded for the first time, and destroys it with its object. A forked process must
@@ -64,7 +64,7 @@ OWN_TEXTS = {
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
-"""The events in use. The references prevent a forked child that clears inherited objects from destroying the events."""
+"""The events in use. These references keep a forked child from destroying events when it clears inherited objects."""
 
 
 class TorchDriver:

@@ -1,8 +1,8 @@
 """Sends spans and metrics to an OpenTelemetry collector from a background thread, and counts every loss.
 
-`packed_spans` packs rows by the rules of `packing`. `span_queue` has the waiting requests and the counts, `senders`
-send them by HTTP or gRPC, and `exporter` has the thread. `resource` asks the service's own OpenTelemetry SDK, if there
-is one, so that both report the same resource. `tracer` reads the SDK's current span.
+`packed_spans` packs rows by the rules of `packing`. `span_queue` keeps the packed requests and counts spans. The thread
+of `exporter` sends the requests through `senders`, by HTTP or gRPC. `resource` reads the resource of the service's own
+OpenTelemetry SDK, so that both SDKs report the same one. `tracer` reads that SDK's current span.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""TCP and TLS connections to a collector, also through a proxy, on sockets that gevent and eventlet do not patch.
+"""Opens TCP and TLS connections to a collector, also through a proxy, on sockets that gevent and eventlet do not patch.
 
-TLS encrypts in memory (`ssl.SSLObject`), because in a patched service neither the patched nor the original
-`ssl.SSLSocket` works on our threads.
+TLS encrypts in memory (`ssl.SSLObject`), because neither the patched nor the original `ssl.SSLSocket` works on our
+threads in a patched service.
 """
 
 from __future__ import annotations

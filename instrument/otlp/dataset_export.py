@@ -1,7 +1,7 @@
 """Writes the settled requests of running processes as Parquet files, in a folder or an object store.
 
 Files are written on this machine, closed after a while, and uploaded as whole objects by a thread. A journal has the
-number of rows in unfinished files: if this exporter is killed, the next one counts them as lost.
+number of rows in unfinished files. If this exporter is killed, the next exporter counts these rows as lost.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from instrument.trace.decisions import Decisions
 
 GROUP_ROWS = 5_000
-"""The number of rows that are collected in memory, 350 bytes each, and written as one row group of a Parquet file.
-20,000 rows would take 30 MB more memory, and save one byte per span in the file."""
+"""The number of rows that are collected in memory for one row group of a Parquet file, 350 bytes each. With 20,000 rows
+a group takes 30 MB more memory, and saves one byte per span in the file."""
 
 JOURNAL = "journal.json"
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds before the first retry of an upload, and the most seconds before any later retry."""
+"""Seconds before the first retry of an upload, and the maximum number of seconds before a later retry."""
 
 
 def settings_from(document: Mapping[str, Any]) -> Parquet:
@@ -120,12 +120,12 @@ class DatasetExport:
         self._problem = ""
         self._remembered = RememberedTraces()
         self.unwritten: Counter[ReadRecording] = Counter()
-        """The number of spans that no complete file has yet, by recording, for recordings whose spans are not sent."""
+        """The number of spans in no complete file yet, by recording, for recordings whose spans are not sent."""
         self._windows: dict[ReadRecording, tuple[int, Counter[str]]] = {}
-        """The time in ns at which the last window of each recording ended, and the losses until then."""
+        """The end of each recording's last window in ns, and the losses until then."""
         self._whole_windows: dict[str, tuple[int, Counter[str]]] = {}
-        """The newest windows in complete files, by the key of each recording. The next exporter continues after
-        them."""
+        """The last window in a complete file, by the key of the recording. The next exporter continues after this
+        window."""
         self._resume_from_journal()
 
     def _resume_from_journal(self) -> None:

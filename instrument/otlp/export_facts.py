@@ -1,5 +1,4 @@
-"""Passes an exporter the facts of another process: the ids and the resource of its spans, its rules of capture, its
-metrics.
+"""Passes the facts of a process to the exporter, such as ids, the resource, capture rules and settings of metrics.
 
 A process writes its facts as JSON into its recording. The exporter checks them, and ignores malformed ones. The
 collector's settings may contain secrets, so a process sends them through the run's socket instead.

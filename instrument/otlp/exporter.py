@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 REQUEST_BYTES = 512 << 10
-"""The most bytes of a request before compression, because some receivers refuse 1 MiB."""
+"""The maximum size of a request in bytes before compression. Some receivers refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
-"""The lowest value to which a collector's refusals reduce the limit of a request's bytes. The queue is also sent at
-once when this many bytes wait in it."""
+"""The lower bound in bytes for the request limit, which a collector's refusals reduce. When this many bytes wait in the
+queue, they are sent at once."""
 HALVINGS = 12
-"""The most requests in a row that are split in half because they are too large for the collector; 12 halvings lead from
-4,000 spans to one. Then requests that are too large are dropped, until the collector accepts one."""
+"""The maximum number of requests in a row that are split in half because the collector refuses their size. 12 halvings
+lead from 4,000 spans to one. Then requests that are too large are dropped, until the collector accepts one."""
 
 HOLD_LIMIT_S = 300.0
-"""The most seconds for which one answer of a collector can pause all spans, which wait in the queue."""
+"""The maximum seconds for which an answer of a collector can pause sending. Spans wait in the queue meanwhile."""
 
 _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.packed_spans", "instrument.trace.trace")
@@ -54,8 +54,8 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The number of spans offered since the exporter was made, by what became of them. `settled` is True if each span
-    offered before the flush was sent or lost in time. `reason` explains the last loss."""
+    """The number of spans offered since the exporter was made, and how many were sent, lost or pending. `settled` is
+    True if each span offered before the flush was sent or lost in time. `reason` explains the last loss."""
 
     offered: int
     exported: int
@@ -73,7 +73,7 @@ class Delivery:
 
 
 SILENCE_NS = 1_500_000_000
-"""Nanoseconds without an answer to a request after which the silence is logged."""
+"""Nanoseconds after which a collector's missing answer to a request is logged."""
 
 
 class Exporter:

@@ -1,8 +1,8 @@
 """Writes metrics in Prometheus's text formats with its client library, under OpenTelemetry's names for Prometheus.
 
-Dots become underscores, the unit is a suffix, and counters end in `_total`. The formats have no exponential histograms,
-so the bounds of buckets are fixed, by OpenTelemetry's advice if it gives any. A call is counted at the middle of its
-bucket in the tally, so a call within 0.78 % of a bound may be counted in the next bucket.
+In names, dots become underscores, the unit is a suffix, and counters end in `_total`. The text formats have no
+exponential histograms, so bucket bounds are fixed, as OpenTelemetry advises. The tally knows the time of a call only by
+bucket, and the call counts at its bucket's middle. Within 0.78 % of a bound it may count in the next bucket.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ BOUNDS_OF: Mapping[str, Sequence[float]] = {
     QUEUE_TIME: (0.001, 0.005, *_GENERATION_S),
     "instrument.call.duration": tuple(round(1e-5 * 4**power, 5) for power in range(13)),
 }  # fmt: skip
-"""The bucket bounds of each metric's histogram, in seconds. OpenTelemetry's GenAI metrics have the bounds of their
+"""The bucket bounds of each metric's histogram, in seconds. GenAI metrics have the bounds of OpenTelemetry's
 convention. Calls of functions have bounds from 10 us to some minutes."""
 
 BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
-"""The bucket bounds of histograms of counts. No bound is a whole number, so no count is on a bound."""
+"""The bucket bounds of histograms of counts. No bound is a whole number, so no count equals a bound."""
 
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
 """The words for units at the end of Prometheus's metric names. A unit in braces has no word."""
@@ -65,8 +65,8 @@ UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "h
 _UNITS_OF_RATES = {"By/s": "bytes_per_second"}
 
 OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
-"""The prefixes of gauges that measure one process. All other gauges measure the machine, and are the same in each
-process."""
+"""The prefixes of gauges that measure one process. All other gauges measure the machine, so its processes report the
+same values."""
 
 PROCESSES, PROCESS_PID, SERVICE = "instrument.processes", "process.pid", "service.name"
 

@@ -1,6 +1,6 @@
 """Writes spans as lines of OTLP JSON, the format of OpenTelemetry's file exporter.
 
-OTLP's JSON has ids in hexadecimal and 64-bit integers as text. `packed_spans` packs the same content for a collector.
+In OTLP's JSON, ids are hexadecimal and 64-bit integers are text. `packed_spans` packs the same content for a collector.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from instrument.trace.text import INT64
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 SPANS_IN_A_LINE = 1_000
-"""The number of spans after which a line ends, once the current span tree is complete."""
+"""The number of spans after which a line ends. The line still completes the current span tree."""
 
 
 def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s, roots: Int64s) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ from instrument.trace import file
 from instrument.trace.trace import Trace
 
 WRITE_S = 10.0
-"""The most seconds that kept spans wait in memory until they are written into a file."""
+"""The maximum number of seconds for which kept spans wait in memory before they are written to a file."""
 
 FILE_SPANS = 20_000
 """The number of waiting spans at which a file is written at once."""
@@ -43,7 +43,7 @@ class KeptFiles:
         self._number = 0
         self._last_bytes = self._removed = 0
         self._removed_before: dict[Path, int] = {}
-        """The number of removed files that each file reports."""
+        """The number of removed files that each remaining file reports."""
         self._problem = ""
 
     def add_spans(self, spans: Sequence[Span], source: Source) -> None:

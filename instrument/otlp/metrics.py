@@ -1,9 +1,9 @@
 """Prepares metrics for a collector from samples of gauges and from snapshots of totals, and counts lost ones.
 
-Names, units and kinds are those of OpenTelemetry's conventions if there are any (hardware, process and system metrics,
-version 1.44). Other names begin with `instrument.`. A value has the time at which it was read. A failed delivery of a
-snapshot loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered one. The start
-time of a total never follows the wall clock, because a collector would take a new start time for a restart. A delta
+Names, units and kinds follow OpenTelemetry's conventions for hardware, processes and systems (version 1.44). A metric
+without a convention has a name that begins with `instrument.`. A value has the time at which it was read. A failed
+delivery of a snapshot loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered
+one. The start time of a total does not move with the wall clock, because a collector would report a restart. A delta
 begins at the end of the previous delta.
 """
 
@@ -190,11 +190,11 @@ DELAY_NS = 10 * 10**9
 """Nanoseconds for which samples are gathered before they are sent together in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The most samples or series in a request, and the lowest number to which a collector's refusals reduce that limit. A
-sample takes some 200 bytes, a histogram 400."""
+"""The maximum number of samples or series per request, and the lower bound of this maximum, which a collector's
+refusals reduce. A sample takes some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
-"""The most nanoseconds for which a request of metrics may delay the spans that wait behind it."""
+"""The maximum number of nanoseconds for which a request of metrics may delay the spans that wait behind it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Encodes spans from columns, many at once: as protobuf for a collector, or as OTLP JSON for a file.
 
-An entry, the encoding of one span, has four pieces. The head has the ids, the times and the measured numbers. Heads of
-one layout are written together, as rows of one array. The other pieces (own attributes, attributes of the site, rare
+An encoded span (an entry) has four pieces. The head has the ids, the times and the measured numbers. Heads of one
+layout are written together, as rows of one array. The other pieces (the span's attributes, the site's attributes, rare
 members) are encoded once per distinct value. A device interval is an entry after the span that enqueued the work.
 
     ids = SpanIds(trace, Ids())
@@ -52,7 +52,7 @@ from instrument.trace.trace import MergedProcess
 Objects = NDArray[np.object_]
 
 ROWS_AT_ONCE = 16_384
-"""The number of rows that are packed together, so that their columns fit into the processor's caches."""
+"""The number of rows that are packed together. Their columns fit into the processor's caches."""
 
 
 class RareMembers(NamedTuple):
@@ -65,7 +65,7 @@ class RareMembers(NamedTuple):
 
 
 Part = tuple[str, bytes | int]
-"""A part of a head: ("", the same bytes for all spans of a layout) or (name of a field, width in bytes)."""
+"""A part of a head: ("", bytes that all spans of a layout share), or (name of a field, its width in bytes)."""
 
 
 class Form(Protocol):
@@ -285,7 +285,7 @@ class SpanPacker:
     def _put_heads(
         self, pieces: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
     ) -> Int64s:
-        """Write the head of each entry before its other pieces of `size` bytes. Return the sizes of entries."""
+        """Write the heads of entries. `size` is the size of an entry without its head. Return the sizes of entries."""
         form = self._form
         columns: dict[str, NDArray[Any]] = {
             "high": ids.high,
@@ -364,7 +364,7 @@ def _make_pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> t
 
 
 Number = tuple[Int64s, Bools | None]
-"""A measured number: its values by row, and the rows that have it, None for all."""
+"""A measured number: its value in each row, and a mask of the rows that have the number, None for all rows."""
 
 
 def encode_varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
@@ -438,7 +438,7 @@ PROTOBUF = ProtobufForm()
 
 
 REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
-"""The most bytes and spans of a request before compression. Some receivers refuse 1 MiB, or drop spans above 8,192."""
+"""The maximum bytes and spans of an uncompressed request. Some receivers refuse 1 MiB, or drop spans above 8,192."""
 
 
 def request_bodies(

@@ -1,7 +1,7 @@
 """Packs spans as OTLP's protobuf messages, with attributes under OpenTelemetry's names.
 
-No OpenTelemetry object is built. The fields that all spans of a site share are packed once; a span adds its ids, times
-and measurements. A device interval is sent and counted as a span, a child of the span that enqueued the work.
+No OpenTelemetry object is built. The fields that all spans of a site share are packed once, apart from each span's ids,
+times and measurements. A device interval is sent and counted as a child span of the span that enqueued the work.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from instrument.recording.remote_parents import LINK, LINK_REMOTE, LINK_STATE, L
 from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, Site, Span
 
 SCOPE = "instrument"
-"""The name of OpenTelemetry's instrumentation scope of every span."""
+"""The name of the OpenTelemetry instrumentation scope that every span has."""
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.45.0"
-"""The version of OpenTelemetry's conventions whose names the attributes have."""
+"""The schema of OpenTelemetry's conventions from which the attributes take their names."""
 EVENT_LIMIT = 128
-"""The most events of a span that are sent, which is OpenTelemetry's own limit."""
+"""The maximum number of events sent per span. OpenTelemetry has the same limit."""
 DURATION = "instrument.duration_ns"
 """The attribute with the length of an event in ns."""
 LINK_NAMES = frozenset((LINK, LINK_REMOTE))

@@ -1,9 +1,9 @@
 """Packs metrics as OTLP's data points.
 
-A distribution is sent as an exponential histogram, from which a collector computes any percentile. Buckets of scale `s`
-end at powers of 2 ** (2 ** -s), 2.2 % wide at scale 5. All values in a bucket of the tally are counted at the bucket's
-middle, so a value within 0.78 % of a border may be counted in the next bucket. Pairs of buckets are merged until at
-most `MOST_BUCKETS` remain.
+A distribution is sent as an exponential histogram, from which a collector computes any percentile. A bucket of scale
+`s` ends at a power of 2 ** (2 ** -s), so at scale 5 it is 2.2 % wide. The tally knows only the bucket of each value. A
+value counts at its bucket's middle, so within 0.78 % of a border it may count in the next bucket. Adjacent buckets are
+merged in pairs until at most `MOST_BUCKETS` remain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from instrument.runtime.cheap_start import dataclass, field
 
 FINEST_SCALE = 5
 MOST_BUCKETS = 160
-"""The most buckets of an exponential histogram, as in OpenTelemetry's SDKs."""
+"""The maximum number of buckets of an exponential histogram, as in OpenTelemetry's SDKs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Writes metrics in Prometheus's protobuf format, the only one with native histograms.
 
-A Prometheus that stores native histograms requests this format. A native histogram is the exponential histogram of
-OTLP. Each also has the fixed buckets of the text formats, which Prometheus stores with
-`always_scrape_classic_histograms`.
+A Prometheus server that stores native histograms requests this format. A native histogram has the buckets of OTLP's
+exponential histogram. Each histogram also has the fixed buckets of the text formats, which a server stores only with
+its setting `always_scrape_classic_histograms`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MEDIA_TYPE, MESSAGE = "application/vnd.google.protobuf", "io.prometheus.client.M
 CONTENT_TYPE = f"{MEDIA_TYPE}; proto={MESSAGE}; encoding=delimited"
 
 ZERO_THRESHOLD = 2.0**-128
-"""The upper bound in seconds of the bucket of zeros, the default of Prometheus's libraries. With 0, Prometheus would
-take an empty histogram for one without native buckets."""
+"""The upper bound in seconds of the bucket for zeros, the default of Prometheus's libraries. With a bound of 0,
+Prometheus would regard an empty histogram as one without native buckets."""
 
 _pack_double = struct.Struct("<Bd").pack
 

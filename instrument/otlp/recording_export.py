@@ -1,8 +1,8 @@
 """Exports one recording: reads its new rows, and passes the spans of settled requests to an exporter.
 
-The number of rows by what became of them is written into the recording, and a later exporter continues from there. A
-request is marked as settled before its first span is sent, so no span is sent twice. The spans that a killed exporter
-was sending are counted.
+The exporter writes into the recording how many rows were read, sent, dropped or lost, so a later exporter can continue.
+A request is marked as settled before its first span is sent, so no span is sent twice. If an exporter is killed, the
+next exporter counts the spans that were being sent.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ if TYPE_CHECKING:
     from instrument.otlp.dataset_export import DatasetExport
 
 FACTS_S = 1.0
-"""Seconds between two reads of the export settings that a process publishes in its recording."""
+"""Seconds between two reads of the export settings in a process's recording."""
 
 WAITING_SPANS = 10_000
-"""The number of unsent spans in the exporter's memory above which rows wait in the recording. The recording outlives
-the exporter, and keeps the newest rows."""
+"""The number of unsent spans in the exporter above which it stops reading rows. The rows wait in the recording, which
+outlives the exporter and keeps the newest rows."""
 
 SETTLE_EACH_NS = 25 * 10**7
 """Nanoseconds between two rounds of settling."""
 
 BEHIND_NS = 5 * 10**9
-"""The most nanoseconds for which settling pauses while the collector has not accepted earlier spans."""
+"""Nanoseconds for which settling pauses at most while the collector has not accepted earlier spans."""
 
 LAST_METRICS_S = 5.0
-"""The most seconds for which a new session waits until the last metrics of the previous session are sent."""
+"""Seconds for which a new session waits at most until the last metrics of the previous session are sent."""
 
 
 class RecordingExport:
@@ -99,9 +99,9 @@ class RecordingExport:
         self._facts_at = self._superseded_at = 0.0
         self.is_ours = self._has_more = False
         self.is_spoilt = False
-        """True if the rows read last may belong to another session."""
+        """True if the last rows that were read may belong to another session."""
         self.is_behind = False
-        """True if reading stopped because the exporter has no room."""
+        """True if reading stopped because the exporter has no space for more spans."""
         self.has_ended = False
         """True if the process of the recording has ended."""
         self.ended_ns = 0
@@ -551,13 +551,13 @@ class _Reading:
         self.threads: Mapping[int, str] = {}
         self.base = Counter(progress.fates)
         self.left_over = 0
-        """The number of rows that an earlier exporter had read, and whose fate is unknown."""
+        """The number of rows that an earlier exporter had read without a recorded outcome."""
         self.reader = RecordingReader(mapped, progress, facts)
         self.times = DeviceTimes(mapped)
         self.interruptions = Interruptions()
         self.source = Source(facts.ids, origin, lambda: self.threads, lambda: self.facts.resource)
         self.derived = replace(self.source, counts=Counter())
-        """The source of spans that are derived from this process's rows: stages."""
+        """The source of spans that are made from this process's rows, namely of stages."""
         self.metering = Metering(mapped, facts, exporter, place, self.reader, self.source, progress.fates, sends)
 
     def change(self, facts: ExportFacts) -> None:

@@ -1,7 +1,7 @@
 """Counts the metrics of one recording, from the rows that its exporter reads.
 
-The counts are written into the recording before and after they are sent. The next exporter (another agent, or the
-process itself) continues from them.
+The counts are written into the recording before and after they are sent. Another agent's exporter, or the process
+itself, can then continue from these counts.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""Nanoseconds until another snapshot, if the last one lacks spans that had ended before it was requested."""
+"""Nanoseconds until the next snapshot, if the last snapshot lacks spans that had ended before it was requested."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """The age in ns above which a gauge's sample is left out of a scrape."""
 
 RELEASE_S = 0.5
-"""The most seconds to wait for a running request of metrics, before another exporter may continue."""
+"""The maximum number of seconds to wait for a running request of metrics before another exporter may continue."""
 
 
 GROUPS: dict[tuple[str, str], set[str]] = {}
-"""The names of groups of requests, by service and grouping attribute. All processes of a service share them."""
+"""The names of request groups, by service and grouping attribute. All processes of a service share them."""
 
 
 _EXPORT_ERRORS = {
@@ -58,8 +58,8 @@ _EXPORT_ERRORS = {
     "queue_full": ["dropped"],
 }
 _PROCESSOR_ERRORS = {"": ["kept"], "queue_full": ["missed", "beyond"], "already_shutdown": ["abandoned", "unanswered"]}
-"""The counters of spans for each `error.type` of OpenTelemetry ("" for success): in the exporter, and in the sampling
-before it."""
+"""The counters of spans for each `error.type` of OpenTelemetry ("" for success). `_EXPORT_ERRORS` is for the exporter,
+`_PROCESSOR_ERRORS` for the sampling before it."""
 
 
 def _label_errors(component: str, counts: Mapping[str, float]) -> dict[Labels, float]:
@@ -80,7 +80,7 @@ class Metering:
     _reader: RecordingReader
     _source: Source
     _fates: Mapping[str, int]
-    """The number of the recording's spans by what became of them, as the export writes it into the recording."""
+    """The number of the recording's spans per fate, such as sent or dropped. The export writes these numbers."""
     _sends: bool
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Metering:
         self._meter = Meter(self._reader, facts.metered.start_ns)
         self.metrics = self._source.metrics = exporter.new_metrics(facts.metered.environ)
         self._ended: tuple[int, Ended] | None = None
-        """A time in ns, and the requests that had ended by then. The reader may not have read all of them yet."""
+        """A time in ns, and the requests that had ended by then. Some of their rows may not be read yet."""
         self._asked_ns = 0
         self._due_ns = time.monotonic_ns() + DELAY_NS
         self._state: MeterState | None = None

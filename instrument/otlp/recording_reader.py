@@ -1,4 +1,4 @@
-"""Reads the new rows of one recording as columns, their device times, and the recording's totals."""
+"""Reads the new rows of one recording as columns, with their device times, and the recording's totals."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ROWS_AT_ONCE = 10_000
 """The maximum number of rows of one read, to bound the reader's memory."""
 
 AHEAD_ROWS = 30_000
-"""The most rows read between two rounds of settling. Further rows wait in the recording, which keeps the newest."""
+"""The maximum rows read between two rounds of settling. Further rows wait in the recording, which keeps the newest."""
 
 DEVICE_WAIT_NS = 2 * 10**9
 """The maximum number of nanoseconds that spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The most past reads whose time and count of device intervals are remembered."""
+"""The maximum number of past reads that are remembered, each with its time and its count of device intervals."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 

@@ -57,7 +57,7 @@ def resource_of(origin: Origin, instance: str) -> dict[str, object]:
 
 
 CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.digest")
-"""The resource attributes that no SDK may set, because the process itself knows them."""
+"""The resource attributes that no other SDK may set, because this process knows their values itself."""
 
 
 def resource_attributes(

@@ -1,7 +1,7 @@
 """Sends requests to a collector, by HTTP/1.1 on a socket of our own or by gRPC's official library.
 
-Both send the same bytes. A sender sends one request at a time within a time-out, and returns a `Response`. Only the
-export thread uses a sender, except for `abort` and `after_fork_in_child`.
+HTTP and gRPC carry the same bytes. A sender sends one request at a time within a time-out, and returns a `Response`.
+Only the export thread uses a sender, except for `abort` and `after_fork_in_child`.
 """
 
 from __future__ import annotations
@@ -314,9 +314,9 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""The gRPC statuses after which an OTLP client retries; after RESOURCE_EXHAUSTED only with a RetryInfo."""
+"""The gRPC statuses after which an OTLP client retries. After RESOURCE_EXHAUSTED it retries only with a RetryInfo."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
-"""The messages with which gRPC in C, Go, Rust and Java refuses a request that is too large."""
+"""The texts with which gRPC in C, Go, Rust and Java refuses a request that is too large."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
 # RetryInfo {retry_delay {seconds, nanos}}, as a detail of a status or by itself
 _RETRY_INFO = {

@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 QUEUE_BYTES = 16 << 20
-"""The most bytes of requests that wait for delivery. Above that, the oldest requests are dropped."""
+"""The maximum number of bytes of requests that wait for delivery. Above it, the oldest requests are dropped."""
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""The least ns between two corrections of the wall clock, and the least drift in ns that is corrected. Corrections are
-rare, because spans before and after a correction nest less exactly."""
+"""The minimum time in ns between two corrections of the wall clock, and the minimum drift in ns that is corrected.
+Spans before and after a correction nest less exactly, so corrections are rare."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The change of the wall clock in ns that shows that it was set, or the machine suspended. A smaller change is
+"""The change of the wall clock in ns from which on the clock was set or the machine was suspended. A smaller change is
 drift."""
 
 PATIENCE_S = 0.1
-"""The most seconds to wait for the lock, because a signal handler may wait for the owner that it has interrupted."""
+"""Seconds to wait for the lock at most. A signal handler that interrupted the lock's owner would wait for ever."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 _SENDING = "sending"

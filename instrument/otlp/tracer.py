@@ -1,4 +1,4 @@
-"""Reads the current span of the service's own OpenTelemetry, and turns its instrumentations off on our threads."""
+"""Reads the current span of the service's own OpenTelemetry SDK, and turns its instrumentations off on our threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Stores spans as numpy columns, and computes all that reports, converters and files show of them.
+"""Stores spans as numpy columns, and computes the numbers that reports, converters and files show.
 
-`trace` defines a trace, `columns` its columns, and `intervals` the operations on intervals of time. `self_times` and
-`call_tree` define numbers that several views show.
+`trace` and `columns` define a trace, and `intervals` computes with intervals of time. `self_times` and `call_tree`
+compute numbers that several views show.
 """

@@ -1,5 +1,5 @@
-"""Renumbers the threads, streams and devices of merged processes, so that they stay distinct, and splits merged files
-again."""
+"""Gives the threads, streams and devices of merged processes distinct numbers, and splits a merged file into its
+processes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class MergedFile:
         self.saved, self.process, self.first, self.moved_ns = saved, process, first, moved_ns
         self.trace = saved.trace.columns
         self.row = np.zeros(0, dtype=np.int64)
-        """The row in the merged trace of each row, which another file with the same span may have given."""
+        """The row in the merged trace of each row of this file. Another file may have provided the same span."""
         self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
 
     def sites(self) -> list[Site]:

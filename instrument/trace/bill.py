@@ -1,4 +1,4 @@
-"""Charges each wait of a request to the requests that caused it, by group. The `neighbours` view shows this bill.
+"""Charges each wait of a request to the groups of requests that caused it. The `neighbours` view shows this bill.
 
 A request waits in its queue, in batches beyond its own share, in stalls between batches, and while another request
 blocks its event loop. Each nanosecond of a wait is charged once:
@@ -6,7 +6,7 @@ blocks its event loop. Each nanosecond of a wait is charged once:
 - `BEHIND` in a queue, `BETWEEN` in a stall: the time in which the thread of the request's next batch ran other batches.
   The members of such a batch share it by their weights.
 - `SHARED`: the time in a batch beyond the request's own share. The other members share it by their weights.
-- `BLOCKED`: the time in which another request blocked the event loop of that thread or of the request's own thread.
+- `BLOCKED`: the time in which another request blocked the event loop of the batch's thread or of the request's thread.
 
 Time in which no recorded batch ran is charged to nobody. If groups with the weights w share `length` ns, the first k
 groups get `length * sum(w[:k]) // sum(w)` together. So the charges add up to the waits.
@@ -31,7 +31,7 @@ from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, comput
 from instrument.trace.self_times import turns
 
 BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
-"""The ways to wait for others: in a queue, in a batch, between batches, and for a blocked event loop."""
+"""The ways to wait for other requests: in a queue, in a batch, between batches, and for a blocked event loop."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Finds the part that makes a request slower than the median of its endpoint, and the spans that caused the delay.
 
-The blamed part is the one with the largest excess over that part's median in the endpoint's requests. The cause is the
-span that took most of the part's time. Candidates are spans of other requests on the threads that the request waited
-for. If the request's own work was slow, the spans below that work are candidates, too. A garbage collection on any
-thread is the cause if it took at least half of the excess, because it stops all threads.
+A request's time is divided into parts (see `ledger`). Each part has a median over the requests of the endpoint. The
+blamed part exceeds its median the most, and the cause is the span that took most of the blamed part's time. Candidates
+are other requests' spans on the threads that the request waited for, and the spans below the request's own work. A
+garbage collection on any thread is the cause if it took half of the excess, because it stops all threads.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Groups the rows of a merged trace by the process that recorded them. A tree can have rows of several processes.
 
-Each process keeps its own numbers of threads, streams and devices. Ids, parents, roots and clock are those of the
-merged trace.
+Threads, streams and devices get back the numbers that they had in their own process. Span ids, parents, roots and times
+remain those of the merged trace.
 
-Interruptions become events of the spans that they interrupt, not traces of one span. A blocked event loop interrupts
-the requests and roots that are open on its thread, a garbage collection those of its process.
+An interruption becomes an event of each span that it interrupts, not a trace of its own. A blocked event loop
+interrupts the open requests and roots on its thread. A garbage collection interrupts those of its process.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def find_interruptions(trace: Columns, rows: Int64s, interruptions: Int64s) -> M
 
 
 NEWEST = 1_000
-"""The most interruptions of a process that are kept for spans that end later. The newest remain."""
+"""The maximum number of interruptions kept per process for spans that have not ended. The oldest are dropped first."""
 
 
 class Interruptions:

@@ -1,13 +1,13 @@
 """Computes the call tree of a trace, and the tally: the times of the calls of each call path.
 
-A track (`line` in names) is one thread, or one task on it. A call on another track than its parent's has a node of its
-own per thread, and its time is no part of the parent's time. The device time of a call is the union of the device
-intervals at and below it on its track. So overlapping intervals of nested calls count once.
+A track (`line` in names) is one thread, or one task on it. A call may run on another track than its parent. Then the
+call has a separate node for each thread, and its time is no part of the parent's time. The device time of a call is the
+union of the device intervals at and below it on its track. So overlapping intervals of nested calls count once.
 
 The tally has totals by call path and thread, as recorders count them. Recursion is folded: a call of a site that is
-already on its path counts at that site's node. It is an inner call if an outer call of the same node and thread was
-still open. The total and device time of an inner call do not count. The parent of a generator's call is the call in
-which it began, even if another call resumed it.
+already on its path counts at that site's node. The folded call is an inner call if an outer call of the same node and
+thread is still open. The total and device time of an inner call do not count. The parent of a generator's call is the
+call in which the generator began, even if another call resumed it.
 """
 
 from __future__ import annotations

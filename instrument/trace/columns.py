@@ -28,7 +28,7 @@ Bools = NDArray[np.bool_]
 Description = TypeVar("Description", bound=Hashable)
 
 FARTHEST_NS = 1 << 62
-"""The time in ns from which on a time is invalid, because no clock reads it."""
+"""The lowest time in ns that is invalid, because no clock reads it."""
 
 
 class Attributes(Protocol):
@@ -229,7 +229,7 @@ class Columns:
     own_id: Int64s = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
     parent: Int32s = field(init=False)
     level: Int32s = field(init=False)
-    """The number of ancestors of each row."""
+    """The number of ancestors per row."""
 
     def __post_init__(self) -> None:
         if not len(self.own_id):
@@ -380,7 +380,7 @@ def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
 CELL = np.dtype(
     [(name, "i8") for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
 )
-"""A packed device interval, as `instrument.recording.slot_ring` stores it. A stream is an address or a small number."""
+"""The type of a device interval in `instrument.recording.slot_ring`. A stream is an address or a small number."""
 
 
 def view_cells(packed: bytes) -> NDArray[np.void]:

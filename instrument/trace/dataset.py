@@ -1,7 +1,7 @@
 """Converts traces to the tables of the dataset that `dataset.json` defines.
 
-Every table of one name has the same Arrow schema, even if it is empty. Missing values are NULL. Ids are bytes, the most
-significant first. Times are int64 nanoseconds.
+All tables of the same name have the same Arrow schema, even empty ones. Missing values are NULL. Ids are bytes, the
+most significant first. Times are int64 nanoseconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[parquet]"
 
 ROWS_AT_ONCE = 100_000
-"""The most rows of a table that are converted at once and become one row group of a file, to bound the memory."""
+"""The maximum number of table rows converted at once, to bound the memory. They become one row group of a file."""
 
 UInt64s = NDArray[np.uint64]
 Values = Mapping[str, Any]

@@ -1,7 +1,7 @@
-"""Writes the Parquet files of a dataset, by table, service, day and hour, into a folder or an object store.
+"""Writes a dataset as Parquet files into a folder or an object store. Each table, service, day and hour has a folder.
 
-A file has a name without `.parquet` until it is complete, and is then renamed. The values in names of folders begin
-with a letter, because query engines turn some texts into numbers: `service=s-chat/date=d2026-11-29/hour=h07`.
+A file has a name without `.parquet` until it is complete, and is then renamed. In the path of a folder, such as
+`service=s-chat/date=d2026-11-29/hour=h07`, each value has a letter in front, because query engines read `07` as 7.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from instrument.trace.dataset import definition, pyarrow, schema
 from instrument.trace.text import clean
 
 FILE_BYTES = 128 << 20
-"""The size in bytes at which a file is closed and another one begun."""
+"""The size in bytes at which a file is closed and the next file begins."""
 
 HOUR_NS = 3600 * 10**9
 
 NAME_LENGTH = 200
-"""The maximum number of characters of a service's name in the name of its folder. File systems refuse more than 255."""
+"""The maximum number of characters of a service's name in a folder's name. File systems refuse names over 255 bytes."""
 
 PLAIN = frozenset({
     "span_id", "parent_span_id", "start_unix_ns", "duration_ns", "children_ns", "waiting_ns", "link_span_id", "own_ns",

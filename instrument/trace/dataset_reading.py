@@ -1,4 +1,4 @@
-"""Converts the rows of a dataset into recordings, one per process, for the functions that read files."""
+"""Converts the rows of a dataset into recordings, one per process, as if each process had saved a file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Decides which requests of a run are kept, and whether each other row is sent, kept or dropped.
+"""Decides which requests of a run are kept, and which rows are sent, remain or are dropped.
 
 The decision about a request includes its spans in other processes. A batch is sent with the first kept request that it
-served. For a decision, the unsettled rows of all processes become one trace, with unique ids. All processes are on one
+served. For a decision, the unsettled rows of all processes become one trace with unique ids. All processes are on one
 machine, so they share a monotonic clock.
 """
 
@@ -218,15 +218,15 @@ _NOTHING: dict[str, NDArray[Any]] = {
 
 
 PATIENCE_NS = 10**9
-"""The most nanoseconds for which due spans wait for a request that they name, but that no process has recorded yet."""
+"""Nanoseconds for which a due span waits at most for its request, if no process has recorded the request yet."""
 
 UNKNOWN_NS = 8 * 10**9
-"""Nanoseconds after which a span is dropped, if its request in the same process was never recorded."""
+"""Nanoseconds after which a span is dropped, if its own process never recorded the span's request."""
 
 BEYOND_LIMIT = "requests beyond the capture limit"
 
 MOST_TRACES = 20_000
-"""The most traces, and the most keys, that are remembered. The oldest are forgotten."""
+"""The maximum number of traces, and of keys, that are remembered. The oldest are forgotten first."""
 
 
 class RememberedTraces:
@@ -275,7 +275,7 @@ class Decisions:
         self.found = self._limit_key_traces(grafted_trace) if self.run else grafted_trace
         count = len(trace)
         self.unit = np.where(self.found.root_id <= count, self.found.root_id - 1, NONE)
-        """The row of the root of each row's tree, `NONE` if that row is missing."""
+        """The row of the tree's root, for each row. `NONE` if the root's row is missing."""
         self.is_root = gathered.is_request_root
         self.out = np.zeros(count, np.bool_)
         """True for rows that are sent."""
@@ -283,7 +283,7 @@ class Decisions:
         """True for rows that are dropped."""
         self._mark_adopted()
         self.states: dict[int, str] = {}
-        """The `tracestate` of randomly sampled requests, by their roots."""
+        """The `tracestate` of each randomly sampled request, by its root."""
         self.kept, self.passed = self._decide_requests()
         self._settle_trees(self.kept, self.passed)
         self._settle_batches(self.served)

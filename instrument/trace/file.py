@@ -1,10 +1,10 @@
 """Saves a recording (the columns of a trace, and its metadata) in one file of numpy's own format, and loads it.
 
-`numpy.load` reads the file without this SDK: `layout` and `watched` define the arrays, and `metadata` is JSON in UTF-8.
-Nothing in the file is pickled, and every value is checked before use.
+`numpy.load` reads the file without this SDK. The modules `layout` and `watched` define its arrays. The array `metadata`
+is JSON in UTF-8. Nothing in the file is pickled, and every value is checked before use.
 
-The file is a zip archive of compressed members, written without `zipfile`, whose zlib takes four times as long. The
-format is that of PKWARE's APPNOTE 6.3 (4.3.6 to 4.3.16), which `zipfile` reads.
+The file is a zip archive with compressed members (PKWARE's APPNOTE 6.3, 4.3.6 to 4.3.16). `zipfile` can read it, but
+would write it in four times as long, because it uses zlib.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _VERSION, _DEFLATED, _DATE = 20, 8, 0x21
 files."""
 
 ARCHIVE_LIMIT_BYTES = (1 << 32) - 1
-"""The most bytes of an archive, because the format has 32 bits for its size."""
+"""The maximum size of an archive in bytes, because the zip format stores sizes in 32 bits."""
 
 ZLIB_LEVEL = 1
 
@@ -67,13 +67,13 @@ def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None
 
 
 LAYOUT = 2
-"""The version of the arrays' definition, which a reader compares with its own."""
+"""The version of the arrays' layout. A reader compares the file's version with this one."""
 
 LIMIT_BYTES = 2 << 30
-"""The most unpacked bytes that `load` accepts."""
+"""The maximum number of unpacked bytes that `load` accepts."""
 
 DEEPEST = 100_000
-"""The deepest nesting of calls that is accepted. No real program reaches it."""
+"""The maximum depth of nested calls that is accepted. No real program reaches it."""
 
 
 @dataclass(frozen=True)

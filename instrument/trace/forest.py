@@ -1,4 +1,4 @@
-"""Walks trees that are stored as a column with the row of each row's parent. Rows may be in any order."""
+"""Walks trees that are stored as one column, the index of each row's parent row. Rows may be in any order."""
 
 from __future__ import annotations
 

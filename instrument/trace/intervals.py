@@ -1,4 +1,4 @@
-"""Computes unions, intersections and differences of intervals of time, which are columns of begins and ends.
+"""Computes unions, intersections and differences of intervals of time. Intervals are columns of begins and ends.
 
 An interval is half-open. A `Union` is sorted and disjoint, without empty or adjacent intervals.
 """

@@ -1,11 +1,12 @@
 """Joins each span to the request that it serves, by keys, across threads, tasks and processes.
 
-A rule reads keys from calls. A request has all keys of the spans in its tree. A span outside of the tree with such a
-key belongs to that request, and so do the spans below it. If a key recurs, it names the request that began last before
-the span. If it first named another request that is still open, it names the new one only from its first use there. A
-further key below a span with a key names the same request from then on. A request that begins during another request
-with the same key is a part of that one, as in an engine's own process. A request in the tree of another one may count
-on its own because of its keys. A batch belongs to several requests.
+A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. A span outside
+of the tree with such a key serves that request, and so do the spans below it. From then on, further keys of these spans
+name the request, too. A batch may serve several requests.
+
+A recurring key names the request that began last before the span. If the previous request is still open, the key names
+the new request only from its first use there. A request that begins during another one with the same key is a part of
+that one, as in an engine's own process. A request in the tree of another one may count on its own because of its keys.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from instrument.trace.request_facts import with_facts
 from instrument.trace.trace import Trace
 
 THOUSANDTHS = 1000
-"""The number by which a weight of 1 is stored, because weights are stored in thousandths."""
+"""The stored number for a weight of 1. Weights are stored in thousandths."""
 
 HEAVIEST = 1 << 31
 """The largest weight, in thousandths. Larger weights are reduced to it."""
 
 ROUNDS = 8
-"""The most rounds of the search for further keys of a request. Each round finds the keys below spans with known
+"""The maximum number of rounds in the search for a request's further keys. Each round searches below spans with known
 keys."""
 
 
@@ -263,8 +264,8 @@ def _find_served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, plac
 
 
 _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]]] = WeakKeyDictionary()
-"""The members of batches by the attributes of a trace, cached because a file is joined before and after spans are
-moved."""
+"""The members of batches, by the attributes of a trace. They are cached because a file is joined before and after
+grafting."""
 
 
 def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
@@ -375,7 +376,7 @@ class FirstKeys:
         borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
         order = np.lexsort((trace.span_id[borne], trace.start_ns[borne]))
         self.borne, self.borne_keys = borne[order], keys[order]
-        """The rows of requests that have keys, ordered by begin, and the numbers of their keys."""
+        """The rows with keys that belong to requests, ordered by begin, and the number of each row's key."""
         rows, firsts = np.unique(self.around[self.borne], return_index=True)
         first = self.borne_keys[firsts]
         self._first_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last is that of no row
@@ -432,7 +433,7 @@ def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
 # their request there.
 
 LOOK_BACK = 64
-"""The number of newest spans with a request's key among which the hand-off span is searched."""
+"""The number of newest spans with a request's key that are candidates for the hand-off span."""
 
 
 def graft(saved: Saved) -> Saved:

@@ -1,7 +1,7 @@
-"""Packs the columns of a trace for a file, in the smallest types that fit. Rare values are stored for their rows only.
+"""Packs the columns of a trace for a file, in the smallest types that fit. Only rows with rare values store them.
 
 Ascending columns are stored as differences (`steps`) and ends as lengths, so most numbers take one or two bytes.
-`numpy.cumsum` restores a column. Ids and begins of spans count from `firsts`.
+`numpy.cumsum` restores a column. The array `firsts` has the first span id and the first begin.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
 
 
 PLAIN = {str, int, bool}
-"""The types whose equal values have equal JSON. Floats are no such type, because 0.0 equals -0.0."""
+"""The types of which equal values have equal JSON. Float is not among them, because 0.0 equals -0.0."""
 
 
 def encode_rows(trace: Columns, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
@@ -385,7 +385,7 @@ def _unpack_attributes(arrays: Arrays, count: int) -> PackedAttributes:
 
 
 MOST_KNOWN = 10_000
-"""The most JSON texts of attributes that rows can share. After that, a new text is stored for each row that has it."""
+"""The maximum number of distinct attribute texts that rows share. Any further text is stored once per row."""
 
 
 def column(numbers: array[int]) -> Int64s:

@@ -5,18 +5,17 @@ process, a batch that served it, or a time between these.
 
 - `queue`: from the hand-off to the first batch. The hand-off span is the newest span before that batch with the
   request's key. The queue begins at that span's end, or at its begin if it failed or was still open. Without a hand-off
-  span, the queue begins at the last begin or end of the request's own work. Each further key has a queue, too. A failed
-  or cancelled request that was handed off but never served was in the queue until its end.
+  span, the queue begins at the last begin or end of the request's own work. If a request has several keys, each key has
+  a queue. A failed or cancelled request that was handed off but never served was in the queue until its end.
 - `stall`: from a batch to the next one.
-- `transport`: the way between the request's own threads and the batch threads: the time from a batch to the next
-  own work, and from own work to the first work on a batch thread.
-- `lock`: calls that wait for a lock or a place in a pool, by their name or by `phase: lock` of their rule.
+- `transport`: from a batch to the request's next own work, and from own work to the first work on a batch thread.
+- `lock`: calls that wait for a lock or a place in a pool. Their name or `phase: lock` in their rule identifies them.
 - `sub-requests`: requests that began within the request but count on their own. Each has its own ledger.
 - `unknown`: none of the above.
 
-The time in a batch counts as the request's own share, up to that share, then as waiting for other members. A batch's
-time is divided by weight: of `length` ns, the first k members with the weights w get `length * sum(w[:k]) // sum(w)`
-together. The time of a nested batch is not part of the outer one (see `measure_own_lengths`).
+A request's time in a batch is first its own share, and then waiting for other members. A batch's time is divided by
+weight: of `length` ns, the first k members with the weights w get `length * sum(w[:k]) // sum(w)` together. The time of
+a nested batch is no part of the outer batch's time (see `measure_own_lengths`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Merges saved recordings of one or several processes: on one clock, with each span once and unique ids.
+"""Merges saved recordings into one recording on a common clock, with unique ids and each span once.
 
 Spans are renumbered in the order of their begins. Sites with the same key become one. Threads, streams and devices of
-different processes stay distinct, except devices with the same UUID. If several files of a process have the same span,
-such as a dump and the file of its end, the longest version is kept.
+different processes stay distinct, except devices with the same UUID. A span may be in several files of a process, such
+as a dump and the file of its end. The longest version of the span is kept.
 
-`fold` makes one bounded recording of processes that have ended, with all totals and the newest spans. A service may
-recycle thousands of workers over months, so threads, call paths, samples and notes are bounded.
+`fold` makes one recording of processes that have ended, with all totals and the newest spans. A service may recycle
+thousands of workers over months, so `fold` limits the number of threads, call paths, samples and notes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from instrument.trace.groups import places_of
 from instrument.trace.merged_facts import label_of, merge_tally, merged_facts, merged_processes
 
 MONOTONIC, WALL = "monotonic", "wall"
-"""The possible clocks of a merged trace: the monotonic clock of one machine, or the time of day, which differs slightly
-between machines."""
+"""The clocks that a merged trace can use: the monotonic clock of one machine, or the time of day, which differs
+slightly between machines."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Merged:
     runs: int
     clock: str
     apart_ns: int | None
-    """The most by which the clocks of two processes differ, in ns, None if unknown."""
+    """The maximum difference in ns between the clocks of two processes, None if unknown."""
     parts: Sequence[MergedFile] = field(repr=False)
     """The files and the merged rows of their spans. Files of one process are consecutive."""
 
@@ -106,7 +106,7 @@ def _wrap_single_file(saved: Saved) -> Merged:
 
 
 SECONDS_NS = 10**9
-"""The difference in ns that is assumed between wall clocks of unknown error."""
+"""The difference in ns that is assumed between two wall clocks if their error is unknown."""
 
 SLEW = 500e-6
 """The largest drift of a clock while NTP adjusts it, as a rate (man 2 adjtimex)."""
@@ -297,10 +297,10 @@ def _find_ids(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
 
 SPANS_KEPT = 20_000
 SAMPLES_KEPT = 20_000
-"""The most samples of gauges that `fold` keeps. The newest remain."""
+"""The maximum number of gauge samples that `fold` keeps. The oldest are dropped first."""
 
 PATHS_KEPT = 16_384
-"""The most call paths that have a row of their own after `fold`. Further paths share one row per site."""
+"""The maximum number of call paths with a separate row after `fold`. Further paths share one row per site."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"

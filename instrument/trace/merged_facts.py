@@ -1,4 +1,4 @@
-"""Merges the facts of several saved recordings: tallies, losses, notes, costs and gauges."""
+"""Merges the facts of several saved recordings, such as tallies, losses, notes, costs and gauges."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.watched import move_watched
 
 MOST_DEATHS = 3
-"""The most abnormal ends of processes that the merged text describes one by one."""
+"""The maximum number of abnormal process ends that the merged text describes one by one."""
 
 NOTED_BY = 2
-"""The most processes that a note names at its beginning."""
+"""The maximum number of processes that a merged note names at its beginning."""
 
 OF_ALL = ("system_cpu",)
-"""The gauges of the host, which are the same in all processes and are merged into one."""
+"""The gauges of the whole host. All of its processes record the same values, so these are merged into one gauge."""
 
 
 def label_of(saved: Saved) -> str:

@@ -1,7 +1,7 @@
 """Writes and reads the key `instrument` of a Chrome trace: the tally, and all facts of the trace except its events.
 
-Viewers ignore the key. It has each site once, and events refer to sites by index. Allocations, up to a million, are
-packed columns as text.
+Viewers ignore the key. Each site is stored once, and events refer to sites by index. A trace may have a million
+allocations, so their columns are packed as text.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from instrument.trace.watched import (
 )
 
 FORMAT = 6
-"""The version of the metadata. Versions up to 5 had kernels and allocations as lists; version 4 had no waiting times in
-its tally."""
+"""The version of the metadata. Up to version 5, kernels and allocations were lists. In version 4, the tally had no
+waiting times."""
 
 READ = (4, 5, 6)
 """The versions of the metadata that `Metadata` can read."""
 
 LIMIT_LINKS = 20_000_000
-"""The most sites that all call paths of a file may have together. The limit bounds the memory for a hostile file."""
+"""The maximum number of sites in all call paths of a file together. It bounds the memory for a hostile file."""
 
 _SUMS = (
     "calls", "errors", "total_ns", "self_ns", "waiting_ns", "device_ns", "elapsed_ns", "min_ns", "max_ns",
@@ -99,7 +99,7 @@ class Sites:
 def encode_metadata(
     trace: Trace, base_ns: int, sites: Sites, tally: Tally | None, arrows_left_out: int
 ) -> Iterator[str]:
-    """Yield the JSON value of the key in pieces. Its times count from `base_ns`."""
+    """Yield the JSON text of the key `instrument` in pieces. Times in the text count from `base_ns`."""
     counted = "null" if tally is None else _pack_tally(tally, base_ns, sites)
     read = {sample.name for sample in trace.samples}
     facts = {

@@ -1,11 +1,11 @@
 """Replays recorded arrivals through a model of the engine, to predict queue times without some of the requests.
 
-The model serves requests in the order of arrival, and at once up to the largest number that was recorded at once. A
-request passes through batches of its recorded names and weights. In each turn the model runs the batches of each name
-once, in the order in which requests meet the names. The time of a batch is linear in its members and weight, fitted to
-the recorded batches of its name. It is multiplied by the recorded ratio to that fit for the heaviest member's batch.
-Blocked loops stop the model. A request reaches the engine after the shortest recorded queue time. Engines with another
-order, or that wait for batches to fill, are not reproduced (`Replay.is_sound`).
+A request arrives at the model after the shortest recorded queue time. The model serves requests in the order of
+arrival, at most as many at once as were recorded. A request passes through batches with its recorded names and weights.
+In each turn the model runs the batches of each name, in the order in which requests meet the names. The time of a batch
+is a linear function of its members and weight, fitted to the recorded batches of its name. The result is multiplied by
+the ratio of recorded to fitted time of the heaviest member's batch. While an event loop is blocked, the model stops.
+Engines with another order, or that wait for batches to fill, are not reproduced (`Replay.is_sound`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, Turns
 
 MOST_PAIRS = 40_000
-"""The most pairs of a request and a batch that are replayed. Later requests are left out."""
+"""The maximum number of pairs (a request and one of its batches) that are replayed. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The relative error of the mean queue time, in a replay of all requests, up to which the model counts as sound."""
+"""The largest relative error of the mean queue time, in a replay of all requests, with which the model is sound."""
 
 
 @dataclass(frozen=True)

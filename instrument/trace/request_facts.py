@@ -1,6 +1,6 @@
-"""Moves facts, the values that rules read at calls, to the requests that the calls serve.
+"""Moves facts (the values that rules read at calls) to the requests that the calls serve.
 
-A span has its facts as attributes, and lists their names in `FACTS`. The request may be in another process.
+The span of a call has facts as attributes, and their names in `FACTS`. The request may be in another process.
 """
 
 from __future__ import annotations

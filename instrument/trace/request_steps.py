@@ -1,4 +1,4 @@
-"""Finds the engine steps that served each request, each of one or several batches, and counts the prefill steps."""
+"""Finds the engine steps that served each request, and counts the prefill steps. A step has one or several batches."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class StepKinds:
         self._alike, self._unlike = set[tuple[str, str]](), set[tuple[str, str]]()
         self._spent_ns, self._weighed = Counter[str](), set[str]()
         self.least = dict[str, int]()
-        """The least weight in a batch, by name, of batches with weights."""
+        """The smallest weight in any batch of a name, by name, for batches with weights."""
 
     def learn(self, parts: Parts) -> None:
         """Learn from the batches of some requests."""
@@ -166,13 +166,13 @@ def _split_pair(names: Sequence[str], pair: int) -> tuple[str, str]:
 
 
 APART = 8
-"""The least ratio of the weight of a batch with a prompt to the weight of the lightest batch."""
+"""The minimum ratio of the weight of a batch with a prompt to the weight of the lightest batch."""
 
 LEAST_CHUNKS = 2
 """The number of equal chunks above which batches of equal weight, except the last, are recognised as one prompt."""
 
 CLEARLY = 2
-"""The ratio of weights above which a batch is clearly heavier than another one."""
+"""The ratio of two batches' weights above which one batch is clearly heavier than the other."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Computes self times of spans, and the innermost open span per thread and time.
 
-A self time is the part of a span's time that no child took on its thread and task. While coroutines are suspended, the
-innermost one has waiting time. While a generator is suspended between two items, its consumer runs, so the generator
-has no self time.
+A self time is the part of a span's time in which no child ran on the same thread and task. If nested coroutines are
+suspended, the innermost one has waiting time. While a generator is suspended between two items, its consumer runs, so
+the generator has no self time.
 
-The innermost span is that of a thread, and of a task if several tasks alternate on the thread. A suspended generator is
+The innermost span is found per thread, and per task if several tasks alternate on the thread. A suspended generator is
 skipped, because its consumer may have run instead. Turns assign each instant to one of several overlapping intervals,
-so that it counts once.
+so that no instant counts twice.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def find_highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDA
 
 
 SEVERAL = -2
-"""The row number that `innermost` returns for a time at which several tasks had open spans."""
+"""The row number that `innermost` returns if several tasks had open spans at that time."""
 
 
 class _Open(NamedTuple):
@@ -151,7 +151,7 @@ class Clock(NamedTuple):
     least_ns: int
     width: int
     distinct_ns: Int64s | None
-    """The sorted distinct times if numbers use their indices, None if numbers use the times themselves."""
+    """The sorted distinct times, if a time is numbered by its index in them. None if a time is its own number."""
 
     @classmethod
     def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:

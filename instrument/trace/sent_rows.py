@@ -1,8 +1,8 @@
 """Prepares settled rows for a collector, with ids, callers and links, and makes spans for the stages of requests.
 
 A request comes due when a decision wait has passed after its end. By then the rows of all processes up to its end have
-been read. Its rows, the rows with its keys and the batches that served it become one columnar trace, which `join`,
-`grafted` and `stages` process as they process files. Each row is settled once.
+been read. The request's rows, the rows with its keys and the batches that served it become one columnar trace. `join`,
+`grafted` and `stages` process this trace like that of a file. Each row is settled once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, Unsett
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
-"""The number of bits for the index of a stage in the id of its span. The other bits come from the request's id. The id
+"""The number of low bits for the stage in the id of a stage's span. The higher bits come from the request's id. The id
 is negative, unlike ids of recorded spans and device intervals."""
 
 
@@ -288,15 +288,15 @@ class SentRows:
 
 
 DECISION_WAIT_NS = 2 * 10**9
-"""Nanoseconds from the end of a request until it comes due, so that late rows of all processes are included."""
+"""Nanoseconds after its end at which a request comes due. By then late rows of all processes have been read."""
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""Nanoseconds for which settled requests and rows with keys remain, because other rows may need them. Of the rows with
-keys, the newest `MOST_CONTEXT` of each process remain longer."""
+"""`CONTEXT_NS` is the time in ns for which settled requests and rows with keys remain, because later rows may need
+them. The newest `MOST_CONTEXT` rows with keys of each process remain longer."""
 
 MOST_AT_ONCE = 6_000
-"""The most rows that one round settles, the oldest first, to bound the memory of a round."""
+"""The maximum number of rows that one round settles, to bound its memory. The oldest are settled first."""
 
 
 class Settling:
@@ -307,7 +307,7 @@ class Settling:
         self._kinds = StepKinds()
         self._remembered = RememberedTraces()
         self.taken: Sequence[Callable[[Decisions, int], object]] = ()
-        """The functions that are called with the decisions and the time of each round, before rows are released."""
+        """The functions that each round calls with its decisions and its time, before rows are released."""
         self.settled_ns = 0
         """The time in ns up to which ended requests are settled, except requests that wait for others."""
         self.has_more = False

@@ -1,6 +1,6 @@
-"""Converts settled requests of running processes to dataset tables, the same as from their saved recordings.
+"""Converts settled requests of running processes to dataset tables, the same tables as those of saved recordings.
 
-`requests`, `batches` and `members` have all requests and batches. `spans` and `intervals` have those of kept requests.
+`requests`, `batches` and `members` have all requests and batches. `spans` and `intervals` have only kept requests.
 """
 
 from __future__ import annotations

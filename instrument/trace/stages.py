@@ -1,17 +1,17 @@
 """Finds the stages of requests that batches serve: queue, prefill, decode and stalls.
 
-Prefill and decode are stages of generations. A request is a generation if its route, rule or attributes have `gen_ai`,
-or if it streams its answer and batches of one name serve it several times. Other requests have a first batch and later
-batches.
+Prefill and decode are stages of generations. A request is a generation if its route, rule or attributes have `gen_ai`.
+It is also one if it streams its answer and batches of one name serve it several times. Other requests have the stages
+`first batch` and `later batches`.
 
-An engine may record several batches per step: for scheduling, execution and output, and in each worker. Batches that
-alternate belong to one step. The longest batch with weights, of one worker, represents the step.
+An engine may record several batches per step: for scheduling, execution and output, and in each worker. Batches whose
+names alternate belong to one step. The longest batch with weights, of one worker, represents the step.
 
-A request with one step has only a queue. Otherwise its first steps, which make the first token, are the prefill. These
-are the steps that are clearly heavier than later ones, such as those with the tokens of a prompt. If all weights are
-equal, they are the steps with another name than later ones. Else they are the steps that ended before the first part of
-a streamed answer, else the first step. All later steps are the decode. A stall is a time between two batches of at
-least the median length of the request's steps. It names the batches of other requests that took most of it.
+A request with one step has only a queue. Otherwise the prefill steps are those that make the first token, and all later
+steps are the decode. Prefill steps are clearly heavier than later ones, because they process the prompt. If all weights
+are equal, prefill steps have another name than later ones. Else they ended before the first part of a streamed answer.
+Without such steps, the first step is the prefill. A stall is a time between two batches that is at least as long as the
+request's median step. Its attribute names the batches of other requests that took most of this time.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from instrument.trace.request_steps import (
 
 PREFILL, DECODE = "prefill", "decode"
 FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
-"""The names of the two stages in requests that generate no tokens."""
+"""The names of the two stages of a request that generates no tokens."""
 
 STALLED_BY = "instrument.stalled_by"
-"""The attribute of a stall with the name of the batches that took most of it."""
+"""The attribute of a stall that names the batches of other requests which took most of it."""
 
 STEPS = "instrument.decode.steps"
-"""The attribute of a decode span with its number of steps. A step makes one or more tokens."""
+"""The attribute of a decode span for its number of steps. A step makes one or more tokens."""
 
 LATER_STEPS = "instrument.later_batches.steps"
-"""The attribute of later batches with their number of steps."""
+"""The attribute for the number of steps in the stage `later batches`."""
 
 MOST_STALLS = 16
-"""The most stalls of a request that are reported. The longest remain."""
+"""The maximum number of stalls reported per request. The longest are reported."""
 
 SITES: Mapping[str, Site] = {
     name: Site(name, "phase", attributes=(("instrument.derived", True),))

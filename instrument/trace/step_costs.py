@@ -4,8 +4,8 @@ A step is an outermost batch. Its expected time is linear in the number of its m
 the steps of its name. The fit minimises relative errors, so long steps count no more than short ones. Steps far from
 the fit are left out of it.
 
-An engine pads if the time of uneven steps follows the members times the heaviest weight, rather than the sum of the
-weights.
+An engine may pad all members of a step to the heaviest weight. Padding is assumed if the times of uneven steps fit this
+padded weight better than the real weight.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from instrument.trace.joined import THOUSANDTHS, Served
 Floats = NDArray[np.float64]
 
 REFERENCES = 10_000
-"""The most steps of one name that are used for a fit, spread evenly over the recording."""
+"""The maximum number of steps per name that are used for a fit. They are spread evenly over the recording."""
 
 LEAST_STEPS = 20
-"""The least steps for a fit. Steps of a name with fewer steps have no expected time."""
+"""The minimum number of steps for a fit. If a name has fewer steps, they have no expected time."""
 
 ROUNDS = 3
-"""The number of fits in succession. Each leaves out the steps that are far from the previous fit."""
+"""The number of fits in succession. Each fit leaves out the steps that are far from the previous fit."""
 
 FAR = 4.0
-"""The distance from which on a step is far from a fit, in multiples of the median deviation."""
+"""The distance above which a step is far from a fit, in multiples of the median distance."""
 
 PATHS = 64
-"""The most call paths with an excess of their own, the longest ones. One more path has the excess of all others."""
+"""The maximum number of call paths with a separate excess. The other, shorter paths have one common excess."""
 
 CELLS = 8_000_000
-"""The most pairs of a step and a call path, to bound the memory. With more steps there are fewer paths."""
+"""The maximum number of steps times call paths, to bound the memory. More steps leave fewer paths."""
 
 UNEVEN = 1.2
-"""The ratio of padded to real weight from which on a step counts as uneven in the test for padding."""
+"""The ratio of padded to real weight above which a step is uneven. Only uneven steps show whether an engine pads."""
 
 PADS = 0.7
-"""The share of a fit's error below which a fit with padding must be, over uneven steps, to find that an engine pads."""
+"""The ratio of the padded fit's error to the real fit's error, over uneven steps, below which an engine pads."""
 
 HEAVY = 4.0
-"""The ratio of a member's weight to the usual largest weight of requests above which the member is unusually heavy."""
+"""The ratio of a member's weight to the usual largest weight of requests, above which the member is heavy."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StepCosts:
     sites: Int64s
     is_fitted: Bools
     step_of: Int64s
-    """The index of each row's step, `NONE` outside of steps. One more `NONE` follows."""
+    """The index of each row's step, `NONE` outside of steps. The array ends with an additional `NONE`."""
 
 
 def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:

@@ -1,7 +1,7 @@
 """Provides a trace as tables of an in-memory database, for `query` and data frames.
 
-DuckDB reads the columns without a copy. Names and attributes are values in the tables, never part of a statement. A
-statement can use only these tables: no file, no network, no extension.
+DuckDB reads the columns without a copy. Names and attributes are values in the tables and never part of an SQL
+statement. A statement can use only these tables: no file, no network, no extension.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[query]"
 
 ROWS_AT_ONCE = 50_000
-"""The number of spans whose attributes are read at once, to bound the memory."""
+"""The maximum number of spans whose attributes are read at once, to bound the memory."""
 
 # Views cast the texts, because DuckDB infers the type of Python's objects from their values.
 _SPANS = """

@@ -10,21 +10,21 @@ from decimal import Decimal
 from typing import Any
 
 INT64 = 1 << 63
-"""The first number above all signed 64-bit integers. Viewers read no number beyond these."""
+"""The lowest number above all signed 64-bit integers. Viewers cannot read larger numbers."""
 
 # Bounds for hostile files: the characters of one value, and the microseconds of a time, so that ns since 1970 fit into
 # int64.
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
 LONGEST_PLAIN = 4_000
-"""The most bytes of a JSON text that needs no check. A longer text may have a number with more digits than Python
-accepts."""
+"""The maximum number of bytes of a JSON text that needs no check. A longer text may have a number with more digits than
+Python accepts."""
 
 LIMIT_BYTES = 2 << 30
-"""The most bytes of text that `load` accepts by default. Browsers fail with far less."""
+"""The maximum number of bytes of text that `load` accepts by default. Browsers fail with far less."""
 
 LIMIT_SPANS = 10_000_000
-"""The most slices, samples or allocations of a file that are read."""
+"""The maximum number of slices, of samples or of allocations that are read from a file."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """Return the strict JSON of a value that `safe` has returned."""

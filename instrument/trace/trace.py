@@ -209,7 +209,7 @@ def _make_intervals(spans: Sequence[Span]) -> DeviceIntervals:
 
 
 ROWS_AT_ONCE = 20_000
-"""The number of rows that become span objects at once, to bound the memory for temporary objects."""
+"""The maximum number of rows that become span objects at once, to bound the memory."""
 
 
 def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:

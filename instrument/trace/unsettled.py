@@ -1,8 +1,8 @@
-"""Keeps the rows of one recording that have been read and wait for a decision (unsettled rows), as columns.
+"""Keeps the unsettled rows of one recording as columns. These rows have been read, and wait for a decision.
 
 Unsettled rows are those of requests, and of spans that may serve requests of other processes. They are removed when
 their requests are settled. Rows with keys remain longer, so that late rows find their request. Rows that are not needed
-until then are packed.
+before the decision are packed to save memory.
 
 A request is kept if it is sampled, slow or failed, or has the attributes in the profile's `capture.where`.
 """
@@ -28,10 +28,10 @@ from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.recording.tally import Tally
 
 LEAST_CALLS = 100
-"""The number of an endpoint's requests after which its usual time is known. The first requests wait for that."""
+"""The number of requests that an endpoint needs until its usual time is known. The first requests wait for that."""
 
 USUAL_FOR_NS = 10**9
-"""Nanoseconds after which the usual times of endpoints are computed again."""
+"""Nanoseconds between two computations of the endpoints' usual times."""
 
 _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
 
@@ -189,16 +189,16 @@ class _Allowance:
 
 
 MOST_ROWS = 200_000
-"""The most waiting rows of a recording. Above that, rows of the requests that have been open longest are dropped."""
+"""The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
 
 LEAST_PACKED = 500
-"""The least rows of a thread that are packed: from 73 to between 3 and 8 bytes a row, in 0.25 us a row."""
+"""The minimum number of a thread's rows that are packed. Packing a row takes 0.25 us, and reduces 73 bytes to 8."""
 
 MOST_ROOTS = 10_000
-"""The most requests whose decision is remembered. The oldest are forgotten."""
+"""The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
 
 EARLY_BYTES = 2
-"""The most details that wait for their rows, as a multiple of the bytes that the recording has for details."""
+"""The maximum size of details that wait for their rows, as a multiple of the recording's space for details."""
 
 BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"
@@ -291,9 +291,9 @@ class UnsettledRows:
         """The spans that were open when rows were last read, by id."""
         self.decided: OrderedDict[int, Decided] = OrderedDict()
         self.traces: OrderedDict[int, int] = OrderedDict()
-        """The trace id with which each tree was sent, by root, for trees with a trace id of another process."""
+        """The trace id with which each tree was sent, by root, if it is a trace id of another process."""
         self.sent_apart: OrderedDict[int, None] = OrderedDict()
-        """Spans outside of the random sample that were sent with the requests they served, without their own tree."""
+        """The spans that were sent because of requests they served, although their tree is not in the random sample."""
         self.read_ns = 0
         """The time up to which the recording has been read."""
         self.is_over = False
@@ -313,8 +313,8 @@ class UnsettledRows:
         self.caller: RemoteParent | None = None
         """The remote parent of trees that began before the process served requests, or None."""
         self.served_from_ns = 1 << 62
-        """The time in ns of the first request or the first span with a key, from which on the process serves, if there
-        is a `caller`."""
+        """The time in ns from which the process serves requests, if there is a `caller`: its first request or first
+        span with a key."""
         self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Details whose rows are not read yet."""
         self._early_bytes = 0

@@ -1,6 +1,6 @@
-"""Packs the kernels and allocations that torch.profiler recorded as columns of a file, and unpacks them.
+"""Packs torch.profiler's kernels and allocations into columns of a file, and unpacks them.
 
-Both are ordered by time, so their times are stored as differences. Thread ids are stored once in a table.
+Kernels and allocations are ordered by time, so times are stored as differences. A table has each thread id once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from instrument.trace.trace import Allocation, Allocations, Trace
 
 
 AT_ONCE = 20_000
-"""The number of kernels that become objects at once, to bound the memory."""
+"""The maximum number of kernels that become objects at once, to bound the memory."""
 
 
 @dataclass(frozen=True, eq=False)
