@@ -1,8 +1,8 @@
 """Joins each span to the request that it serves, by keys, across threads, tasks and processes.
 
 A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. A span outside
-of the tree with such a key serves that request, and so do the spans below it. From then on, further keys of these spans
-name the request, too. A batch may serve several requests.
+of the tree with such a key serves that request, and so do the spans below it. From then on, their further keys name the
+request, too. A batch may serve several requests.
 
 A recurring key names the request that began last before the span. If the previous request is still open, the key names
 the new request only from its first use there. A request that begins during another one with the same key is a part of

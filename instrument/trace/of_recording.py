@@ -30,7 +30,7 @@ OPEN = "instrument.open"
 """The attribute of a span that was still open when its recording was read. The value is true."""
 
 NEVER_NS = 1 << 62
-"""The time in ns that stands for the first request of a process that never serves one."""
+"""The time in ns of the first request of a process, if it never serves one."""
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
