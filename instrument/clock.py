@@ -93,7 +93,7 @@ def start_ticks(stat: Path) -> int:
 
 
 LEAST_S = 0.25
-"""The minimum seconds for the last wait, even after the deadline, so that a report is printed after slow saving."""
+"""The minimum seconds for the last wait, even after the deadline, so that a slow save does not prevent the report."""
 
 
 class Deadline:

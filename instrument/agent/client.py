@@ -194,4 +194,4 @@ def request_of(
 
 
 ANSWER_POLL_S = 0.2
-"""Seconds between two checks of the time limit while the client waits for an answer."""
+"""Seconds between two checks of its time limit while the client waits for an answer."""

@@ -24,13 +24,13 @@ RECORDING = ".npz"
 LAST_GAUGES = " Its last gauges, "
 
 MOST_OPEN_REQUESTS = 5
-"""The maximum number of open requests that the message on a died process lists. The capture has all of them."""
+"""The maximum number of open requests that the message on a dead process lists. The capture has all of them."""
 MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
-"""The maximum number of attributes per span in the message on a died process, and of characters per value."""
+"""The maximum number of attributes per span in the message on a dead process, and of characters per value."""
 TRANSPORT_PREFIXES = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
-"""Prefixes of attributes that the message on a died process omits. The capture has them."""
+"""The prefixes of attributes that the message on a dead process omits. The capture has all attributes."""
 NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
-"""The gauges whose last readings the message on a died process shows. The capture has all gauges."""
+"""The gauges whose last readings the message on a dead process shows. The capture has all gauges."""
 
 
 def capture(

@@ -1,9 +1,9 @@
 """The agent's work at the end of a process or a run: messages, files for the report of the run, and captures.
 
 The agent never keeps a service's output open, because a reader of that output may wait until all writers close it. For
-each message, the agent opens the standard error of a living process, else that file or terminal by its path. If both
-fail, the message goes to the system's log. Without a log, a message about a capture goes to a text file next to the
-capture. Only children of the agent import the readers of recordings.
+each message, the agent opens the standard error of a living process. Otherwise it opens that file or terminal by its
+path. If both fail, the message goes to the system's log. Without a log, a message about a capture goes to a text file
+next to the capture. Only children of the agent import the readers of recordings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Says = Callable[[str], object] | None
 """A function that prints a message for which no process's standard error could be written. None prints nothing."""
 
 PIPE_WAIT_MS = 50
-"""Milliseconds to wait until a process's standard error, a full pipe, has room. Then the rest of the message is cut."""
+"""Milliseconds to wait for room in a full pipe of a process's standard error. Then the rest of the message is cut."""
 
 MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file with a message next to a capture."""

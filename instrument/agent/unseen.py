@@ -3,7 +3,7 @@
 Some Python processes cannot start a session, such as those of an old Python. The package's `sitecustomize` reports
 them. The agent finds processes without this `sitecustomize` among the descendants of the run's first process. The agent
 also looks for connections to processes that have recorded no request: soon after they join, then at growing intervals.
-The process itself reports the ports with such connections. After its end, the agent reports them.
+A process reports its ports with such connections. If it has ended, the agent reports these ports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 """Seconds between two searches for processes without a session."""
 
 NEW_PROCESS_SEARCHES_S = (0.005, 0.03)
-"""Seconds from an interpreter's start to each search for its process. A process that ends before both is missed."""
+"""Seconds from the start of an interpreter to each search for its process. A process that ends earlier is missed."""
 
 _IN_OPEN = 0x20
 """The inotify(7) event for an opened file. The system sends it when a process executes the file."""

@@ -7,8 +7,8 @@ again, the next wait is longer.
 
 A count costs some tens of ns. If counting alone exceeds the budget, the governor detaches the probe, so that calls go
 to the bare function. At growing intervals it attaches the probe for a moment, to measure the load. A scope in the
-service's code cannot be detached. Requests and the steps of a schedule are never muted, because captures, the view of
-requests and windows need them. Reports name all such sites that exceed the budget.
+service's code cannot be detached. Requests and steps of a schedule are never muted, because captures, windows and the
+view of requests need them. Reports name the sites that exceed the budget for these reasons.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ STEP_NS = 10**9
 """Nanoseconds between two comparisons of the cost of recording with the budget."""
 
 UNMUTE_SHARE = 0.8
-"""The share of the budget up to which muted sites are recorded again. The rest is a margin against muting them at
-once."""
+"""The share of the budget up to which muted sites are recorded again. Otherwise they would soon be muted again."""
 
 BUSY_STEP_NS = 5 * 10**7
 """Nanoseconds between two comparisons while the budget is exceeded, or while the rings lose rows."""

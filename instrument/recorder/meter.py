@@ -1,8 +1,8 @@
 """The meter, which counts the metrics of a process from its recording, for OTLP and Prometheus.
 
 It counts requests by endpoint, status and error from the rows of the rings, so the service's threads do nothing for
-metrics. If a row was overwritten before, its request is added from the tally, without a status. The tally counts all
-calls, so all series together have every ended request. A meter can continue from the `state` of an earlier one.
+metrics. If a row is overwritten before it is read, its request is added from the tally, without a status. The tally
+counts all calls, so no ended request is missing. A meter can continue from the `state` of an earlier one.
 """
 
 from __future__ import annotations

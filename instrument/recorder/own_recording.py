@@ -1,4 +1,4 @@
-"""The reader of this process's own recording: the reader for other processes, adapted to the recorder's objects."""
+"""The reader of a recording in its own process. It adapts the reader for other processes to the recorder's objects."""
 
 from __future__ import annotations
 

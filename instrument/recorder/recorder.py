@@ -447,7 +447,7 @@ RECORDER = Recorder()
 
 CHECK_NS = 10**9
 MOST_DEVIATION_NS = 50_000
-"""Nanoseconds per second by which the time stamp counter may differ from the monotonic clock. Otherwise it is not
+"""Nanoseconds per second by which the time stamp counter may differ from the monotonic clock. A worse one is not
 used."""
 
 

@@ -24,16 +24,15 @@ EXPORT_COUNTERS = (
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
     "derived lost", "deriving", "unqueued", "queueing", "unwritten", "unstored",
 )  # fmt: skip
-"""The counters of what became of a recording's spans (their fates). `seen` spans were read, `missed` ones were
-overwritten before. Of the seen ones, the tail sampler dropped the `passed` ones, its limits dropped the ones `beyond`,
-and the others are `kept`. `intervals` counts device intervals of kept spans, which a collector gets as spans. A kept
-span waits, is `sending` in the current request, or is `exported`, `rejected`, `failed` or `dropped`. `untimed` spans
-were exported without their device times. Without a collector, a span in a complete file is `exported`, any other
+"""The counters of what became of a recording's spans (their fates). `seen` spans were read, and `missed` spans were
+overwritten before. The tail sampler dropped the `passed` spans, its limits dropped the spans `beyond`, and all other
+seen spans are `kept`. A kept span waits, is `sending` in the current request, or is `exported`, `rejected`, `failed` or
+`dropped`. `intervals` counts device intervals of kept spans, which a collector gets as spans. `untimed` spans were
+exported without their device times. Without a collector, a span in a complete file is `exported`, any other
 `unwritten`. `unstored` counts lost rows of a dataset. If the exporter is killed, `sending` spans become `unanswered`,
-because the collector may have them, and waiting ones `abandoned`, as do those of requests that had not ended. `derived
-lost` counts lost spans of stages, `unqueued` requests without a queue time in the metrics. `deriving` and `queueing`
-count the undecided
-spans and requests of both kinds."""
+because the collector may have them. Waiting spans, and spans of requests that had not ended, become `abandoned`.
+`derived lost` counts lost spans of stages, and `unqueued` requests without a queue time in the metrics. `deriving` and
+`queueing` count the spans and requests that may still become one of these two."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """The final counters of kept spans if there is a collector."""

@@ -1,8 +1,8 @@
 """The layout of a recording in memory, and a reader of its header and rings that needs no numpy.
 
 A recording has a header of one page, and several parts. Each part is an array of slots of one size. The recorder's C
-structures are in this memory too, so `native/_recording_layout.h` repeats the layout. A released slot is zeroed. A
-pointer is an address in the recorded process: minus the header's `address`, it is an offset. Numbers are little-endian.
+structures are in this memory, so `native/_recording_layout.h` repeats the layout. A released slot is zeroed. Pointers
+are addresses in the recorded process. Subtracting the header's `address` makes them offsets. Numbers are little-endian.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ NOT_BELOW = -1
 """The parent's number in a topmost node, which has no parent."""
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
-"""The site that stands in for new call paths once the tally is full."""
+"""The site of all calls on new call paths once the tally is full."""
 
 
 NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
-"""Functions of a site for `CallTree.by_site` and `CallTree.numbered`, which keep results by function."""
+"""Functions of a site, under which `CallTree.by_site` and `CallTree.numbered` keep their results."""
 
 
 class CallTree:

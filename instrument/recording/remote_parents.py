@@ -1,4 +1,4 @@
-"""The spans of other tracers that are callers of our spans or linked to them, and the text form of such references."""
+"""The references of our spans to spans of other tracers, as callers or by links, with their text form in recordings."""
 
 from __future__ import annotations
 

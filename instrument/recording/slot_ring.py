@@ -149,7 +149,7 @@ _CELLS = Struct("<QqQqqqq")
 INTERVAL_BYTES = _CELLS.size
 
 NOTHING_TO_COME = 1 << 62
-"""The value of `settled_ns` in the header of a recording that will get no more device intervals."""
+"""The value of `settled_ns` in a recording's header once the recording gets no more device intervals."""
 
 
 class IntervalRing:

@@ -18,7 +18,7 @@ Interval = tuple[int, int]
 
 
 KEY_ATTRIBUTES = ("phase", "direction", "sync")
-"""The attributes that are part of a site's `key`. Others, such as a rank, may differ between processes."""
+"""The attributes that are part of a site's `key`. Other attributes, such as a rank, may differ between processes."""
 
 
 class Work(NamedTuple):
@@ -125,9 +125,9 @@ BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.
 """The attributes of a batch, a span that serves several requests: the requests' keys, and the weight of each."""
 
 FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
-"""The attribute that lists which attributes of a span are facts of requests, such as token counts: each as a word of
-`KEEPS`, a space and a name. A fact that is a list has one item per request, whose keys are in the attribute with the
-fact's name and `FACT_KEYS`."""
+"""The attribute that lists the facts of requests among a span's attributes, such as token counts. Each fact is listed
+as a word of `profile.model.KEEPS`, a space and a name. A fact that is a list has one item per request. The keys of
+these requests are in the attribute with the fact's name and `FACT_KEYS`."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
 """The maximum number of characters in a key, and of keys in a batch. A longer key is cut and ends in a checksum."""

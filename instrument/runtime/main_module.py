@@ -1,6 +1,6 @@
 """The watch of the module that runs as `__main__`, which reports its functions before the module calls them.
 
-No import hook sees this module, and its body calls its functions before the body ends. So the body is watched while it
+No import hook sees this module, and its functions are called before its body ends. So the body is watched while it
 runs, by `sys.monitoring`, or before Python 3.12 by `sys.settrace`. The watch reports new names right before each
 statement that may call something, and at the end of the body. It ends at the first statement after the last definition,
 which is mostly ``if __name__ == "__main__"``. The watch changes neither the code that runs, nor frames and tracebacks.

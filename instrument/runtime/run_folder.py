@@ -1,6 +1,6 @@
 """The folder of a run, which contains the agent's socket. Processes and commands find the agent by this folder.
 
-The folder has the name of the run, and is in a folder `instrument-UID` that only this user may enter. That is below
+The folder has the name of the run. Its parent folder is `instrument-UID`, which only this user may enter, below
 `XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`. Processes get the socket's path from the variable `INSTRUMENT_AGENT`.
 """
 

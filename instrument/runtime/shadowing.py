@@ -1,5 +1,4 @@
-"""The protection of our imports from service modules with names of the standard library, such as a service's
-`token.py`.
+"""The protection of our imports from service modules with names of the standard library, such as a file `token.py`.
 
 Our imports, direct and indirect, get the standard modules, and the service gets its own. If the service has imported
 its own module before, a library that we load may fail; this is counted. A session imports this module before all

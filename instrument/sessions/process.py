@@ -336,7 +336,7 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""The process id to which each signal is being sent again, by signal number; 0 once the signal is handled."""
+"""The id of the process that sends a signal to itself again, by the signal's number; 0 once the signal is handled."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
