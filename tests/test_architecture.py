@@ -353,11 +353,11 @@ LINES_AND_FILES = {
     "otlp": (5_516, 21),
     "profile": (2_614, 8),
     "proposal": (1_390, 4),
-    "recorder": (2_653, 10),
-    "recording": (4_052, 16),
+    "recorder": (2_652, 10),
+    "recording": (4_051, 16),
     "report": (14_877, 46),
-    "runtime": (2_820, 18),
-    "sessions": (6_770, 23),
+    "runtime": (2_819, 18),
+    "sessions": (6_769, 23),
     "trace": (10_805, 35),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
