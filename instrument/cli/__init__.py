@@ -2,7 +2,7 @@
 
 0 is success. 1 means that a gate, such as `check --strict`, has failed. 2 is an error of ours: a bad profile or trace,
 a rule that matches nothing, an unexpected exception. 141 means that the reader of the output has gone away. Any other
-code is that of the service.
+exit code is the service's own.
 """
 
 from __future__ import annotations

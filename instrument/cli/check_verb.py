@@ -1,4 +1,4 @@
-"""`instrument check`: which functions and layers the rules of a profile match, here or in a command's processes."""
+"""`instrument check`: show which functions and layers a profile's rules match, here or in a command's processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`instrument compare`: what a new version changed apart from a changed load, with an exit code for CI."""
+"""`instrument compare`: separate the effect of a new version from that of a changed load, with an exit code for CI."""
 
 from __future__ import annotations
 

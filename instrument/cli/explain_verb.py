@@ -1,4 +1,4 @@
-"""`instrument explain`: the cause of a slow request or of a slow period, with its evidence."""
+"""`instrument explain`: print the cause of a slow request or period, with the evidence."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ END_S = 30.0
 """The seconds after SIGTERM in which the command must end before it is killed."""
 
 OTHERS_S = 5.0
-"""The seconds after the command's end in which its other processes can report what they observed."""
+"""Seconds after the command's end until its other processes must have reported what they observed."""
 
 OBSERVING = """\
 service: init

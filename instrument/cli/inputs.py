@@ -1,4 +1,4 @@
-"""The input files of a command: which files a name or folder means, and how they are read within a memory limit."""
+"""Find the input files that a name or folder means, and read them within a memory limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEAST_BYTES = 500_000_000
 """The smallest memory limit, in bytes, of a command that reads files. Large files raise it."""
 
 COMMAND_BYTES = 150_000_000
-"""The bytes that a command uses before it reads files. What a program that calls `main` uses beyond that is added."""
+"""Bytes that a command uses before it reads files. If the calling program uses more, the difference is added."""
 
 SHARE_OF_DATA = 0.9
 """The share of the memory limit that is set as RLIMIT_DATA, which does not count libraries and stacks."""

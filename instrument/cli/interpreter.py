@@ -1,4 +1,4 @@
-"""The user's command that starts a service: the program that runs it, its name, and a child process for it."""
+"""Read the command that starts a service: find its interpreter and its name, and start it as a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved traces in a notebook: `load` returns data frames, views and explanations, `compare` a comparison."""
+"""Read saved traces in a notebook: `load` gives data frames, views and explanations, and `compare` a comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of command line options: functions that read them and refuse invalid ones, and the choice of profile."""
+"""Read the values of command line options, refuse invalid values, and choose the profile."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The verb `run` starts a service under a profile.
 
-It replaces its own process by the service. In a container it may be the first process, whose end ends all others. Then
-it starts the service as a child in its own process group, gives it the terminal, and stays as the parent of service and
-agent. It forwards signals to the service, reaps orphaned children, and exits with the service's exit code.
+It replaces its own process by the service. But in a container it may be the first process, whose end ends all others.
+There it starts the service as a child in its own process group, gives it the terminal, and stays as parent of service
+and agent. It forwards signals to the service, reaps orphaned children, and exits with the service's exit code.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ AGENT_WAIT_S = 5.0
 """The seconds that the agent has to write its last output after the service has ended."""
 
 AGENTS = 10
-"""The maximum number of agents that a run starts, each after the one before has ended."""
+"""The maximum number of agents that a run starts. Each starts after the last one has ended."""
 
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 

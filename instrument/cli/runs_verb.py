@@ -1,5 +1,5 @@
 """The verbs on running services: `ps` lists them, `live` shows one, and `dump` saves its newest spans. `recover` saves
-those of killed processes."""
+the spans of killed processes."""
 
 from __future__ import annotations
 

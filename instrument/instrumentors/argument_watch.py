@@ -1,7 +1,7 @@
 """Find arguments and results that identify requests (keys), for the profile that `instrument init` proposes.
 
-The first calls of each function are examined: numbers and texts under names such as `request_id`, objects with such an
-attribute, objects of the service's classes, and sequences and mappings of them. A value is noted under the path by
+The first calls of each function are examined. A key may be a number or text with a name such as `request_id`, or an
+object of the service's classes. Items of sequences and mappings are examined, too. A value is noted under the path by
 which a rule would read it. Values leave the process only as keyed digests. Equal digests show that two functions or
 processes handle the same request. No code of the service runs: no properties, `__getattr__` or iterators.
 """
@@ -32,19 +32,19 @@ SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The environment variable with the secret key of the digests. Each `instrument init` makes a new key."""
 
 LOOKS = 1000
-"""The number of first calls of a function to examine. The first calls of all functions serve the same requests."""
+"""The number of first calls of each function that are examined."""
 
 ITEMS = 64
 """The maximum number of items to examine in a sequence or mapping."""
 
 DIGESTS = 4096
-"""The maximum number of digests per path, and the maximum number of objects that are numbered to be keys."""
+"""The maximum number of digests per path. It is also the maximum number of objects that get a number as key."""
 
 ATTRIBUTES = 60
 """The maximum number of attributes to examine in an object."""
 
 NAME_LENGTH = 64
-"""The maximum length of a name in characters. A longer key of a mapping is data."""
+"""The maximum length of a name in characters. A longer key of a mapping is not taken for a name."""
 
 ID = re.compile(
     r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"

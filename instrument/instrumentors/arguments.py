@@ -1,13 +1,13 @@
 """Read the values that a rule records from a call's arguments and result: attributes, request keys, batches and facts.
 
 A value has a path such as `request.params.n`: a parameter, or `return` for the result, then attributes or keys of
-mappings. Only values that a rule names are recorded, and only their classes' code runs. An attribute is a value (a
-number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (the name of a class).
+mappings. Only values that a rule names are recorded, and only code of their classes runs. An attribute is a value (a
+number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (a class name).
 
 A batch has a path to several keys. `[]` in it means each item of a sequence, or each value of a mapping. A path that
-ends at a mapping means the mapping's keys; if its values are numbers, they are the weights. Weights from another path
-are in the order of the keys, or in a mapping by key. Keys are text, integers, UUIDs or bytes. An object of the service
-may also be a key, within its process. Reading never raises: an unreadable value is left out, counted and logged.
+ends at a mapping means its keys, and its values are the weights if they are numbers. Another path may lead to the
+weights: a sequence, or a mapping from keys to weights. Keys are text, integers, UUIDs or bytes. Within a process, an
+object of the service may be a key. Reading never raises. Unreadable values are counted and logged.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ _READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _read_size, "typ
 RETURN = "return"
 EACH = "[]"
 FACTS_OF_REQUEST = 2
-"""The mode of the native reader in which it reads facts of requests instead of keys."""
+"""The mode in which the native reader reads attributes of requests instead of keys."""
 
 TEXTS_KNOWN = 4096
 """The maximum number of key texts whose shortened form is cached. One more empties the cache."""

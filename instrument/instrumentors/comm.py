@@ -1,12 +1,12 @@
 """Record communication between processes by torch.distributed. Each call is a span of kind `comm`.
 
-A synchronous collective is one span, such as `all_reduce`. An asynchronous one has two: `all_reduce` for the call, and
-`all_reduce.wait` for the wait, whose `in_flight_ns` is the time from the call to the end of the wait. Sends and
-receives always have both spans, because a call does not show if it is asynchronous. The methods of process groups are
-replaced, because compilers and torch compare the functions of `torch.distributed` by identity.
+A synchronous collective is one span, such as `all_reduce`. An asynchronous collective has two spans: `all_reduce` for
+the call, and `all_reduce.wait` for the wait. The attribute `in_flight_ns` is the time from the call to the end of the
+wait. Sends and receives always have both spans, because a call does not show if it is asynchronous. Methods of process
+groups are replaced. The functions of `torch.distributed` are not, because compilers and torch compare them by identity.
 
-Spans have the operation, bytes (the larger of this rank's input and output), backend, group, rank and world size, but
-no address and no contents of tensors. Device time is the wait of the calling stream.
+A span has attributes for the operation, bytes (the larger of this rank's input and output), backend, group, rank and
+world size. Its device time is the time that the calling stream waits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep torch's compilers away from probes, and record each replay of a CUDA graph as one span.
 
-If torch.compile cannot compile the middle of a function, it compiles each Python call there by itself. It skips its own
-frames by file name, and those of probes must be excluded one by one. The capture of a CUDA graph runs the probes inside
-without recording. A replay runs no probe, so only the whole replay is timed.
+If torch.compile cannot compile a part of a function, it compiles each Python function called there separately. Probes
+must not be compiled, so they are excluded one by one. While a CUDA graph is captured, probes record nothing. While it
+is replayed, no probe runs, so only the whole replay is timed.
 """
 
 from __future__ import annotations

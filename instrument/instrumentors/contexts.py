@@ -1,15 +1,15 @@
-"""Find the parent span across tasks and threads: report copies of contexts and hand-offs to threads to the recorder.
+"""Report copied contexts and work for other threads to the recorder, which then finds a span's parent across them.
 
 The parent of a span is found in its context (`contextvars`). To write each span into the context would double its cost.
 So the current span is written only when the context is copied: by `contextvars.copy_context`, and by `loop.create_task`
-of asyncio and uvloop, which all functions that make tasks call. With another loop, each span is written at its begin
-and end. In other copies, such as that of uvloop's `call_soon`, a span finds at least its request, because requests are
-always written while a loop runs. If two tasks share a context, a span of one may be the child of a span of the other.
-The recorder then reads the task at each step, because self times need the task of each span.
+of asyncio and uvloop, which all functions that make tasks call. With another loop, each span is written when it begins
+and ends. Other copies, such as that of uvloop's `call_soon`, contain at least the current request, because requests are
+always written while a loop runs. If two tasks share a context, a span of one task may be the child of a span of the
+other task. The recorder then reads the task at each step, because self times need the task of each span.
 
 Work that a request hands to another thread belongs to the request. `ThreadPoolExecutor.submit`, which
 `loop.run_in_executor` calls, and starts of threads are recorded. The wait in the executor's queue is a phase of the
-request. The work still runs in the context of its own thread. An executor's thread itself belongs to no request.
+request. The context of the other thread does not change. The thread itself belongs to no request.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The families of rules, one per key of a profile. A family's code is loaded at the first import of its packages."""
+"""Load the code of a family (the rules under one key of a profile) when the service imports one of its packages."""
 
 from __future__ import annotations
 

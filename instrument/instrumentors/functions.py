@@ -1,8 +1,8 @@
-"""Replace functions by recording ones (probes), for `@profiled` and for the function rules of a profile, and back.
+"""Replace functions by recording functions (probes), for `@profiled` and for function rules, and restore them.
 
-A decorator such as `@app.get` puts the function into a table of the framework before its module has a name for it. So
-`probe_registered` replaces handlers while they are registered. Other tables keep the original function, while the
-module's name means the probe. Pickle refuses a function that its name does not mean; see `keep_picklable`.
+A decorator such as `@app.get` registers a function with the framework before the module has a name for the function. So
+`probe_registered` replaces handlers while they are registered. Other objects keep the original function. Pickle would
+refuse it, because its name in the module now refers to the probe; see `keep_picklable`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
-"""The lowest reference count of an immortal object (PEP 683). Its count does not say how many references exist."""
+"""The lowest reference count of an immortal object (PEP 683). Such a count does not say how many references exist."""
 
 Undo = Callable[[], None]
 T = TypeVar("T")

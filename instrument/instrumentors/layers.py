@@ -1,7 +1,7 @@
 """Record the layers of torch models that a rule selects by path in the model or by class: each `forward` is a span.
 
-The `forward` of the class is replaced, never that of an instance: a copy of the instance would call it with the
-original's weights, and `pickle` would fail. The first call of an instance decides if its calls are recorded. The
+The `forward` of the class is replaced, never that of an instance, because a copy of the instance would compute with the
+original's weights and `pickle` would fail. The first call of an instance decides if its calls are recorded. The
 decision is stored outside of the module. Compiled graphs do not break, because the compiler skips the wrapper.
 """
 

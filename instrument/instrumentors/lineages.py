@@ -1,8 +1,8 @@
 """Record a method and its overrides in subclasses (a lineage) so that each call is one span.
 
 An override may call the method that it overrides. So only the function that the object's own class resolves to records
-a call, and calls by `super` are a part of its span. `__init_subclass__` of the class that the rule names reports
-subclasses that are defined later.
+the call. A call by `super` is a part of that span. Subclasses that are defined later are reported by
+`__init_subclass__` of the class that the rule names.
 """
 
 from __future__ import annotations

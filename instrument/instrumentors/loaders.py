@@ -1,7 +1,7 @@
-"""Record the waits for data of a loader: each `next` is a span of kind `loader`.
+"""Record how long code waits for data: each `next` of a loader is a span of kind `loader`.
 
-`loader(iterable)` wraps any iterable, iterator or generator, also an asynchronous one. `loaders: auto` in a profile
-records every `DataLoader` of torch without a change in the code.
+`loader(iterable)` wraps any iterable, iterator or generator, whether synchronous or asynchronous. `loaders: auto` in a
+profile records every `DataLoader` of torch without a change in the code.
 """
 
 from __future__ import annotations

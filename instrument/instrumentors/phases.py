@@ -3,7 +3,7 @@
 Forward is the outermost call of a module on a thread. Backward is a run of the autograd engine (`backward`, `grad`).
 Optimizer is the `step` of any optimizer. A call inside a phase has no span, except in two cases. Forward and backward
 inside an optimizer's closure (LBFGS, Lightning) are phases of their own. A module called inside backward recomputes
-activations that a checkpoint did not store: its span is `recompute`. Calls of compiled models are recorded like others.
+activations that a checkpoint did not store, so its span is `recompute`. Compiled models are recorded, too.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A probe replaces a function under its names. Other objects, such as tables, closures and defaults, keep the original.
 Their calls are not recorded, so the verdict on the rule names these objects with file and line. The search runs no code
-of the service: no attribute hook, property or `__class__` of its classes.
+of the service, such as a property or an attribute hook.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the path of each torch module in its model, and record compiled parts of models (regions).
 
 Paths come from torch's module registration hook, which costs nothing while a model runs. The hook does not see modules
-built before the session, or made by `copy.deepcopy` or `pickle`. A walk over all objects in memory finds those. Walks
-take at most 1 % of the time, because a model may make a new layer in every call.
+built before the session, or made by `copy.deepcopy` or `pickle`. A walk over all objects in memory finds those. A model
+may make a new layer in every call, so walks are limited to 1 % of the time.
 
 A region is a module under `torch.compile`, a `ScriptModule` or a `GraphModule`. Python calls it once, and its layers
 run in C or in generated code. The call is recorded if a rule selects the module, but its layers cannot be recorded.
@@ -48,8 +48,8 @@ _UNREGISTERED = "put in place past torch's registration"
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""After a walk over all objects, a pause of `WALK_SHARE` times its duration. A class causes its first `VAIN_WALKS`
-walks without a result even during a pause."""
+"""The pause after a walk over all objects, as a multiple of the walk's duration. The first `VAIN_WALKS` walks that a
+class causes in vain ignore the pause."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 """The classes that keep a wrapped module in their attribute `module`. Paths omit it."""

@@ -1,4 +1,4 @@
-"""Attach the probes of a profile in this process, and remove them again: now, at later imports, and at a reload.
+"""Attach the probes of a profile in this process, now and at later imports, and change them at a reload.
 
 The rules of one key of the profile are a family. A module's functions are replaced as soon as its code has run, before
 the importing code can bind their names. A family's code is loaded only when one of its packages is imported.

@@ -1,12 +1,12 @@
 """Record a service's start: functions that load or compile a model, and the durations of imports.
 
 `startup: auto` in a profile adds function rules for known frameworks, with the phase `load` or `compile`.
-`torch.compile` compiles during the first calls of a model, and each compilation is a span there.
+`torch.compile` compiles during the first calls of a model, and each compilation is a span inside such a call.
 
-To time imports, the function that Python calls for each module that is not in `sys.modules` yet is replaced. It costs
-0.3 us per module that its own package imports, and 2.6 us per module that another package imports. Each top-level
-package has a self time, and a time with the packages that it imports. Imports that `instrument` itself causes, such as
-the bindings of a driver, are listed under `instrument`, with the package in brackets.
+To time imports, the function is replaced that Python calls for each module not yet in `sys.modules`. It costs 0.3 us
+per module that its own package imports, and 2.6 us per module that another package imports. Each top-level package has
+a self time, and a time that includes the packages that it imports. Imports that `instrument` itself causes, such as the
+bindings of a driver, are listed under `instrument`, with the package in brackets.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ COMPILES = {
     "torch.jit._freeze:freeze": "torch.jit.freeze",
     "torch.export:export": "torch.export.export",
 }
-"""The names of spans, by function. `torch.jit.trace` and `script` are left out, because they look up names in the
-calling frame, which must be the service's."""
+"""The names of spans, by function. `torch.jit.trace` and `script` are not replaced, because they look up names in the
+frame that calls them."""
 
 
 def _make_rules() -> tuple[FunctionRule, ...]:
@@ -146,7 +146,7 @@ LIMIT = 2_000
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The number of newest imports whose begin is stored, at 0.1 KB each. Reports count those after the first request."""
+"""The number of newest imports whose begin is stored. Reports use it to count imports after the first request."""
 
 OWN = __name__.partition(".")[0]
 

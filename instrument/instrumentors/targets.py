@@ -2,14 +2,14 @@
 
 A pattern is `module:qualname`, where `*` matches within a segment and `**` crosses dots. A pattern with a wildcard
 selects only functions that the module itself defines: `text:*` leaves out functions that `text` imports. A name without
-wildcards also selects an imported function. Of the special methods a wildcard selects only `__init__` and `__call__`,
+wildcards also selects an imported function. A wildcard selects no special methods except `__init__` and `__call__`,
 unless its last segment begins with two underscores (`Engine.__*`). A name without wildcards that ends in `+` selects a
 method and its overrides in all subclasses.
 
-A function is also found inside the object that a decorator of the standard library, wrapt or a framework has made of
-it. A property records its getter, and a context manager its body. A wildcard skips properties and partial objects,
-which code uses as data. A wildcard in the module's name also skips functions made in C, whose exact type other C code
-may test. It skips functions that other objects refer to, because code may compare them with the module's.
+A decorator of the standard library, wrapt or a framework may put a function inside an object, where it is found, too.
+Of a property the getter is recorded, and of a context manager the generator. A wildcard skips properties and partial
+objects, which code uses as data. A wildcard in the module's name also skips functions made in C, because C code may
+test their exact type. It skips functions that other objects refer to, because code may compare references.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CONTEXT_MANAGERS = tuple(
     for code in decorator.__code__.co_consts
     if isinstance(code, CodeType)
 )
-"""The code objects by which a function is recognised that `contextlib` has made a context manager from a generator."""
+"""The code objects of the functions that `contextlib` makes from generators. They identify such context managers."""
 
 _FIELD = late_pattern(r"\{(module|qualname|class|function)\}")
 
@@ -233,7 +233,7 @@ def _find_class(module: ModuleType, cls: type[Any], qualname: str, label: str) -
 
 
 def _add_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[Target | Unreachable]:
-    """Yield the targets. Add a note on the decorator's object that contains their class, if `holder` is one."""
+    """Yield the targets. If a decorator's object (`holder`) contains them, add a note that names the object's class."""
     for thing in things:
         if holder is None or isinstance(thing, Unreachable):
             yield thing

@@ -1,4 +1,4 @@
-"""Verdicts: whether a rule of the profile records its targets, and if not, why. `instrument check` prints them."""
+"""Say whether a rule of the profile records its targets, and if not, why. `instrument check` prints these verdicts."""
 
 from __future__ import annotations
 

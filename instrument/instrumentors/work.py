@@ -1,11 +1,11 @@
 """Find the CUDA devices on which a call works, so that its device time is measured on the right devices.
 
 The current device may be wrong: a model may be on another device, or on several. A layer works on the devices of its
-parameters. A method works on those of the model in its object, and a function on those of a model among its arguments
-or in its code. Without a model, the devices of tensors among the arguments count, else the current device.
+parameters. For any other call a torch model is searched for: in the method's object, the arguments or the function's
+code. The model's devices then count. Without a model the devices of tensor arguments count, or else the current device.
 
 Calls are examined only while device time is recorded and torch uses one of several devices. An object's parameters are
-read once and cached. If it has none, they are searched for again at growing intervals.
+read once and cached. If an object has none, the search is repeated at growing intervals.
 """
 
 from __future__ import annotations

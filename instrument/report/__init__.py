@@ -6,11 +6,11 @@ the options and the recording of a view, `summary` prints several views, and `pa
 The meaning of the numbers:
 
 - `total` is the host time from the begin to the end of a span. `self` is the total minus the spans below it on the same
-  thread and task, so the self times of a tree add up to its total. Work on other threads and tasks does not shorten it.
+  thread and task, so the self times of a tree add up to its total. Work on other threads does not shorten it.
 - A generator is active while its body runs. Its total is from the first resumption to the last.
-- The device time of a row is the time between its own CUDA events, or the sum of the rows below it if that is larger.
+- The device time of a row is the time between its own CUDA events, but at least the sum of the rows below it.
 - A step recorded by a function call or a scope includes the wait for its input right before it.
-- Rows are sums. They may exceed the elapsed time if work runs in parallel. Every ratio names its base.
+- Rows are sums. They may exceed the elapsed time if work runs in parallel. Every ratio says what 100 % is.
 - p50 and p99 of the tally come from a histogram with at most 0.8 % relative error. Counts, sums, minima and maxima are
   exact.
 - A copy that moved nothing (`x.to("cpu")` on the host) is not counted as a copy.

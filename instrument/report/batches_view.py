@@ -1,8 +1,8 @@
 """The `batches` view: the sizes of batches, their times, and how unevenly the work is spread over their requests.
 
 A batch is a span that names the requests that it serves (`batch:` in a rule, or `scope(name, batch=...)`). A request's
-weight is its amount of work in the batch, such as its tokens. A batch is uneven if the weights differ. This wastes time
-only if the engine pads all items to the heaviest one. Engines with continuous batching do not pad.
+weight is its amount of work in the batch, such as its tokens. A batch is uneven if the weights differ. Uneven batches
+waste time only if the engine pads all items to the heaviest. Engines with continuous batching do not pad.
 """
 
 from __future__ import annotations

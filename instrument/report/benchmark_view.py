@@ -1,11 +1,11 @@
 """The `benchmark` view: the durations of a loop's steps, their waits for input, and their rate.
 
-A step is a span of kind `step`, including the loop's wait for input right before it, or the time between two calls of
-`Profiler.step`. The batch cost is the step's host time. The reader cost is the part of it that loaders on the same
-thread or task took. The first `skip` steps are left out. A rate divides by elapsed time, so parallel steps count once.
+A step is a span of kind `step` with the loop's wait for input right before it, or the time between two calls of
+`Profiler.step`. The batch cost is the step's host time. The reader cost is the part of that time that loaders took. The
+first `skip` steps are left out. Rates are per second of elapsed time, even if steps run in parallel.
 
-`paddle.profiler` divides by one step less than it times, so twelve steps of 10 ms become 15 ms. It prints a minimum of
-`inf` if each step is longer than the one before. Here 10 ms is 10 ms.
+`paddle.profiler` divides the time of n steps by n - 1, so its mean is too large. Its minimum is `inf` if each step is
+longer than the step before. This view has neither fault.
 """
 
 from __future__ import annotations

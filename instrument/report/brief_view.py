@@ -1,7 +1,7 @@
 """The `brief` view: one screen on the served requests, where their time went, the devices, the cost and the losses.
 
-It computes nothing itself. Its numbers are from the views `requests`, `ops` and `device` or, for a job with steps and
-without requests, from `benchmark` and `phases`. It has at most `MOST_LINES` lines of `LINE` columns.
+It computes nothing itself. Its numbers are those of the views `requests`, `ops` and `device`. For a job with steps but
+no requests, they are those of `benchmark` and `phases`. It has at most `MOST_LINES` lines of `LINE` columns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLACES = 7
 """The maximum number of rows in the table of self times."""
 
 PARTS = 6
-"""The maximum number of endpoints, and of parts of each request or step. A last row sums up the others."""
+"""The maximum number of rows for endpoints, and for parts of a request or step. A last row sums up all others."""
 
 DEVICES = 3
 LAUNCH_BOUND_FROM = 0.1
@@ -49,7 +49,7 @@ LAUNCH_BOUND_FROM = 0.1
 
 LOSSES = 3
 NOTE_LINES, NOTE_LINES_BELOW_HEADLINES = 6, 4
-"""The maximum number of lines on what was not observed, without headlines and with them. `cost` has them all."""
+"""The maximum number of lines on what was not observed, without and with headlines. The view `cost` has them all."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."

@@ -1,9 +1,9 @@
 """The causes that delay requests: how long each cause took in a request, and the spans that prove it.
 
-`CAUSES` lists all causes. Each moment of a request counts for one cause, for its expected work, or as unknown. So the
-differences between a request and a typical one add up to the difference of their wall times. A moment counts first for
-a garbage collection or a blocked event loop, then for the part of the request's time that it belongs to.
-`instrument.trace.step_costs` divides the time of engine steps.
+`CAUSES` lists all causes. Each moment of a request counts for one cause, for expected work, or as unknown. So a
+request's differences from a typical request add up to the difference of their wall times. Garbage collections and
+blocked event loops take precedence. Any other moment counts by the part of the request's time (such as `queue`) that
+contains it. `instrument.trace.step_costs` divides the time of engine steps.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ INPUT = re.compile("input|request|prompt")
 """A pattern for names of attributes that give the size of a request's input."""
 
 PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
-"""The gauge that proves a cause: the percentage of time in which threads waited for a processor or for memory."""
+"""The gauge that proves each cause: the percentage of time in which threads waited for a processor, or for memory."""
 
 
 class Proof(NamedTuple):

@@ -1,12 +1,12 @@
 """The comparison of recordings before and after a change: the effect of the code, separated from that of the load.
 
-It compares call paths: the self time of their calls without waits, and the device time that they launch. Only calls
+For each call path it compares self time without waits, and the device time that the path's calls launch. Only calls
 with like work and like load are compared. Work is measured by the size of the surrounding batch and by the sizes among
 attributes (`SIZE`). Load is the number of requests in flight when the call begins. The difference that remains is the
-effect of the code (see `instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time on both sides are
-left out. The probability that any verdict is wrong is at most `FAMILY` (Bonferroni's correction).
+effect of the code (see `instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time before and after
+the change are left out. If nothing has changed, the probability of any wrong verdict is at most `FAMILY`.
 
-Queue times, waits and stalls get no verdict, because slower work or more load may cause them. They are only printed.
+Queue times, waits and stalls are printed without a verdict, because slower work or more load may cause them.
 
 The HTML page has the tables and an icicle chart, and uses neither scripts nor the network. Each box of the chart is a
 call path. Its width is the time after the change, including the calls below, and its colour is the verdict.
@@ -47,7 +47,7 @@ FAMILY = 0.01
 """The maximum probability that any verdict of a comparison is wrong if nothing has changed."""
 
 LEAST_SHARE = 0.005
-"""The minimum share of the time on one of the sides that a call path needs to be compared."""
+"""The minimum share of the time, before or after the change, that a call path needs to be compared."""
 
 MAJOR_SHARE = 0.05
 """The minimum share of the time with which an unclear call path makes the gate inconclusive."""
@@ -68,10 +68,10 @@ NOTEWORTHY = 0.05
 """The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The minimum share of the time that must have like work before the report may call the load the cause."""
+"""The minimum share of the time in calls with like work. Below it the report does not name the load as the cause."""
 
 CLEAR = 1.0
-"""The smallest detectable change above which a call path without a change is inconclusive instead of unchanged."""
+"""A limit of the smallest detectable change. Above it a call path without a change is inconclusive, not unchanged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The `copies` view: copies between host and devices by direction and by call, their rates, and avoidable waits.
 
-A rate is bytes divided by device time, in 10^9 bytes per second, over the calls with device time. Without device time
-the host time is used if the call waits for the copy. There is no rate if the call does not wait.
+A rate is in 10^9 bytes per second. It divides the bytes of the calls with device time by that time. Without device time
+it divides by the host time of calls that wait for their copy. Calls that do not wait have no rate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `cost` view: what each probe and each thread of the SDK cost, which spans were kept, and what was not recorded.
 
-The cost of a probe is its calls times the time that it adds to a call, as measured on this machine. A saved trace knows
-only the mean over all probes. It does not know the use of the rings or the muted sites.
+The cost of a probe is its calls times the time that it adds to a call, as measured on this machine. A saved trace has
+only the mean over all probes. It does not list the muted sites, or the use of the memory for spans.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The `device` view: how each GPU was used in the window, by stream, by name and within requests; and all gauges.
 
-`utilisation` computes the use. In shares of time, parallel work counts once. Times by name are sums.
+`utilisation` computes the use. In shares of time, parallel work counts once. In times by name it counts several times.
 
 The Device Summary has the minimum, mean and maximum of each gauge. Its rows have Paddle's names: `CPU(Process)`,
 `CPU(System)`, `GPU n`. Lines below the table say what each percentage is a share of.
@@ -43,7 +43,7 @@ NAME_WIDTH = 20
 WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
-"""The unit in which a gauge's values are printed if it is not the gauge's own, with its size in the gauge's unit."""
+"""The unit to print for a gauge's unit, and how many of the gauge's units it contains. Others are not converted."""
 
 _LABELS = dict.fromkeys(
     ("cores", "process_cpu", "process_memory", "process_memory_peak", "cpu_wait", "memory_pressure"), "CPU(Process)"
@@ -218,7 +218,7 @@ def device_share_section(rows: Sequence[EndpointShare]) -> Section:
 
 
 SHORT_NS = 10_000
-"""The mean device ns of a call below which CUDA events, by published figures, may measure six times too much."""
+"""Mean device ns of a call. Below it CUDA events may measure six times too much, according to published figures."""
 
 COLUMN_WIDTH = 10
 

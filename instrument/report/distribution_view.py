@@ -1,15 +1,15 @@
 """The `distribution` view: how much communication runs at the same time as computation, on the host and on each device.
 
-It is the Distribution Summary of `paddle.profiler`. In all times parallel work counts once. Times are clipped to the
-steps, or to the window if there are no steps, and ratios are shares of that time. Communication of the host is the time
-in spans of kind `comm`; an asynchronous one lasts from its call to the end of its wait. Communication of a device is
-the work of such spans and of the spans below them, and the kernels of NCCL and XCCL in traces of other profilers.
-Computation of a device is all other work except copies. Computation of the host is the time in operators, layers and
-phases, without the communication, copies and loading of the same thread.
+It is the Distribution Summary of `paddle.profiler`. In all times parallel work counts once. Only time within steps
+counts, or the whole window if there are no steps, and ratios are shares of that time. On the host, communication is the
+time in spans of kind `comm`. An asynchronous communication lasts from its call to the end of its wait. On a device,
+communication is the work of such spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a
+device is all other work except copies. Computation on the host is the time in operators, layers and phases, without
+communication, copies and loading on the same thread.
 
-`together` is communication on the host or on a device, with computation of the devices (of the host if no device
-computed). Computation of one device during the communication of another is no overlap. A communication's work on a
-device is no computation. `paddle.profiler` counts both.
+The row `together` compares all communication with computation on the devices (on the host if no device computed).
+Unlike in `paddle.profiler`, work of a communication is no computation, and computation on one device during the
+communication of another device is no overlap.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAUSES = frozenset({"comm", "copy", "loader"})
 """The kinds of span during which their thread does not compute."""
 
 KERNELS = ("nccl", "xccl")
-"""The names of communication libraries that names of kernels contain, for traces of other profilers."""
+"""The communication libraries by whose names kernels are recognised in traces of other profilers."""
 
 HOST, TOGETHER = "host", "together"
 

@@ -1,14 +1,14 @@
 """The effect of a change on work that is alike: the difference of two samples of calls, with its error limits.
 
-Calls are grouped into strata by their covariates, such as sizes and load. A stratum is half a power of two wide. It is
-used if both samples have calls in it, and its weight is the smaller of the two counts. Within a stratum, linear
-regression removes what the covariates still explain. Its slopes are fitted within each sample, so they do not absorb
-the difference between the samples. Effects are differences of logarithms of times. So a slowdown by 10 % counts the
-same for short and long calls, and a few preempted calls hardly matter. Percentiles show slow outliers instead.
+Calls are grouped into strata by their covariates, such as sizes and load. Within a stratum a covariate varies by at
+most a factor of 1.4. A stratum is used if both samples have calls in it, and its weight is the smaller count of calls.
+In it, linear regression removes what the covariates still explain. The slopes are fitted within each sample, so that
+they do not absorb the samples' difference. Effects are differences of logarithms of times. So a slowdown by 10 % counts
+the same for short and long calls, and a few preempted calls hardly matter. Percentiles show slow outliers instead.
 
-Neighbouring calls are correlated, so a test cannot treat them as independent. It compares runs if each sample has three
-or more. Otherwise it compares blocks of successive calls, up to 16 for each sample, and correlated blocks are joined.
-Correlation that remains widens the error limits, by the variance of the mean of a first-order autoregression.
+Neighbouring calls are correlated, so a test cannot treat them as independent. The test compares runs if each sample has
+three or more runs. Otherwise it compares up to 16 blocks of successive calls for each sample, and correlated blocks are
+joined. Remaining correlation widens the error limits, as for a first-order autoregression.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROUNDING = 1e-9
 
 MOST_BLOCKS, LEAST_BLOCKS = 16, 8
 LEAST_RUNS = 3
-"""The number of runs in each sample from which on a test compares runs instead of blocks of calls."""
+"""The minimum number of runs in each sample for a test that compares runs instead of blocks of calls."""
 
 CORRELATED = 0.3
 """The correlation of neighbouring blocks above which pairs of blocks are joined."""

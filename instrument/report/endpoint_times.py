@@ -1,8 +1,8 @@
 """The requests of each endpoint: their wall times, errors, phases and answers.
 
 Answers are attributes of request spans, which `requests:` in the profile records. A stream is an answer in several
-items: server-sent events, messages, or chunks. Its time per item is the time from the first to the last item, divided
-by the items after the first. A blocked loop is an event loop that a callback blocked for more than `limits.blocked`.
+items: server-sent events, messages, or chunks. The time per item is the time from the first to the last item, divided
+by the number of later items. A blocked loop is an event loop that a callback blocked for more than `limits.blocked`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The rows of the `events` view, computed from a tally: the calls of each thread by name, and the sums of copies.
 
-The Total time is split into computation and framework, and in services also into waiting. A service spends most of its
-time waiting: in queues, for I/O, and for its turn on the event loop. So the time in which coroutines are suspended is
-waiting, not overhead.
+The Total time is split into computation and framework, and for a service a third part, waiting. A service spends most
+of its time waiting: in queues, for I/O, and for its turn on the event loop. So the time in which coroutines are
+suspended is waiting, not overhead.
 
-The parts of a service add up to its Total time. The time of a call is divided among the calls below it, on any thread
-or task, and the remaining time is the call's own. If the calls below took longer than the call, they are scaled down.
+The three parts add up to the Total time. The time of a call is divided among the calls below it, on any thread or task,
+and the remaining time is the call's own. If the calls below took longer, their times are scaled down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from instrument.report.view import Options
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
 _WAITING = frozenset({"queue", "wait"})
-"""The phases that count as waiting. A span that declares no phase counts as waiting if its name is in this set."""
+"""The phases that count as waiting, and the names of spans that count as waiting if they declare no phase."""
 
 
 @dataclass(frozen=True, slots=True)

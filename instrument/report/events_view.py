@@ -5,19 +5,19 @@ differ from fluid's where fluid is wrong:
 
 - Total is a sum over calls. In state All it adds up `elapsed` times, in which a moment counts once even if host and
   device both worked. In state CPU it adds up host times, in state GPU device times.
-- A row's device time is the time of its own events, or the sum of the rows below it if that is larger. The events of a
-  span include the work of the spans below it.
-- Ave. is the Total divided by the calls. Min., Max., p50 and p99 are of `elapsed` times, as in the tally's histogram.
-  They print a dash if a row's Total is not the sum of `elapsed` times.
-- Ratio. is a row's Total as a share of the Total time of its block, the sum of the topmost rows. A span that has not
-  ended, or that ended on another thread, counts no call. The rows below it count instead.
-- Rows are sums of work. Parallel children may exceed their parent, and so may device work after the parent's return.
-  The Total time of all threads may exceed the elapsed time.
+- A row's device time is the time of its own events, but at least the sum of the rows below it. The events of a span
+  include the work of the spans below it.
+- Ave. is the Total divided by the calls. Min., Max., p50 and p99 come from the tally's `elapsed` times. They print a
+  dash if a row's Total is not the sum of `elapsed` times.
+- Ratio. is a row's Total as a share of the sum of the topmost rows of its block. A span that has not ended, or that
+  ended on another thread, does not count as a call, but the rows below it count.
+- Rows are sums of work. So parallel children may exceed their parent, and device work may go on after its launching
+  call has returned. The Total time of all threads may exceed the elapsed time.
 - A row is identified by a list of names, so names may contain any character.
 
-Fluid's lines have 160 columns, and these have 100. Times have fluid's six significant digits if all names still fit,
-else fewer. Percentiles have four. A second table lists CPU Time and GPU Time of the rows with device time. For any
-other row the CPU Time is the Total and the GPU Time 0.
+Lines have 100 columns (160 in fluid). Times have six significant digits as in fluid, or fewer if names would not fit.
+Percentiles have four. A second table lists CPU Time and GPU Time of the rows with device time. For any other row the
+CPU Time is the Total and the GPU Time 0.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ WIDE = 160
 NAME_LIMIT = 64
 """The maximum width of a name with its indent and thread, in columns. PaddlePaddle's longest names fit."""
 DETAIL_LEAST = 12
-"""The number of free columns from which on an instance's detail is printed after its name."""
+"""The minimum number of free columns after an instance's name for its detail to be printed."""
 INDENT_LIMIT = 12
 """The maximum number of levels that are indented. Deeper rows print their level as a number."""
 LABEL_WIDTH = 25
@@ -83,7 +83,7 @@ DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
 EXPONENT = 3
 """The maximum width of the exponent of a large time, in columns."""
 SAMPLE = 100
-"""The number of first rows from which the number of digits is chosen."""
+"""The number of first rows that are examined to choose the number of digits."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 """The number of decimals that a time in each unit needs to show single nanoseconds."""

@@ -1,12 +1,12 @@
-"""The explanation of a slow request or window: the causes of its excess, the time beyond that of similar requests.
+"""The explanation of a slow request or window: the causes of its excess (the time that similar requests do not need).
 
 Requests are similar if they have the same endpoint and like work: engine steps, weight in batches, and sizes among
-their attributes. The typical time is the mean of the middle half, by wall time, of up to `NEAREST` similar requests.
-The parts of that mean add up to it, too. Each cause accounts for its own time beyond its typical time. Causes are
-counted from the largest down until the excess is used up. The rest of the excess is unexplained.
+their attributes. Up to `NEAREST` similar requests are sorted by wall time. The typical time is the mean of the middle
+half of them, and the means of its parts add up to it. A cause accounts for its time beyond its own typical time. Causes
+are counted from the largest down until the excess is used up. The rest of the excess is unexplained.
 
-A window is explained by the mean of its requests. Each of them is compared with one request outside of the window. That
-is the one with the median wall time among the `TRIALS` requests with the most similar work.
+A window is explained by the mean of its requests. Each of them is compared with a request outside of the window. Of the
+`TRIALS` requests there with the most similar work, that is the one with the median wall time.
 
 The verdict is `typical` if the time is within the usual spread. It is `explained` if one cause accounts for at least
 `MOSTLY` of the excess, and the evidence separates that cause from all others. Otherwise it is `inconclusive`.
@@ -46,7 +46,7 @@ from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
 """The usual spread of a window's mean is estimated from blocks as large as the window, at least `LEAST_BLOCKS` of them.
-It reaches `DEVIATIONS` robust standard deviations above their median: blocks of the same incident then count little."""
+It ends `DEVIATIONS` robust standard deviations above their median, so that blocks of the same incident count little."""
 
 MOSTLY = 0.5
 """The minimum share of the excess that a cause must account for to explain it."""
@@ -55,10 +55,10 @@ LEAST_SHARE = 0.05
 """The excess, as a share of the typical time, up to which a time always counts as typical."""
 
 MORE_STEPS = "more steps"
-"""The path of the cause if a request had more engine steps than is typical of its endpoint."""
+"""The path that a cause names if the request had more engine steps than is typical of its endpoint."""
 
 NEARLY = 0.75
-"""The share of a slowdown, lost to waits for a processor or memory, from which on these waits explain all of it."""
+"""The minimum share of waits for a processor or memory in a slowdown, so that these waits explain all of it."""
 
 NOTABLE = 0.01
 """The minimum share of the excess that a cause needs for a row in the table of causes."""

@@ -1,7 +1,7 @@
 """The functions of a tally, with the sums of the calls inside them: the numbers behind the views of self times.
 
-A call path belongs to its topmost request or, without a request, to its topmost call. That is its function. A function
-called inside another one also counts for itself, unless both are the same.
+The function of a call path is its topmost request or, without a request, its topmost call. A function called inside
+another function counts for both, and a recursive call counts once.
 """
 
 from __future__ import annotations

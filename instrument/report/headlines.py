@@ -1,7 +1,7 @@
 """The headlines of a report: up to three sentences on what takes the time, what that means, and what to read next.
 
-The first sentence is on the largest part of the busiest endpoint's time or, without requests, of the steps. The second
-is on the part that makes the p99 slow, and the third on the largest other cause. A headline needs at least `ENOUGH`
+The first sentence names the largest part of the busiest endpoint's time or, without requests, of the time of steps. The
+second names the part that makes the p99 slow, and the third the largest other cause. A headline needs at least `ENOUGH`
 requests, steps or device intervals, and a share of at least `NOTABLE`.
 """
 
@@ -48,7 +48,7 @@ SLOW = 1.2
 """The minimum ratio of p99 to p50 that is worth a headline."""
 
 FULL = 0.8
-"""The mean batch size, as a share of the largest size, from which on batches count as full."""
+"""Batches count as full if their mean size is at least this share of the largest size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Requests of one endpoint with similar work, to compare with a slow request, and the usual spread of their times."""
+"""Find requests with work similar to a slow request's, and compute the usual spread of their times."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.step_costs import Floats
 
 NEAREST = 100
-"""The maximum number of similar requests to compare with, and of a window's requests that are compared."""
+"""The maximum number of requests to compare a request with, and of a window's requests to compare."""
 
 TRIALS = 5
-"""The number of similar requests outside of a window, of which the one with the median time is compared."""
+"""The number of similar requests outside of a window. The one with the median wall time is used."""
 
 POOL = 5_000
 """The maximum number of requests outside of a window that are searched for similar ones."""
@@ -30,10 +30,10 @@ ENOUGH = 10
 """The minimum number of similar requests. If fewer exist, all requests of the endpoint are compared."""
 
 LIKE = 0.5
-"""The largest difference in the work of two similar requests, as a power of two: 0.5 is a factor of 1.4."""
+"""The exponent of two that limits how much the work of similar requests differs: 0.5 is a factor of 1.4."""
 
 CHANCE = 0.01
-"""The number of typical requests in a recording that may be called slow by chance."""
+"""The expected number of typical requests per recording that are called slow by chance."""
 
 
 def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:

@@ -1,8 +1,8 @@
 """The `memory` view: how much memory grew, when and where its peak was, and which spans kept memory.
 
-The spans are known from torch.profiler's record of torch's allocators. An allocation counts for the span that was open
-on its thread. Without that record the view has gauges: the memory of the process, and that of torch's allocator on each
-device, each with its maximum.
+torch.profiler's record lists torch's allocations, and each counts for the span that was open on its thread. Without
+that record the view has only gauges and their maxima, such as the memory of the process and of torch's allocator on
+each device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `neighbours` view: how long requests of one group (such as a tenant) waited because of requests of another.
 
 Each nanosecond of waiting is attributed to one group or to nobody, by the rules of `instrument.trace.bill`. A replay of
-the queues (`instrument.trace.replay`) predicts the queue times if one group were absent.
+the queues (`instrument.trace.replay`) predicts the queue times without a group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOBODY = "(nobody)"
 """The cause of waits during which no recorded batch ran and no known request blocked the event loop."""
 
 REPLAYED = 3
-"""The number of groups whose absence is predicted. They are those that delayed other groups most."""
+"""The number of groups whose absence is simulated: the groups that delayed other groups most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The tables of the views `operators` and `user`: a row for each name of calls, with host and device times.
 
-A track is one thread, or one task on it. A call that runs on another track than its caller is not part of the caller's
-time. The device time of a call is the union of the device intervals at or below it on its track.
+A track is one thread, or one task on it. The time of a call on another track than its caller's is not part of the
+caller's time. The device time of a call is the union of the device intervals at or below it on its track.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ input between two steps, that wait belongs to the later step. Without steps the 
 requests the window.
 
 A phase is a span declared as one (`phase:` in a rule or scope), a span of kind `phase`, or a loader. Each moment of a
-thread counts for one phase: the open one that began first, so an inner phase is part of the outer one. Phases within
-the closure of an optimizer are an exception and count themselves. A moment of a step counts first for spans on the
-step's own thread and task. The tasks that it started and suspended generators get the remaining moments, because the
-times at which they ran are unknown. Other tasks get none. The rows add up to the steps, so `others` is never negative.
-In `paddle.profiler` it may be, because overlapping phases count twice.
+thread counts for the open phase that began first, so an inner phase is part of the outer phase. Only phases within the
+closure of an optimizer count separately. A moment of a step counts first for spans on the step's own thread and task.
+Tasks that the step started, and suspended generators, get only the remaining moments, because it is unknown when they
+ran. Other tasks get none. The rows add up to the steps, so `others` is never negative. In `paddle.profiler` it may be
+negative, because overlapping phases count twice.
 
 Device time is the time of a phase's work on streams, including copies. Parallel work on several streams counts for each
-stream. `others` is the work that no phase launched.
+stream. The device time of `others` is the work that no phase launched.
 """
 
 from __future__ import annotations

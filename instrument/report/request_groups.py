@@ -1,4 +1,4 @@
-"""The requests of a recording with the batches that served them, and their groups by endpoint or by an attribute.
+"""Join the requests of a recording with the batches that served them, and group them by endpoint or attribute.
 
 `instrument.trace.ledger` divides the time of a shared batch among its requests by their weights.
 """

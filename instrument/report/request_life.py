@@ -1,7 +1,7 @@
 """The report on one request: the parts of its time, the cause of its slowness, and its waits and batches one by one.
 
-A request with a thousand tokens has a thousand batches. So a long list prints successive batches, with the short waits
-between them, as one line. A wait or batch much longer than the others, such as after a preemption, keeps its own line.
+A request with a thousand tokens has a thousand batches. So a long list prints successive batches and the short waits
+between them as one line. Waits and batches much longer than usual, such as after a preemption, keep their own lines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
 
 FEW = 40
-"""The number of turns (waits and batches) up to which each has its own line."""
+"""The maximum number of turns (waits and batches) of a request for which each turn has its own line."""
 
 SMALL = 200
 """A turn of a long list has its own line if it is longer than the request's wall time divided by this number."""

@@ -1,12 +1,12 @@
 """The `requests` view: the times of each endpoint's requests, the parts of their times, and the slowest of them.
 
-An endpoint is a name of topmost request spans. Each moment of a request's wall time belongs to one part: the running
-phase that began last, on any thread or task of the request. So an inner phase shortens the outer one. Of two phases
-that began at once, the shorter one counts as later. A moment without a phase is `unknown`. The parts add up to the wall
-time to the nanosecond. If rules name the requests' keys, phases in other processes count, too, and batches and the
-times between them become parts (`instrument.trace.ledger`).
+An endpoint is all topmost request spans with the same name. Each moment of a request's wall time belongs to one part:
+the running phase that began last, on any thread or task of the request. So an inner phase shortens the outer one. Of
+two phases that began at once, the shorter one counts as later. A moment without a phase is `unknown`. The parts add up
+to the wall time to the nanosecond. If rules name the requests' keys, phases in other processes count, too. Batches, and
+the times between them, are then parts as well (`instrument.trace.ledger`).
 
-A phase is a span whose site declares one (`phase:`), or a span of kind `phase`. Copies to and from a device are the
+A span is a phase if its rule declares one (`phase:`), or if its kind is `phase`. Copies to and from a device are the
 phases `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, and communication `comm`. A
 span of any kind with the name `queue` is a phase, too. Operators and scopes of the user are no phases.
 """
@@ -86,7 +86,7 @@ ENOUGH = 3
 """The minimum number of an endpoint's requests from which its typical times are computed."""
 
 NOTABLE = 20
-"""A slow request names a cause if its excess is larger than its wall time divided by this number."""
+"""A slow request has a cause in the table if its excess is larger than its wall time divided by this number."""
 
 SLOWEST = 5
 """The number of slowest requests that are listed if the option `rows` is not set."""

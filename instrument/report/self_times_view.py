@@ -1,18 +1,18 @@
 """The `classes`, `ops` and `instances` views: self times, whose rows add up to the whole time.
 
-They are the Class, Ops and Apply sections of Theano's profile. Spans may be nested, unlike Theano's nodes, so the time
-of a row is self time: host time outside of the children on its thread and task. So the rows of a function, with a row
-for the function itself, add up to 100 %. The waits of suspended coroutines have rows of their own.
+They are the Class, Ops and Apply sections of Theano's profile. Unlike Theano's nodes, spans may be nested. So the time
+of a row is self time: host time without the children on the same thread and task. A function's rows, with a row for the
+function itself, add up to 100 %. The waits of suspended coroutines have rows of their own.
 
-- `instances`: a row for each site at each place of the call tree. `number` counts them from 0 in the order of their
-  first calls, as Theano counts nodes.
+- `instances`: a row for each site on each call path. `number` counts the rows from 0 in the order of their first calls,
+  as Theano counts nodes.
 - `ops`: a row for each site, such as a function, a layer by its path in the model, or a kind of copy.
-- `classes`: a row for each type of layer, class of methods (of the kinds `op` and `comm`) and name of a copy or loader.
-  Any other site is in a row of its kind, in brackets.
+- `classes`: a row for each type of layer, for each class with methods of kind `op` or `comm`, and for each name of a
+  copy or loader. All other sites of a kind share a row, which has the kind's name in brackets.
 
 A function is the topmost request of a call path or, outside of requests, its topmost span. Each function has a table.
-If there are several, a table of their sum comes first, in which calls of one function in another do not count again.
-The numbers are from the tally, so they include all calls of all threads.
+If there are several, a table of their sum comes first. There a function's calls inside another function count once. The
+numbers are from the tally, so they include all calls of all threads.
 """
 
 from __future__ import annotations

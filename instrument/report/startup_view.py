@@ -1,9 +1,9 @@
 """The `startup` view: where the time of a process went until it served its first request.
 
-Its numbers are never overwritten: totals of the tally, first calls, and the times of imports. Loading and compiling are
-spans of the phases `load` and `compile`. Only the topmost of nested ones counts, so no time counts twice. Spans that
-began after the first request are not part of the start-up. If a call path has calls before and after it, the kept spans
-show how its time divides.
+Its numbers are totals of the tally, first calls and times of imports, which newer data never overwrites. Loading and
+compiling are spans of the phases `load` and `compile`. If they are nested, only the topmost span counts. Spans that
+began after the first request are not part of the start-up. If a call path has calls before and after that request, the
+kept spans show how the path's time divides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tree of names behind the `events` view: its entries, their sums, and the choice of the entries to print.
 
-An entry is the number of a list of names. Entries are arrays, and only printed ones become objects.
+An entry is a list of names, identified by a number. Arrays hold the entries, and only printed ones become objects.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
     "gpu_min": ("min_ns", False, True),
     "gpu_ave": ("device_ns", True, False),
 }
-"""The field of each sort key, True if it is divided by the number of calls, and True if the smallest comes first. All
-other keys sort by `Total`, `ave` by `Total` per call."""
+"""The field of each sort key, True if the field is divided by the number of calls, and True if the smallest comes
+first. The key `ave` sorts by `Total` per call, and other keys by `Total`."""
 
 ROOT = 0
 

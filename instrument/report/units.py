@@ -1,7 +1,7 @@
 """The units that the `phases` view averages over, and the places (open spans) in which events happen.
 
 The units are the steps of each track. Without steps they are the requests, and without requests the whole window. A
-track, here `line`, is one thread or one task on it. Each request counts as a track of its own, and so does the window.
+track (`line` in the code) is one thread, or one task on a thread. Each request is a track, too, and so is the window.
 """
 
 from __future__ import annotations

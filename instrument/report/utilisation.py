@@ -1,9 +1,9 @@
 """The use of each device in a window: busy, starved or idle, to the nanosecond, and the same within each request.
 
-All numbers come from the device intervals of recorded spans, so idle means: no recorded work on the device. An interval
-is the time between two events on a stream, and may include gaps between kernels. The interval of an outer call includes
-those of calls below. In times of devices and streams, parallel work counts once. Times by name are sums. All times are
-clipped to the window.
+All numbers come from the device intervals of recorded spans, so a device is idle if no recorded work runs on it. An
+interval is the time between two events on a stream, and may include gaps between kernels. The interval of an outer call
+includes the intervals of calls below. In times of devices and streams, parallel work counts once. In times by name it
+counts several times. All times are clipped to the window.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options, the recording and the JSON form of all views.
+"""The options that views take, the recording that they read, and their JSON form.
 
 A view is a function ``name(recording, options)`` in ``report/name_view.py``. It returns a frozen dataclass. The fields
 and public properties of that class are the numbers of the view, with times in ns. Its method `lines` prints them.

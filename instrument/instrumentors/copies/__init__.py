@@ -1,7 +1,7 @@
 """Record memory copies between host and device: each copying call of a framework is a span with direction and bytes.
 
-An adapter per framework replaces the functions that copy, once the service has imported the framework. A call that
-moves no data has no span.
+When the service imports a framework, the framework's adapter replaces the functions that copy. A call that moves no
+data has no span.
 """
 
 from __future__ import annotations

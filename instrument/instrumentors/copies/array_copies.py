@@ -2,15 +2,15 @@
 
 - numpy: `numpy.copyto`, by which services fill batches. `numpy.copy` is left out because compilers compare it by
   identity, and methods of arrays because they are made in C.
-- JAX: `jax.device_put`, and reads of an array's values on the host, except repeated ones and those of arrays on the
-  host. A call that moves several arrays is one span with the sum of their bytes, in the direction of most bytes.
+- JAX: `jax.device_put`, and the first read of a device array's values on the host. A call that moves several arrays is
+  one span with the sum of their bytes. Its direction is that of most of the bytes.
 - onnxruntime: the methods of `OrtValue` and `IOBinding` that take or return numpy arrays. Copies inside
-  `InferenceSession.run` are not seen; with an `IOBinding` they are.
+  `InferenceSession.run` are not recorded, because C++ makes them.
 - cupy: `get` and `set` of arrays, functions that make arrays from data of the host, and the copies of its CUDA runtime.
 - numba.cuda: the three functions of its driver that make all copies of device arrays.
-- cuda-python: the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime`. Their name or their argument
-  `kind` is the direction. If only the driver knows the direction (unified addresses, batches), the call has no span: to
-  ask the driver would cost as much as a small copy.
+- cuda-python: the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime`. The function's name or its
+  argument `kind` gives the direction. A call whose direction only the driver knows (unified addresses, batches) has no
+  span, because asking the driver would cost as much as a small copy.
 """
 
 from __future__ import annotations

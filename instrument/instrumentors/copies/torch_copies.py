@@ -1,7 +1,7 @@
 """Record the copies of torch: the methods of tensors and storages that copy.
 
-Models (`Module.to`), checkpoints and batches that a `DataLoader` pins are copied tensor by tensor. Functions such as
-`torch.tensor` are not replaced, because torch.compile compares them by identity and would break the graph.
+Moving a model (`Module.to`), loading a checkpoint or pinning a batch calls these methods for each tensor. Functions
+such as `torch.tensor` are not replaced, because torch.compile compares them by identity and would break the graph.
 
 If torch was built without a device, nothing is replaced, unless a rule selects copies from host to host.
 """

@@ -1,8 +1,8 @@
 """Record a framework's calls that copy memory, if a rule selects them by direction and bytes.
 
-The adapter of a framework names its functions that copy, and reads direction and bytes of each call (the transfer). Of
-nested calls only the outermost is recorded, also if one framework calls another. Device time is measured if the stream
-is known before the call: by two events around the call, which are cancelled if it copied nothing.
+A framework's adapter names the functions that copy, and reads the direction and bytes (the transfer) of each call. If
+copying calls are nested, only the outermost is recorded. If the stream is known before the call, two events around the
+call measure its device time. They are cancelled if the call copied nothing.
 """
 
 from __future__ import annotations

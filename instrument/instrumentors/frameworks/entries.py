@@ -1,7 +1,7 @@
 """Record each call of a framework's entry points: the methods by which a service uses the framework.
 
-A method is replaced in the class that defines it, after the import of its module. The name and the attributes of its
-spans are read once per object, or once per class. Verdicts name the entry points that a version of the framework lacks.
+A method is replaced in the class that defines it, after the import of its module. The name and the attributes of a span
+are read once per object, or once per class. If the framework's version lacks an entry point, a verdict names it.
 """
 
 from __future__ import annotations

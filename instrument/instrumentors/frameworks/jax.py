@@ -1,11 +1,11 @@
 """Record the calls of jitted functions, of `jax.device_put` and of `block_until_ready` on the host.
 
-A jitted call returns before the device has finished. So its span covers the dispatch, and at the first call the
-compilation. The wait for the result is in `block_until_ready`, or where the host reads an array.
+A jitted call returns before the device has finished. So its span covers only the dispatch, and at the first call also
+the compilation. The host waits for the result in `block_until_ready`, or when it reads an array.
 
 `jax.jit` is replaced by a function that returns a proxy of the jitted function. A function that was jitted before is
-replaced under its names in modules of the service, and its calls elsewhere are not recorded. The type of jitted
-functions stays as it is, because it is made in C and JAX uses it itself. While JAX traces, no call is recorded.
+replaced only under its names in modules of the service. Calls by other references are not recorded. The type of jitted
+functions is not changed, because it is made in C and JAX itself uses it. While JAX traces, no call is recorded.
 """
 
 from __future__ import annotations

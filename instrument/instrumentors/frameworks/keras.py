@@ -1,8 +1,8 @@
 """Record Keras 3: `predict` with the name of the model, and the layers that the profile's layer rules select.
 
 A layer's path has the names of its parents, without the model's name. With the backend torch a layer is also a torch
-module, and is recorded here alone. Calls without data, while a model is built or compiled, are not recorded. A compiled
-model runs as a whole, so its layers cannot be recorded. Verdicts have the number of such calls.
+module, but is recorded only here. Calls that build or compile a model are not recorded. A model that JAX compiled runs
+as a whole, so its layers cannot be recorded. A verdict says how many calls of layers JAX traced to compile them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from instrument.runtime.faults import FAULTS
 
 LAYER = "keras.src.layers.layer"
 BACKENDS = ("jax", "torch", "numpy")
-"""The backends with which layers are recorded, because a call that runs can be distinguished from a traced one."""
+"""The backends with which layers are recorded. With other backends, traced calls would look like real ones."""
 
 ENTRIES = [
     Entry(("keras.src.models.model",), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")

@@ -1,7 +1,7 @@
 """Record the requests of servers by endpoint, without a function rule.
 
-A server is instrumented where it calls the app, and a web framework where its router finds the route. The route names
-the request that is open in the context. This package imports no server or framework: it attaches when the service does.
+A server is instrumented where it calls the app. A web framework is instrumented where its router finds the route, which
+names the open request. This package imports no server or framework. It attaches when the service imports one.
 """
 
 from __future__ import annotations
@@ -231,9 +231,9 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         *("sklearn", "sentence_transformers", "torch", "transformers"),
     ),
 }
-"""The known packages by role, as their import names. A `web` framework's requests are recorded, those of `unrouted`
-without routes, those of `unmet` and jobs of `queue` not at all. A `server` runs apps of other packages. An `engine` is
-a complete model server."""
+"""The import names of known packages, by role. Requests of `web` frameworks are recorded, and requests of `unrouted`
+ones have no route. Those of `unmet` servers and jobs of `queue` packages are not recorded. A `server` runs apps of
+other packages. An `engine` is a complete model server."""
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
 """The packages that have a preset, with its name."""

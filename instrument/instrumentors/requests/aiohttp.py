@@ -1,7 +1,7 @@
 """Record the requests of aiohttp's server: each is one span, from the call of the application to the end of the answer.
 
-The span includes middlewares and sub-applications. The items of a websocket are the messages that any task of the
-service sends. gunicorn's worker for aiohttp is recorded, too, because it uses the same handlers.
+The span includes middlewares and sub-applications. Each message that a task of the service sends over a websocket is an
+item of the request. gunicorn's worker for aiohttp is recorded, too, because it uses the same handlers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Record the requests and websockets of ASGI apps: each is one span, from the server's call of the app on.
+"""Record the requests and websockets of ASGI apps: each is one span, which begins when the server calls the app.
 
-The call includes all middleware. The span ends when the last part of the answer has been sent. Later work of the app,
-such as background tasks, is not part of it. If the status is 500 or above, the span ends when the app ends, because
-middleware sends such an answer first and then raises the exception.
+The span includes all middleware. It ends when the last part of the answer has been sent. Later work of the app, such as
+background tasks, is not part of it. If the status is 500 or above, the span ends when the app ends, because middleware
+sends such an answer first and then raises the exception.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = ("http", "websocket")
 """The types of an ASGI scope that are recorded. The other one is `lifespan`."""
 
 PLAIN = (b"traceparent", b"tracestate", b"content-length")
-"""The headers that are read of every request."""
+"""The headers that are read for every request, even if the rule names none."""
 
 NOWHERE = (None, None)
 CONTENT_TYPE, CONTENT_LENGTH = (b"content-type",), (b"content-length",)

@@ -1,12 +1,12 @@
 """Record blocks of event loops: callbacks that ran longer than `limits.blocked` while a request was open.
 
-asyncio's loops run each callback and each step of a task by `Handle._run`. The replaced method reads the clock before
-and after, which costs 0.2 us per callback. Only after a slow callback the blocking function is searched for.
-`LoopPlaces` samples the lines where callbacks block.
+asyncio's loops run each callback and each step of a task by `Handle._run`. Its replacement reads the clock before and
+after, which costs 0.2 us per callback. The blocking function is searched for only after a slow callback. `LoopPlaces`
+samples the lines where callbacks block.
 
-uvloop runs callbacks in C. So its methods that schedule callbacks are replaced, to schedule a function that reads the
-clock. It costs 0.7 us per step of a task, and 1.2 us per function. Calls that uvloop makes directly are not seen:
-methods of protocols such as `data_received`, readers and writers.
+uvloop runs callbacks in C. So its methods that schedule a callback are replaced by methods that schedule a timed
+callback. This costs 0.7 us per step of a task, and 1.2 us per other callback. Protocol methods such as `data_received`,
+readers and writers are not timed, because uvloop calls them directly.
 
 Garbage collections of Python longer than the limit are recorded, too, because they stop all threads of the process. The
 interpreter reports their begin and end, which costs 0.8 us per collection.
@@ -43,7 +43,7 @@ NEWEST = 256
 """The number of a thread's newest rows to search for the blocking span, which ends just before the callback."""
 
 OPEN_LIMIT = 1_000
-"""The maximum number of open requests at which all open spans are searched. With more, only the innermost one is."""
+"""The maximum number of open requests for a search of all open spans. With more, only the innermost span is read."""
 
 BLOCKERS_KNOWN = 100
 """The maximum number of sites in `BLOCKERS`. Blocks by further sites are recorded but not counted."""
@@ -142,7 +142,7 @@ class _NamedCallback(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callbacks that get a named wrapper, for the loop's log of exceptions. Steps of tasks need none."""
+"""The types of callbacks whose wrapper shows their name, which the loop logs with exceptions."""
 
 
 def _call_here(function: Callable[..., Any], *args: Any) -> Any:
@@ -151,7 +151,7 @@ def _call_here(function: Callable[..., Any], *args: Any) -> Any:
 
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
-"""The number of times that each site has blocked an event loop, and the longest block in ns."""
+"""The number of times that each site has blocked an event loop, and the site's longest block in ns."""
 
 
 def _note_slow_callback(

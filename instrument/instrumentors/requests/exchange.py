@@ -1,12 +1,12 @@
 """Record a request and its answer (an exchange) as one span, from the server's call of the app to the last byte.
 
 The adapter of a server begins and ends the exchange and reports its messages. The router of a framework reports the
-route. Headers and the query are recorded only if the rule names them. Of a body only the length is recorded.
+route. Headers and the query are recorded only if the rule names them. Bodies are never recorded, only their length.
 
-A span is named by method and route, such as `GET /items/{id}`, never by the path, and without a route by the method
-alone. An unknown method of HTTP is `_OTHER`, and `HTTP` in the name (semantic conventions of OpenTelemetry). A call of
-gRPC is named `package.Service/Method`. All unknown methods of gRPC are one endpoint, named `grpc`. The number of
-endpoints is limited.
+A span is named by method and route, such as `GET /items/{id}`, or by the method alone if there is no route. If HTTP
+does not define the method, its attribute is `_OTHER`, and the name has `HTTP` instead of it (as in OpenTelemetry). A
+call of gRPC is named `package.Service/Method`. All calls of unknown gRPC methods form one endpoint, `grpc`. The number
+of endpoints is limited.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OUTCOMES: Mapping[str, str] = {
     "ClientDisconnected": CLIENT_GONE,
     "WebSocketDisconnect": CLIENT_GONE,
 }
-"""The outcome of a request that ends with an exception, by the exception's class. The recorder knows further ones."""
+"""The outcome of a request that ends with an exception, by the exception's class. The recorder has further outcomes."""
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:

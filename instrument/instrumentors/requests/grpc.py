@@ -1,9 +1,9 @@
 """Record the calls that gRPC servers handle: each is one span, from the call of its handler to its last message.
 
-Each server that the service creates gets an interceptor as its first one, both sync and asyncio. The interceptor wraps
-the method's handler. Names and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45): service and
-method, `rpc.status_code`, and an error for statuses that are the server's fault. `server.address` is the `:authority`
-of a call, which servers for asyncio do not show.
+Each server that the service creates, sync or asyncio, gets a first interceptor, which wraps the method's handler. Names
+and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45). A status that is the server's fault makes
+the span an error. `server.address` is the `:authority` of a call. It is missing for asyncio servers, which do not show
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INT
 """The statuses that are errors of the server. With another status the caller is at fault, and the span has no error."""
 
 DEADLINE_SLACK_S = 0.05
-"""Seconds before its deadline from which a cancelled call counts as timed out: the caller's clock may be ahead."""
+"""Seconds before a call's deadline. A call cancelled later than that timed out: the caller's clock may be ahead."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"

@@ -1,6 +1,6 @@
-"""Record the calls of grpclib's servers: each is one span from its arrival to its trailers, as in `grpc`.
+"""Record the calls of grpclib's servers like those of `grpc`: each is one span, from its arrival to its trailers.
 
-A call is cancelled if its caller has cancelled it, or if the connection is lost.
+The outcome of a call is `cancelled` if its caller has cancelled it, or if the connection is lost.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Record the requests and batches of model servers with worker processes: LitServe, mosec, BentoML and Ray Serve.
 
-LitServe's requests are recorded over ASGI. In a worker, each call of the service's `decode_request`, `predict` and
-`encode_response` is a batch of the worker's unanswered requests. The last call of a stream ends with the stream,
-because the stream is computed while its parts are read. Loops of coroutines are not recorded, because it is unknown
-which requests one of their calls serves.
+LitServe's requests are recorded as those of an ASGI app. In a worker, each call of the service's `decode_request`,
+`predict` and `encode_response` is a batch of the worker's unanswered requests. The last call of a stream ends with the
+stream, because the stream is computed while its parts are read. Asynchronous loops are not recorded, because it is
+unknown which requests each call in them serves.
 
 mosec's front end, which is not Python, sends batches to workers over a socket. Each batch is a span from its arrival to
-its answers. Its keys are the numbers that the front end gives to requests. A request is a span from its arrival at a
-worker of the first stage to its answer by the last. Its path, its caller and its wait for the first stage are unknown.
+its answers. The batch's keys are the numbers that the front end gives to requests. A request is a span from its arrival
+at the first stage to the answer of the last stage. Its path, its caller and its wait for the first stage are unknown.
 
 A request of Ray Serve is a span from a replica's call of the deployment to the last answer. A request that the replica
-rejects is not recorded. HTTP requests are named by method and route, calls through a handle by deployment and method.
-The servers of Ray itself (proxies, agent, dashboard) record nothing.
+rejects is not recorded. HTTP requests are named by method and route. Calls through a handle are named by deployment and
+method. The servers of Ray itself (proxies, agent, dashboard) record nothing.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ MOSEC_STATUSES: Mapping[str, int] = {
 
 
 BEGUN_SLOTS = 1 << 14
-"""The maximum number of open requests per mosec server. With more, some begin at their last stage."""
+"""The maximum number of open requests per mosec server. With more, the spans of some begin only at the last stage."""
 
 _BEGUN = Struct("<qq")
 _MOSEC_REQUEST = Site("mosec", "request")

@@ -1,10 +1,10 @@
 """Continue traces between services: read the caller's span from headers, and pass the current span on.
 
-The caller's span is read from W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
+The caller's span is read from the headers of W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
 
-OpenTelemetry calls `trace.get_current_span()` to continue a trace. If a request is open here, and no span of
-OpenTelemetry, that function returns the current span of `instrument`. Clients that OpenTelemetry instruments then
-continue the trace, and OpenTelemetry's spans become children of that span. This costs nothing per request.
+OpenTelemetry calls `trace.get_current_span()` to continue a trace. If a request is open here and OpenTelemetry has no
+open span, that function returns the current span of `instrument`. Clients that OpenTelemetry instruments then pass that
+span on, and spans of OpenTelemetry become its children. This costs nothing per request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Record the requests of Sanic's own server: each is one span, from the call of the app to the last byte of the answer.
 
-When Sanic starts, it compiles methods of its classes again from their source (`sanic.touchup`). So only methods that it
-does not compile are replaced here. Under an ASGI server, the server records the request, and Sanic's router names it.
+When Sanic starts, it compiles some methods of its classes again from source (`sanic.touchup`), which undoes a
+replacement. So only other methods are replaced here. Under an ASGI server the requests are recorded as ASGI.
 """
 
 from __future__ import annotations

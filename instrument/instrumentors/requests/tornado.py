@@ -1,7 +1,7 @@
 """Record the requests of Tornado: each is one span, from the call of its handler to the last byte of the answer.
 
-The route is the path pattern of the handler. The items of a websocket are the messages that the handler sends. An app
-in a `WSGIContainer` is recorded as WSGI.
+The route is the path pattern of the handler. Each message that the handler sends over a websocket is an item of the
+request. An app in a `WSGIContainer` is recorded as WSGI.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Record the requests of models in Triton's Python backend: each is one span, from the call of `execute` on.
+"""Record the requests of models in Triton's Python backend: each is one span, which begins with `execute`.
 
-A request ends when `execute` returns. If the model answers by a response sender (a decoupled model), it ends with the
-response that is marked as final. If a call has several requests, each has a span, and the common work is in a span of
-kind step. Only the documented interface is used. State is stored here, because the backend's objects are made in C++
-and take no attributes.
+A request ends when `execute` returns. If the model answers by a response sender (a decoupled model), the request ends
+with the response that is marked as final. If one call has several requests, each has a span, and a span of kind `step`
+records their common work. Only the documented interface is used. The state of requests is stored here, because the
+backend's objects are made in C++ and take no attributes.
 """
 
 from __future__ import annotations

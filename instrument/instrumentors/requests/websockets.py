@@ -1,7 +1,7 @@
 """Record the connections to servers of the package `websockets`: each is a request that lasts as long as its handler.
 
-Servers for asyncio, threads and Trio and legacy ones are recorded. The items of a request are the messages that the
-service sends. A connection that the server refuses is a request with its status and no items.
+The servers for asyncio, threads and Trio are recorded, and so are the legacy servers. The items of a request are the
+messages that the service sends. A connection that the server refuses is a request without items.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Record the requests of WSGI apps: each is one span, from the server's call of the app to the end of the body.
 
-If the body is a list or a tuple, the span ends when the app returns it. So it does for a file in `wsgi.file_wrapper`,
-which the server may send without Python. Any other body is wrapped, and the span ends when it is closed.
+If the body is a list or a tuple, the span ends when the app returns. The same holds for a file in `wsgi.file_wrapper`,
+because the server may send it without Python. Any other body is wrapped, and closing it ends the span.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ StartResponse = Callable[..., Any]
 ARRIVAL = itemgetter("REQUEST_METHOD", "wsgi.url_scheme", "SERVER_NAME", "SERVER_PORT")
 
 STATUSES = {str(status): status for status in range(100, 1000)}
-"""The statuses, by the first three characters of a status line."""
+"""The integer for each possible status, by the first three characters of a status line."""
 
 LINES_KNOWN = 100
 

@@ -1,8 +1,8 @@
 """One HTML file of a report: its data as packed JSON, with the style and the scripts of this folder.
 
 The file loads nothing else. Its content security policy allows its own scripts and style by their digests, and nothing
-from a network. Names and values of the service are only in the JSON, which is stored as base64 of its deflated text. So
-they cannot end the HTML element. The scripts insert them as text, never as markup.
+from a network. Names and values of the service are only in the JSON, which is compressed and encoded as base64. So they
+cannot end the HTML element. The scripts insert them as text, never as markup.
 
 The JSON has the tables of the views, charts, and notes on omitted data. Each cell has a number and its text.
 """
@@ -504,7 +504,7 @@ MOST_BYTES = 5_000_000
 """The maximum number of bytes of a page. A larger page is made again with fewer spans."""
 
 PARTS = (1, 2, 4, 16, 64)
-"""The numbers that divide the room for spans, tried in this order until the page fits `MOST_BYTES`."""
+"""Divisors of the maximum number of spans. They are tried in this order until the page fits `MOST_BYTES`."""
 
 LEVEL = 6
 

@@ -1,10 +1,9 @@
 """The requests that a page lists, and the spans that fit into it. Spans of the most important requests come first.
 
-A page lists requests, else the outermost steps, else the topmost spans. It has the spans of a given request, then of
-the median request of each endpoint, then of the slowest requests. These are a request's spans in all processes, the
-batches that served it, and the spans below them. If even the first request does not fit, its longest spans are kept.
-
-Sorted columns are stored as differences, which compress well.
+A page lists the requests. Without requests it lists the outermost steps, or else the topmost spans. The spans of a
+request that the user chose come first, then those of each endpoint's median request, then those of the slowest. A
+request's spans are those in all processes, the batches that served it, and the spans below both. If even the first
+request does not fit, its longest spans are kept.
 """
 
 from __future__ import annotations
