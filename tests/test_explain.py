@@ -282,13 +282,14 @@ def test_a_slow_window_is_explained_as_a_whole() -> None:
 
 
 @pytest.mark.slow
-def test_a_window_within_a_long_incident_is_explained_by_it() -> None:
-    trace, key, _ = Lives(500, "slow service", size_ms=2500, a_second=30.0, requests=800).planted()
+@pytest.mark.parametrize("incident", ["slow service", "processor contention"])
+def test_a_window_within_a_long_incident_is_explained_by_it(incident: str) -> None:
+    trace, key, _ = Lives(501, incident, size_ms=2500, a_second=60.0, requests=800).planted()
     begin_ns = explained(trace, RequestChoice(request=key)).begin_ns
     for first_ns, length_ns in ((0, 600_000_000), (500_000_000, 600_000_000), (0, 200_000_000)):
         window = RequestChoice(since_ns=begin_ns + first_ns, until_ns=begin_ns + first_ns + length_ns)
         explanation = explained(trace, window)
-        assert (explanation.verdict, explanation.causes[0].name) == (EXPLAINED, "slow service")
+        assert (explanation.verdict, explanation.causes[0].name) == (EXPLAINED, incident)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ class MeteredFacts:
     which a model generates answers. `by` names the attribute that groups requests, in at most `at_most` groups.
     `watches` is True if the meter reads functions with generated items or batches. `calls` are the marks of functions
     with metrics, `streams` those of functions that generate items. `environ` has the environment variables that shape
-    the metrics. The other fields are those of `instrument.recorder.meter.Books`.
+    the metrics. `losses` and `queued` are counts, and `costs_ns` times, by name.
     """
 
     start_ns: int

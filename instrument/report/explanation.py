@@ -405,6 +405,7 @@ class _Evidence:
         rows, walls = joined.rows, trace.total_ns[joined.rows]
         self._slowest = int(places[np.argmax(walls[places])])
         self._begin_ns, self._end_ns = int(trace.start_ns[rows[places]].min()), int(trace.end_ns[rows[places]].max())
+        self._open_share = float(walls[places].mean()) / max(self._end_ns - self._begin_ns, 1)  # a pressure meets all
         self._gauges = host_gauges(recording.trace, times.threads_of(places))
         begins = trace.start_ns[rows]
         first, last = np.searchsorted(begins, arrivals, side="right").tolist()
@@ -485,11 +486,11 @@ class _Evidence:
     def _assign_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
         """Move time of slow calls to processor contention or memory pressure if gauges prove it. Also return doubts."""
         extra_ns: dict[str, float] = {}
-        for cause in (listed.CONTENTION, listed.MEMORY):
+        for cause in listed.PRESSURES:
             pressure = self._pressure(cause)
             if pressure is not None:
                 usual_ns = pressure[1] * (self._end_ns - self._begin_ns)
-                extra_ns[cause] = max(pressure[0] - usual_ns, 0.0) / len(self._places)
+                extra_ns[cause] = max(pressure[0] - usual_ns, 0.0) * self._open_share
         slowed = [claim for claim in claims if claim.name in SLOWED and _excess_of(claim) > 0]
         slowed_ns = sum(map(_excess_of, slowed))
         likely = [name for name, ns in sorted(extra_ns.items(), key=lambda item: -item[1]) if ns >= MOSTLY * slowed_ns]
