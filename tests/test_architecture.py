@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_390, 4),
     "recorder": (2_652, 10),
     "recording": (4_051, 16),
-    "report": (14_876, 46),
+    "report": (14_877, 46),
     "runtime": (2_819, 18),
     "sessions": (6_769, 23),
     "trace": (10_805, 35),
