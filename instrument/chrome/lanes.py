@@ -6,7 +6,7 @@
   on their thread and do not nest by time. The lane of a request has the category `request`, other lanes have `task`.
   Perfetto nests async slices only within one category, so the kind of a slice is in `args.kind` instead.
 * The lane of a request also has an id that is global to all processes. Perfetto shows tracks with a global id before
-  the processes. Within a process it shows threads first, the main one on top, in spite of the file's order.
+  the processes. Within a process, Perfetto shows threads first, the main one on top, in spite of the file's order.
 * A batch has a mark (`n`) at its begin on the lane of each request that it serves.
 * A device interval is a complete event of the process `GPU n`, on the lane of its stream. Sort indexes put devices
   last, and threads of steps and batches first. chrome://tracing uses these indexes, and Perfetto after version 52 uses

@@ -1,4 +1,4 @@
-"""Interprets the slices of other profilers: names, arguments, device work, allocations and numbers of operations."""
+"""Interprets the slices of other profilers: names, arguments, device work, allocations and counts of operations."""
 
 from __future__ import annotations
 

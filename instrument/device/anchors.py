@@ -1,14 +1,14 @@
 """Converts times of a device to the host's clock, by anchors: events whose time is known on both clocks.
 
-An anchor is an event on an otherwise unused stream. It happened between the host time before its record and the host
-time after a poll that observed it (Cristian's algorithm). The tightest anchor of a burst is kept. Between two anchors
-the device's clock is assumed to run evenly, which cancels the difference of the oscillators. CUDA returns elapsed times
-as 32-bit floats in ms. Beyond 4.1 s their resolution is worse than half a microsecond, so no time is computed from an
-anchor farther away.
+An anchor is an event on an otherwise unused stream. The host's time is read before the event is recorded and after a
+poll observes it. The event happened between these two times (Cristian's algorithm). The tightest anchor of a burst is
+kept. Between two anchors the device's clock is assumed to run evenly, which cancels the difference of the oscillators.
+CUDA returns elapsed times as 32-bit floats in ms. Beyond 4.1 s their resolution is worse than half a microsecond, so no
+time is computed from an anchor farther away.
 
 The host's clock does not run evenly: NTP may slew CLOCK_MONOTONIC by 500 ppm at any moment. CLOCK_MONOTONIC_RAW is not
 slewed. Both clocks are read with each anchor and for each event, and a change of their difference adds to the
-uncertainty. Without a raw clock the largest slew of NTP is added.
+uncertainty. Without CLOCK_MONOTONIC_RAW, the largest slew of NTP is added.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the gauges of a process and its devices, at the intervals of its profile.
+"""Reads the gauges of a process and its devices, at the intervals that its profile sets.
 
 A thread of the process reads them (`Gauges`), or the agent of its run reads them from outside (`GaugeSources`). The
 host's gauges come from `/proc`. The processor time of the process comes from the process's CPU clock in nanoseconds,

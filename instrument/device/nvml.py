@@ -1,7 +1,7 @@
 """Reads gauges of GPUs by NVML, NVIDIA's management library, without CUDA and next to any other tool.
 
 One thread calls all functions except `explain_unavailable` and `why_unreadable`. A call may take milliseconds, or hang
-with the driver; `pynvml` releases the GIL in each of them.
+with the driver. `pynvml` releases the GIL in each call.
 
 The gauges are those of the GPUs that CUDA would show to this process. `CUDA_VISIBLE_DEVICES` and the order of PCI buses
 determine these GPUs, without initialising CUDA. The variable lists numbers, UUIDs or beginnings of UUIDs. As observed

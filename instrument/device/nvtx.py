@@ -6,7 +6,7 @@ and end with NVTX's start/end calls, because its push/pop calls have a stack per
 threads. A generator has a range for each step. Copies have no range: only after a call is it known that it has copied.
 Such tools record copies themselves.
 
-With the native core a span then costs a third of a microsecond more, plus the time of the tool itself.
+With a tool attached, a span costs a third of a microsecond more, plus the time of the tool itself.
 """
 
 from __future__ import annotations

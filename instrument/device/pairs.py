@@ -256,8 +256,7 @@ class Context:
 
 
 STALE_NS = 10**6
-"""The uncertainty of an interval in ns above which it is `stale`, if it also exceeds a tenth of the interval's
-length."""
+"""The uncertainty in ns above which an interval is `stale`, if the uncertainty is also above a tenth of the length."""
 
 LAUNCH_NS = 20_000
 """The maximum ns from a span's end to the end of a launch-bound device interval. A launch takes 3 to 10 us."""

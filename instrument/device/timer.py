@@ -5,7 +5,7 @@ ours, the resolver, polls for events that have happened, places the interval bet
 it to the tally. The interval is a part of the stream, not a kernel: it includes all work of the stream in between. Its
 label is one of `instrument.recording.slot_ring.LABELS`.
 
-Events come from a pool for each context, which is filled outside of the calls that use it. Nothing is recorded on a
+Each context has a pool of events, which is filled outside of the calls that take events. Nothing is recorded on a
 stream that is being captured into a graph. After an error of the driver, one device time is lost and counted. After a
 fatal error, all later device times of that device are lost, and the error is reported.
 """

@@ -119,14 +119,14 @@ class Exporter:
         self._thread: Thread | None = None
         self._stop_at_ns = _NEVER_NS
         self.request_bytes = REQUEST_BYTES
-        """The most bytes of a request before compression. A collector's refusal reduces it."""
+        """The current maximum size of a request in bytes before compression. A collector's refusals reduce it."""
         self._halvings = 0
         self._is_patient = True
         self._deferred_until_ns = self._metrics_deferred_until_ns = self._sent_at_ns = 0
         self._failing = False
         self._quiet_until_ns = 0
         self.thread_ns = 0
-        """Processor time of the export thread so far."""
+        """Processor time of the export thread so far, in ns."""
 
     @property
     def component(self) -> str:

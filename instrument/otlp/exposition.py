@@ -1,8 +1,8 @@
 """Writes metrics in Prometheus's text formats with its client library, under OpenTelemetry's names for Prometheus.
 
 In names, dots become underscores, the unit is a suffix, and counters end in `_total`. The text formats have no
-exponential histograms, so bucket bounds are fixed, as OpenTelemetry advises. The tally knows the time of a call only by
-bucket, and the call counts at its bucket's middle. Within 0.78 % of a bound it may count in the next bucket.
+exponential histograms, so bucket bounds are fixed, by OpenTelemetry's advice if there is any. The tally counts a call
+at the middle of a bucket of its own. A call within 0.78 % of a bound may count in the next bucket.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Names, units and kinds follow OpenTelemetry's conventions for hardware, processes and systems (version 1.44). A metric
 without a convention has a name that begins with `instrument.`. A value has the time at which it was read. A failed
 delivery of a snapshot loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered
-one. The start time of a total does not move with the wall clock, because a collector would report a restart. A delta
-begins at the end of the previous delta.
+one. The start time of a total does not move with the wall clock, because a collector would read a new start time as a
+restart. A delta begins at the end of the previous delta.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Packs spans as OTLP's protobuf messages, with attributes under OpenTelemetry's names.
 
-No OpenTelemetry object is built. The fields that all spans of a site share are packed once, apart from each span's ids,
+No OpenTelemetry object is built. The fields that all spans of a site share are packed once. Each span adds its ids,
 times and measurements. A device interval is sent and counted as a child span of the span that enqueued the work.
 """
 

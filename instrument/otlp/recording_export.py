@@ -2,7 +2,7 @@
 
 The exporter writes into the recording how many rows were read, sent, dropped or lost, so a later exporter can continue.
 A request is marked as settled before its first span is sent, so no span is sent twice. If an exporter is killed, the
-next exporter counts the spans that were being sent.
+next exporter counts the spans of open requests to the collector as unanswered.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from instrument.trace.trace import MergedProcess
 from instrument.trace.unsettled import WAITING
 
 IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
-"""A function that returns device intervals by row. Its arguments are span ids, some of the rows, and the begins of
-spans."""
+"""A function that returns device intervals by row. Its arguments are the span ids of all rows, the rows that ask for
+device times, and the begins of all spans."""
 
 
 class SettledRows(TraceRows):
