@@ -94,7 +94,7 @@ CLOCKS = ("monotonic", WALL)
 CLOCK = "wall: join files of several machines by the time of day, even if the accuracy of the clocks is unknown"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
-"""The suffixes of the files that are read in a folder. Of files that differ only in it, the first is read."""
+"""The suffixes of the files that are read in a folder. Of files that differ only in the suffix, the first is read."""
 
 
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:

@@ -1,7 +1,7 @@
 """Record communication between processes by torch.distributed. Each call is a span of kind `comm`.
 
 A synchronous collective is one span, such as `all_reduce`. An asynchronous collective has two spans: `all_reduce` for
-the call, and `all_reduce.wait` for the wait. The attribute `in_flight_ns` is the time from the call to the end of the
+the call, and `all_reduce.wait` for the wait. Its attribute `in_flight_ns` is the time from the call to the end of the
 wait. Sends and receives always have both spans, because a call does not show if it is asynchronous. Methods of process
 groups are replaced. The functions of `torch.distributed` are not, because compilers and torch compare them by identity.
 
@@ -59,7 +59,7 @@ OPERATIONS: Mapping[str, str] = {
     "recv_anysource": "recv",
     "_end_coalescing": "coalesced",
 }
-"""The methods of process groups, with the name of the operation in `torch.distributed`, in all versions of torch."""
+"""The name in `torch.distributed` of the operation of each method of process groups, in all versions of torch."""
 
 PEERS = frozenset({"send", "recv"})
 

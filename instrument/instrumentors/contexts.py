@@ -1,15 +1,15 @@
-"""Report copied contexts and work for other threads to the recorder, which then finds a span's parent across them.
+"""Report copied contexts and work for other threads to the recorder, so that it finds the parent of each span.
 
-The parent of a span is found in its context (`contextvars`). To write each span into the context would double its cost.
-So the current span is written only when the context is copied: by `contextvars.copy_context`, and by `loop.create_task`
-of asyncio and uvloop, which all functions that make tasks call. With another loop, each span is written when it begins
-and ends. Other copies, such as that of uvloop's `call_soon`, contain at least the current request, because requests are
-always written while a loop runs. If two tasks share a context, a span of one task may be the child of a span of the
-other task. The recorder then reads the task at each step, because self times need the task of each span.
+The parent of a span is found in its context (`contextvars`). Writing each span into the context would double the span's
+cost. So the current span is written only when the context is copied: by `contextvars.copy_context`, and by
+`loop.create_task` of asyncio and uvloop. With another loop, each span is written when it begins and ends. Other copies,
+such as that of uvloop's `call_soon`, contain at least the current request, because requests are always written while a
+loop runs. If two tasks share a context, a span of one task may be the child of a span of the other task. The recorder
+then reads the task at each step, because self times need the task of each span.
 
 Work that a request hands to another thread belongs to the request. `ThreadPoolExecutor.submit`, which
 `loop.run_in_executor` calls, and starts of threads are recorded. The wait in the executor's queue is a phase of the
-request. The context of the other thread does not change. The thread itself belongs to no request.
+request. The other thread keeps its own context, and only the work belongs to the request.
 """
 
 from __future__ import annotations

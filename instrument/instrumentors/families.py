@@ -49,7 +49,7 @@ FAMILIES: Mapping[str, Family] = {
     "logs": _make_family("requests.propagation", "LogRecords", "logging structlog"),
     "startup": _make_family("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
-"""The family of each key of a profile. They attach to a module in this order."""
+"""The family of each key of a profile. Families attach to a module in this order."""
 
 KEEPING = ("functions", "requests", "layers")
 """The families that keep the probes of unchanged rules at a reload. All other families attach all probes again."""

@@ -2,7 +2,7 @@
 
 A decorator such as `@app.get` registers a function with the framework before the module has a name for the function. So
 `probe_registered` replaces handlers while they are registered. Other objects keep the original function. Pickle would
-refuse it, because its name in the module now refers to the probe; see `keep_picklable`.
+refuse that function, because its name now refers to the probe; see `keep_picklable`.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def measure_passed_ns() -> dict[str, float]:
 
 
 SWEPT_BYTES = 2 << 20
-"""Bytes that are read, and bytes that are written, to evict the recorder's data from the L1 and L2 caches."""
+"""The number of bytes read, and also of bytes written, to evict the recorder's data from the L1 and L2 caches."""
 
 
 def measure_cold_ns(*, with_ticks: bool = False) -> float:

@@ -1,8 +1,8 @@
 """Find everything that refers to a function: names in modules and classes, and other objects.
 
 A probe replaces a function under its names. Other objects, such as tables, closures and defaults, keep the original.
-Their calls are not recorded, so the verdict on the rule names these objects with file and line. The search runs no code
-of the service, such as a property or an attribute hook.
+Calls by these objects are not recorded, so the verdict on the rule names them with file and line. The search runs no
+code of the service, such as a property or an attribute hook.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEPTH = 4
 """The maximum length of a chain of objects, such as lists and closures, that leads to a function."""
 
 WIDTH = 200
-"""The maximum number of objects at one depth whose referrers are searched for. Further ones are only described."""
+"""The maximum number of objects at one depth whose referrers are searched for. Further objects are only described."""
 
 MANY = 200
 """The maximum number of objects to pass to `gc.get_referrers`, whose time grows with their number. For more objects

@@ -3,10 +3,10 @@
 `startup: auto` in a profile adds function rules for known frameworks, with the phase `load` or `compile`.
 `torch.compile` compiles during the first calls of a model, and each compilation is a span inside such a call.
 
-To time imports, the function is replaced that Python calls for each module not yet in `sys.modules`. It costs 0.3 us
-per module that its own package imports, and 2.6 us per module that another package imports. Each top-level package has
-a self time, and a time that includes the packages that it imports. Imports that `instrument` itself causes, such as the
-bindings of a driver, are listed under `instrument`, with the package in brackets.
+To time imports, the function is replaced that Python calls for each module not yet in `sys.modules`. The replacement
+costs 0.3 us per module that its own package imports, and 2.6 us per module that another package imports. Each top-level
+package has a self time, and a time that includes the packages that it imports. Imports that `instrument` itself causes,
+such as the bindings of a driver, are listed under `instrument`, with the package in brackets.
 """
 
 from __future__ import annotations

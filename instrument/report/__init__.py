@@ -6,8 +6,8 @@ the options and the recording of a view, `summary` prints several views, and `pa
 The meaning of the numbers:
 
 - `total` is the host time from the begin to the end of a span. `self` is the total minus the spans below it on the same
-  thread and task, so the self times of a tree add up to its total. Work on other threads does not shorten it.
-- A generator is active while its body runs. Its total is from the first resumption to the last.
+  thread and task, so self times add up to the total of the tree. Work on other threads does not shorten self time.
+- A generator is active while its body runs. Its total is the time from its first to its last resumption.
 - The device time of a row is the time between its own CUDA events, but at least the sum of the rows below it.
 - A step recorded by a function call or a scope includes the wait for its input right before it.
 - Rows are sums. They may exceed the elapsed time if work runs in parallel. Every ratio says what 100 % is.

@@ -5,8 +5,8 @@ their attributes. Up to `NEAREST` similar requests are sorted by wall time. The 
 half of them, and the means of its parts add up to it. A cause accounts for its time beyond its own typical time. Causes
 are counted from the largest down until the excess is used up. The rest of the excess is unexplained.
 
-A window is explained by the mean of its requests. Each of them is compared with a request outside of the window. Of the
-`TRIALS` requests there with the most similar work, that is the one with the median wall time.
+A window is explained by the mean of its requests. Each of them is compared with a request outside of the window. That
+request has the median wall time of the `TRIALS` requests there with the most similar work.
 
 The verdict is `typical` if the time is within the usual spread. It is `explained` if one cause accounts for at least
 `MOSTLY` of the excess, and the evidence separates that cause from all others. Otherwise it is `inconclusive`.

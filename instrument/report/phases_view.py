@@ -1,7 +1,7 @@
 """The `phases` view: how the time of steps divides into phases such as loading, forward and backward, and other time.
 
-It is the Model Summary of `paddle.profiler`, with the two lines of SINGA's first verbosity. If a loop waits for its
-input between two steps, that wait belongs to the later step. Without steps the view divides requests, and without
+It is the Model Summary of `paddle.profiler`, with the two lines that SINGA prints at verbosity 1. If a loop waits for
+its input between two steps, that wait belongs to the later step. Without steps the view divides requests, and without
 requests the window.
 
 A phase is a span declared as one (`phase:` in a rule or scope), a span of kind `phase`, or a loader. Each moment of a
@@ -37,7 +37,7 @@ from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.self_times import turns, were_suspended
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
-"""The ranks of calls. Of several open calls the one with the lowest rank gets the time."""
+"""The ranks of calls. If several calls are open, the call with the lowest rank gets the time."""
 
 
 @dataclass(frozen=True, slots=True)

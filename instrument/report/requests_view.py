@@ -6,9 +6,9 @@ two phases that began at once, the shorter one counts as later. A moment without
 to the wall time to the nanosecond. If rules name the requests' keys, phases in other processes count, too. Batches, and
 the times between them, are then parts as well (`instrument.trace.ledger`).
 
-A span is a phase if its rule declares one (`phase:`), or if its kind is `phase`. Copies to and from a device are the
-phases `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, and communication `comm`. A
-span of any kind with the name `queue` is a phase, too. Operators and scopes of the user are no phases.
+A span is a phase if its rule or scope declares one (`phase:`), or if its kind is `phase`. Copies to and from a device
+are the phases `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, and communication
+`comm`. A span of any kind with the name `queue` is a phase, too. Operators and scopes of the user are no phases.
 """
 
 from __future__ import annotations

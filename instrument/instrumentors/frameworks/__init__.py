@@ -1,8 +1,8 @@
-"""Record the calls by which a service uses machine learning frameworks (entry points), such as `predict` of Keras.
+"""Record the calls of entry points, by which a service uses machine learning frameworks, such as Keras's `predict`.
 
 A framework is instrumented when the service imports it. The span of ONNX Runtime's `run_async` covers only the call,
-which returns before the work is done. So does the span of a transformers pipeline that gets a dataset, because the
-pipeline works while its result is read. The pipeline's calls of `generate` and of layers are recorded.
+which returns before the work is done. If a transformers pipeline gets a dataset, its span covers only the call, too,
+because the pipeline works while its result is read. The pipeline's calls of `generate` and of layers are recorded.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A layer's path has the names of its parents, without the model's name. With the backend torch a layer is also a torch
 module, but is recorded only here. Calls that build or compile a model are not recorded. A model that JAX compiled runs
-as a whole, so its layers cannot be recorded. A verdict says how many calls of layers JAX traced to compile them.
+as a whole, so its layers cannot be recorded. The verdict on the layers says how many of their calls JAX traced.
 """
 
 from __future__ import annotations

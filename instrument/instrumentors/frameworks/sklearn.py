@@ -1,7 +1,7 @@
 """Record scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimator classes.
 
 A method is replaced as soon as its class is defined, also in a class of the service or of another library. If methods
-of one estimator call each other, only the outermost call is a span. So below a pipeline's span are its steps.
+of one estimator call each other, only the outermost call is a span. So inside a pipeline's span are its steps.
 """
 
 from __future__ import annotations

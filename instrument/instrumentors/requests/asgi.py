@@ -31,7 +31,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 KINDS = ("http", "websocket")
-"""The types of an ASGI scope that are recorded. The other one is `lifespan`."""
+"""The types of ASGI scopes that are recorded. The type `lifespan` is not recorded."""
 
 PLAIN = (b"traceparent", b"tracestate", b"content-length")
 """The headers that are read for every request, even if the rule names none."""

@@ -2,8 +2,7 @@
 
 Each server that the service creates, sync or asyncio, gets a first interceptor, which wraps the method's handler. Names
 and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45). A status that is the server's fault makes
-the span an error. `server.address` is the `:authority` of a call. It is missing for asyncio servers, which do not show
-it.
+the span an error. `server.address` is the `:authority` of a call. Asyncio servers do not show it.
 """
 
 from __future__ import annotations

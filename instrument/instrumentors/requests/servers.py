@@ -1,7 +1,7 @@
 """Make servers of ASGI and WSGI call a recording proxy of their app.
 
-`ASGI` and `WSGI` map the modules of servers to functions (`Attach`). Each function is called right after its module has
-run, before other modules import names from that module. Once the rule is removed, the proxy only calls the app.
+`ASGI` and `WSGI` map the modules of servers to functions (`Attach`). When a module has run, its function is called,
+before other modules import names from the module. Once the rule is removed, the proxy only calls the app.
 """
 
 from __future__ import annotations

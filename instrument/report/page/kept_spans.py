@@ -43,7 +43,7 @@ MOST_SPANS = 200_000
 """The maximum number of spans in a page. They take about 1.5 MB, and the turns of requests as much again."""
 
 TURNS_OF_A_BATCH = 3
-"""The room that each batch of a request needs, counted in spans: for the request's share, and for a stall before it."""
+"""The room that each batch of a request needs, counted in spans: for the request's share, and a stall before it."""
 
 TEXT_BYTES = 2_000_000
 """The maximum number of bytes that the attributes of all spans may take."""
