@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_707, 11),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (12_959, 49),
+    "instrumentors": (12_958, 49),
     "native": (9_222, 29),
     "otlp": (5_516, 21),
     "profile": (2_614, 8),
