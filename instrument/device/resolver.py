@@ -26,7 +26,7 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The number of pairs in a new pool. The resolver doubles a pool that has fewer free pairs than this."""
+"""The minimum number of pairs that are added to a pool at a time. A pool with fewer free pairs is doubled."""
 
 LOW = 64
 """The number of free pairs in a pool at which the resolver is woken early."""

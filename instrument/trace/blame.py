@@ -3,7 +3,7 @@
 A request's time is divided into parts (see `ledger`). Each part has a median over the requests of the endpoint. The
 blamed part exceeds its median the most, and the cause is the span that took most of the blamed part's time. Candidates
 are other requests' spans on the threads that the request waited for, and the spans below the request's own work. A
-garbage collection on any thread is the cause if it took half of the excess, because it stops all threads.
+garbage collection on any thread is the cause if it took at least half of the excess, because it stops all threads.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
 
 LEAST_PACKED = 500
-"""The minimum number of a thread's rows that are packed. Packing a row takes 0.25 us, and reduces 73 bytes to 8."""
+"""The minimum number of a thread's rows that are packed. Packing a row takes 0.25 us, and leaves 3 to 8 of 73 bytes."""
 
 MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
