@@ -25,7 +25,8 @@ from instrument.recording.rows import is_sampled, state_of_share
 from instrument.recording.spans import Site
 from instrument.trace import unsettled
 from instrument.trace.sent_rows import DECISION_WAIT_NS
-from instrument.trace.unsettled import LEAST_CALLS, LEAST_PACKED
+from instrument.trace.tail_sampler import LEAST_CALLS
+from instrument.trace.unsettled import LEAST_PACKED
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
 

@@ -35,7 +35,8 @@ from instrument.trace.joined import Joined, grafted, join
 from instrument.trace.merge import merge
 from instrument.trace.sent_rows import Settling
 from instrument.trace.stages import stage_spans
-from instrument.trace.unsettled import TailSampler, UnsettledRows
+from instrument.trace.tail_sampler import TailSampler
+from instrument.trace.unsettled import UnsettledRows
 
 FRONT, ENGINE = 1, 2
 S = 10**9

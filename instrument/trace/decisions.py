@@ -25,16 +25,8 @@ from instrument.trace.forest import NONE, nearest, rows_of
 from instrument.trace.groups import numbered
 from instrument.trace.joined import grafted, join
 from instrument.trace.of_recording import find_active_times
-from instrument.trace.unsettled import (
-    ADOPTED,
-    NO_DETAIL,
-    PASSED,
-    SETTLED,
-    WAITING,
-    EndedRequest,
-    UnsettledRows,
-    read_open_detail,
-)
+from instrument.trace.tail_sampler import EndedRequest
+from instrument.trace.unsettled import ADOPTED, NO_DETAIL, PASSED, SETTLED, WAITING, UnsettledRows, read_open_detail
 
 OPEN_NS = 1 << 61
 """The time in ns that replaces the end of an open span."""

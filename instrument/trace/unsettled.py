@@ -3,8 +3,6 @@
 Unsettled rows are those of requests, and of spans that may serve requests of other processes. They are removed when
 their requests are settled. Rows with keys remain longer, so that late rows find their request. Rows that are not needed
 before the decision are packed to save memory.
-
-A request is kept if it is sampled, slow or failed, or has the attributes in the profile's `capture.where`.
 """
 
 from __future__ import annotations
@@ -12,181 +10,18 @@ from __future__ import annotations
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter, ge, gt, le, lt
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.profile.model import Capture, PercentileThreshold, Rate, Where
-from instrument.recording.distributions import LONGEST_NS, percentiles
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows, detail_of, facts_in
 from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.rows import RANDOM_BITS, REQUEST_BIT, is_sampled, threshold_of
+from instrument.recording.rows import REQUEST_BIT, is_sampled
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
-from instrument.recording.tally import Tally
-
-LEAST_CALLS = 100
-"""The number of requests that an endpoint needs until its usual time is known. The first requests wait for that."""
-
-USUAL_FOR_NS = 10**9
-"""Nanoseconds between two computations of the endpoints' usual times."""
-
-_COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {">=": ge, ">": gt, "<=": le, "<": lt}
-
-
-def are_in_sample(trace_lows: NDArray[np.uint64], sample: float) -> NDArray[np.bool_]:
-    """Return the result of `is_sampled` for each trace, given by the lower half of its id."""
-    random = trace_lows & np.uint64((1 << RANDOM_BITS) - 1)
-    return np.asarray(random >= np.uint64(threshold_of(sample)))
-
-
-class EndedRequest(NamedTuple):
-    """A request that has ended, with all that decides if it is kept."""
-
-    root_id: int
-    site: Site
-    start_ns: int
-    end_ns: int
-    has_error: bool
-    attributes: Mapping[str, AttributeValue]
-    remote: RemoteParent | None
-
-
-class TailSampler:
-    """Decides which requests of one process are kept. Only one thread may use it.
-
-    `totals` returns the current totals of the process, which give the usual times of endpoints.
-    """
-
-    def __init__(self, capture: Capture, totals: Callable[[], Tally]) -> None:
-        self._totals = totals
-        self._capture = capture
-        self._allowance = _Allowance(capture.limit)
-        self._usual = _UsualTimes(totals, capture.slow_over)
-        self.wanted: set[int] = set()
-        """The roots of requests that are kept in any case."""
-
-    @property
-    def capture(self) -> Capture:
-        """The current settings."""
-        return self._capture
-
-    def change(self, capture: Capture) -> None:
-        """Use other settings from now on."""
-        if capture.limit != self._capture.limit:
-            self._allowance = _Allowance(capture.limit)
-        if capture.slow_over != self._capture.slow_over:
-            self._usual = _UsualTimes(self._totals, capture.slow_over)
-        self._capture = capture
-
-    def look(self, ended: Iterable[EndedRequest]) -> None:
-        """Compute the usual times of endpoints again if they are old or lack the endpoint of a request."""
-        self._usual.look(ended)
-
-    def is_asked_for(self, request: EndedRequest) -> bool:
-        """Return True if a request is kept in any case, or because its caller's trace is kept."""
-        if request.root_id in self.wanted:
-            self.wanted.discard(request.root_id)
-            return True
-        return request.remote is not None and bool(request.remote.flags & 1) and not self._capture.is_off
-
-    def is_notable(self, request: EndedRequest) -> bool:
-        """Return True for a request that failed, was slow, or has the attributes in `capture.where`."""
-        capture = self._capture
-        return (
-            (capture.errors and request.has_error)
-            or (capture.slow_ns is not None and request.end_ns - request.start_ns >= capture.slow_ns)
-            or self._usual.is_slow(request)
-            or (bool(capture.where) and all(_condition_holds(condition, request) for condition in capture.where))
-        )
-
-    def take_allowance(self, end_ns: int) -> bool:
-        """Return True and count one request if `capture.limit` allows another request at this time."""
-        return self._allowance.take(end_ns)
-
-    def is_early(self, request: EndedRequest) -> bool:
-        """Return True if the usual time of the request's endpoint is not known yet."""
-        return self._usual.is_early(request)
-
-
-def _condition_holds(condition: Where, request: EndedRequest) -> bool:
-    """Return True if a condition is true for the request's attributes or, if they lack it, for its site's."""
-    value = request.attributes.get(condition.attribute)
-    if value is None:
-        value = dict(request.site.attributes).get(condition.attribute)
-    values = value if isinstance(value, list | tuple) else (value,)
-    return any(_compares_true(value, *comparison) for value in values for comparison in condition.any_of)
-
-
-def _compares_true(value: object, comparison: str, bound: str | bool | float) -> bool:
-    if comparison == "=":
-        return value == bound and isinstance(value, bool) == isinstance(bound, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool) and _COMPARED[comparison](value, bound)
-
-
-class _UsualTimes:
-    """Computes the time from which on a request is slow, by endpoint, from the tally's histograms.
-
-    An endpoint is a site of requests. The tally has counted its requests since the session began.
-    """
-
-    def __init__(self, totals: Callable[[], Tally], usual: PercentileThreshold | None) -> None:
-        self._totals = totals
-        self._usual = usual
-        self._limits: dict[object, int] = {}
-        self._at_ns = 0
-
-    def is_slow(self, request: EndedRequest) -> bool:
-        limit_ns = None if self._usual is None else self._limits.get(request.site.key)
-        return limit_ns is not None and request.end_ns - request.start_ns > limit_ns
-
-    def is_early(self, request: EndedRequest) -> bool:
-        return self._usual is not None and request.site.key not in self._limits
-
-    def look(self, ended: Iterable[EndedRequest]) -> None:
-        usual = self._usual
-        newest_ns = max((request.end_ns for request in ended), default=0) if usual is not None else 0
-        if usual is None or not newest_ns:
-            return
-        if newest_ns - self._at_ns < USUAL_FOR_NS and not any(map(self.is_early, ended)):
-            return
-        self._at_ns = newest_ns
-        totals = self._totals()
-        for endpoint, lines in totals.lines_by(totals.tree.by_site(_find_endpoint)).items():
-            histogram = totals.histogram(totals.nodes(lines))
-            calls = sum(histogram.values())
-            (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
-            if calls >= LEAST_CALLS and time_ns is not None:
-                self._limits[endpoint] = round(time_ns * usual.factor)
-
-
-def _find_endpoint(site: Site) -> object:
-    """Return the endpoint of a site, None if it is no site of requests."""
-    return site.key if site.kind == "request" else None
-
-
-class _Allowance:
-    """A token bucket: up to `count` requests per `per_ns`, refilled evenly. The rate None allows everything."""
-
-    def __init__(self, rate: Rate | None) -> None:
-        self._rate = rate
-        self._tokens = float(rate.count) if rate is not None else 0.0
-        self._at_ns = 0
-
-    def take(self, now_ns: int) -> bool:
-        if self._rate is None:
-            return True
-        if self._at_ns and now_ns > self._at_ns:
-            refill = (now_ns - self._at_ns) * self._rate.count / self._rate.per_ns
-            self._tokens = min(self._tokens + refill, float(self._rate.count))
-        self._at_ns = max(now_ns, self._at_ns)  # delayed ones come late, and no time refills twice
-        if self._tokens < 1.0:
-            return False
-        self._tokens -= 1.0
-        return True
-
+from instrument.trace.tail_sampler import EndedRequest, TailSampler, are_in_sample
 
 MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
