@@ -100,7 +100,7 @@ def told(span: Any) -> tuple[Any, ...]:
 def test_the_agent_sends_the_same_device_times_as_a_process_would(collector: Collector) -> None:
     source = f"""{SERVICE}
 stream = torch.cuda.Stream()
-torch.work(1000 * MS)
+torch.work(300 * MS)
 for _ in range(3):
     serve(15)
 with torch.cuda.stream(stream), scope("loose", device=True):
