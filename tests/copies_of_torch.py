@@ -19,8 +19,8 @@ torch = pytest.importorskip("torch")
 from fake_torch_device import NAME, use  # noqa: E402 - after the skip
 from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
-from instrument.instrumentors.copies import Copies, torch_copies  # noqa: E402
-from instrument.instrumentors.copies.transfers import Transfers  # noqa: E402
+from instrument.instrumentors import torch_copies  # noqa: E402
+from instrument.instrumentors.copies import ADAPTERS, Copies, PatchedFunctions  # noqa: E402
 from instrument.profile.model import DIRECTIONS, CopyRule  # noqa: E402
 from instrument.recorder.recorder import Recorder  # noqa: E402
 from instrument.recording.spans import Origin  # noqa: E402
@@ -42,10 +42,11 @@ def device() -> Iterator[None]:
 def attached(recorder: Recorder) -> Iterator[Any]:
     undos: list[Any] = []
 
-    def attach(*rules: CopyRule, ready: Any = None) -> Transfers:
-        transfers = Transfers(rules, recorder)
-        undos.append(torch_copies.attach(torch, transfers, initialised=ready).undo)
-        return transfers
+    def attach(*rules: CopyRule, ready: Any = None) -> Copies:
+        patched = PatchedFunctions(Copies(rules, recorder), "torch")
+        undos.append(patched.undo)
+        torch_copies.attach_torch(torch, patched, initialised=ready)
+        return patched.copies
 
     yield attach
     for undo in undos:
@@ -290,7 +291,8 @@ def test_compiled_and_exported_code_moves_as_before(recorder: Recorder, attached
 def test_undo_leaves_torch_as_it_was(recorder: Recorder) -> None:
     owners = [torch.Tensor, torch.UntypedStorage, torch.TypedStorage]
     before = [dict(vars(owner)) for owner in owners]
-    patched = torch_copies.attach(torch, Transfers([CopyRule()], recorder))
+    patched = PatchedFunctions(Copies([CopyRule()], recorder), "torch")
+    torch_copies.attach_torch(torch, patched)
     assert "to" in vars(torch.Tensor)
     patched.undo()
     assert [dict(vars(owner)) for owner in owners] == before
@@ -333,7 +335,7 @@ def test_each_kind_of_device_is_asked_whether_it_is_used_and_none_is_touched(ver
     if driver == "npu":
         torch._C = SimpleNamespace(_get_privateuse1_backend_name=lambda: "npu")
     assert bool(torch_copies.why_absent(torch)) is (driver == "")
-    is_used = torch_copies._make_used_test(torch, Transfers([CopyRule()]))
+    is_used = torch_copies._make_used_test(torch, Copies([CopyRule()]))
     assert is_used() is False
     kind.used = True
     assert is_used() is (driver != "")
@@ -361,7 +363,7 @@ def test_unseen_copies_of_torch_are_named_once(recorder: Recorder) -> None:
         assert [str(verdict) for verdict in copies.verdicts()] == [
             "first: attached (1 copies)",
             "second: waiting (no such copy was made)",
-            f"copies: torch: partly (not seen: {torch_copies.TORCH.unseen})",
+            f"copies: torch: partly (not seen: {ADAPTERS[0].unseen})",
         ]
     finally:
         copies.undo()

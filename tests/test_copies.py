@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.copies import torch_copies
-from instrument.instrumentors.copies.transfers import Transfers
+from instrument.instrumentors import torch_copies
+from instrument.instrumentors.copies import Copies, PatchedFunctions
 from instrument.profile.model import DIRECTIONS, CopyRule
 from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import Work
@@ -38,7 +38,8 @@ def test_copies_to_and_from_a_real_gpu(recorder: Recorder) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     torch.cuda.init()
-    patched = torch_copies.attach(torch, Transfers([CopyRule(DIRECTIONS)], recorder))
+    patched = PatchedFunctions(Copies([CopyRule(DIRECTIONS)], recorder), "torch")
+    torch_copies.attach_torch(torch, patched)
     try:
         there = torch.zeros(1024).cuda()
         pinned = torch.zeros(1024).pin_memory()

@@ -21,21 +21,21 @@ from readback import spans_in
 
 import instrument
 from instrument import profiled, scope
-from instrument.instrumentors import contexts
+from instrument.instrumentors import execution
 from instrument.profile.keys import loads
 from instrument.recording.spans import Site
 from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
 from instrument.trace.trace import columns_of_spans
 
-QUEUE = contexts.QUEUE.name
+QUEUE = execution.QUEUE.name
 NUMBER: contextvars.ContextVar[int] = contextvars.ContextVar("NUMBER", default=0)
 
 
 @pytest.fixture
 def carrying(recorder: Any) -> Iterator[Any]:
     """A recorder whose requests go over to other threads."""
-    undo = contexts.watch_handovers(recorder)
+    undo = execution.watch_handovers(recorder)
     yield recorder
     undo()
 
@@ -194,9 +194,9 @@ def test_the_wait_in_a_pool_is_a_part_of_the_request_s_time(recording: Any) -> N
 
 
 def test_pools_and_threads_get_their_own_functions_back(recorder: Any) -> None:
-    names = [name for name in contexts.STARTS if hasattr(threading, name)]
+    names = [name for name in execution.STARTS if hasattr(threading, name)]
     before = [ThreadPoolExecutor.submit, *[getattr(threading, name) for name in names]]
-    contexts.watch_handovers(recorder)()
+    execution.watch_handovers(recorder)()
     assert [ThreadPoolExecutor.submit, *[getattr(threading, name) for name in names]] == before
 
 

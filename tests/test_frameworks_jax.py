@@ -15,7 +15,7 @@ import pytest
 from readback import spans_in
 from trees import outline, tree
 
-from instrument.instrumentors.frameworks.jax import FUNCTIONS
+from instrument.instrumentors.jax_functions import FUNCTIONS
 from instrument.instrumentors.selection import Selection
 from instrument.recorder.recorder import Recorder
 

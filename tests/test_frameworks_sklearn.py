@@ -11,9 +11,9 @@ import pytest
 from readback import spans_in
 from trees import outline, tree
 
-from instrument.instrumentors.frameworks.sklearn import METHODS
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.sklearn_estimators import METHODS
 from instrument.recorder.recorder import Recorder
 from instrument.runtime.faults import FAULTS
 

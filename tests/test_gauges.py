@@ -66,7 +66,8 @@ def until(reached, what="what was waited for"):
 def read(readings=3, nvml_ns=120 * MS, host_ns=None):
     '''The gauges after so many readings of the first GPU's memory.'''
     gauges = Gauges(Device(nvml_ns=nvml_ns, host_ns=host_ns))
-    gauges.start()
+    gauges.prepare()
+    gauges.begin()
     until(lambda: len(values(gauges, "memory_used", 0)) >= readings, gauges.notes())
     gauges.stop()
     return gauges
@@ -157,7 +158,8 @@ FULL = """
 
 def begin(settings: Device, keep: Any = None) -> Gauges:
     gauges = Gauges(settings, keep)
-    gauges.start()
+    gauges.prepare()
+    gauges.begin()
     return gauges
 
 
@@ -275,7 +277,8 @@ def test_a_gpu_that_falls_off_its_bus_is_named_once_and_the_others_are_read_on(r
         TWO + "1.util 40\n1.all 15 @2\n",
         """
         gauges = Gauges(Device(nvml_ns=20 * MS, host_ns=None))
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         until(lambda: gauges.notes() and len(values(gauges, "memory_used", 1)) > 6)
         gauges.stop()
         first = values(gauges, "utilization", 0)
@@ -320,7 +323,8 @@ def test_memory_stays_bounded_and_the_newest_samples_are_kept(run: Run) -> None:
         from instrument.recording import slot_ring as room
         room.MOST_SAMPLES = 40
         gauges = Gauges(Device(nvml_ns=10 * MS, host_ns=None))
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         until(lambda: gauges.losses())
         gauges.stop()
         times = [s.at_ns for s in gauges.samples(0, 1 << 62)]
@@ -389,7 +393,8 @@ def test_numbers_follow_the_pci_bus_and_a_variable_that_is_set_late(run: Run) ->
         TWO,
         """
         gauges = Gauges(Device(nvml_ns=20 * MS, host_ns=None))
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         until(gauges.gpus)
         print([(gpu.device, gpu.uuid) for gpu in gauges.gpus()])
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
@@ -434,7 +439,8 @@ def test_one_line_names_the_reason_if_nvml_does_not_start(run: Run, code: int, r
         f"init {code}\n",
         """
         gauges = Gauges(Device())
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         until(lambda: not threads())
         print(*gauges.notes(), gauges.samples(0, 1 << 62), sep="\\n")
         gauges.stop()
@@ -455,7 +461,8 @@ def profile_beside(_: Run) -> str:
 def test_a_driver_without_a_gpu_says_so(run: Run) -> None:
     program = """
         gauges = Gauges(Device(nvml_ns=20 * MS))
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         until(lambda: not threads())
         gauges.stop()
         print(*gauges.notes())
@@ -468,7 +475,8 @@ def test_a_driver_that_is_exchanged_while_it_runs_ends_the_reading(run: Run) -> 
         FULL + "\n0.all 18 @3\n",
         """
         gauges = Gauges(Device(nvml_ns=20 * MS))
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         until(lambda: not threads())
         print(len(values(gauges, "memory_used")), *gauges.notes())
         gauges.stop()
@@ -484,7 +492,8 @@ def test_other_code_that_shuts_nvml_down_is_outlived(run: Run) -> None:
         """
         import pynvml
         gauges = Gauges(Device(nvml_ns=20 * MS))
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         until(lambda: values(gauges, "memory_used"))
         pynvml.nvmlShutdown()
         before = len(values(gauges, "memory_used"))
@@ -503,7 +512,8 @@ def test_without_nvidias_bindings_a_driver_is_named_with_what_to_install(run: Ru
         """
         sys.modules["pynvml"] = None
         gauges = Gauges(Device())
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         print(threads(), *gauges.notes())
         """,
     )
@@ -515,7 +525,8 @@ def test_bindings_that_are_too_old_are_named_with_what_to_install(run: Run, tmp_
     (tmp_path / "pynvml.py").write_text("def nvmlInit(): pass\n")
     program = """
         gauges = Gauges(Device())
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         print(threads(), *gauges.notes())
     """
     done = run(FULL, program)
@@ -870,7 +881,8 @@ def test_a_child_of_a_process_that_hangs_in_the_driver_leaves_nvml_alone(run: Ru
             return []
         Nvml.read = hang
         gauges = Gauges(Device(nvml_ns=10 * MS, host_ns=10 * MS))
-        gauges.start()
+        gauges.prepare()
+        gauges.begin()
         until(inside.is_set)
         child = os.fork()
         if not child:

@@ -19,7 +19,7 @@ from otlp_collectors import collecting, take
 from otlp_receiver import free_port, read_until
 
 import instrument
-from instrument.instrumentors.own_gauges import GaugeReader
+from instrument.instrumentors.arguments import GaugeReader
 from instrument.profile.keys import loads
 from instrument.recorder import own_numbers as numbers
 from instrument.recorder.recorder import RECORDER

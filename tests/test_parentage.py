@@ -275,7 +275,7 @@ def test_batches_of_a_long_lived_task_are_roots_once_the_request_that_started_it
 
 
 def test_batches_of_ray_serves_loop_are_no_part_of_the_request_that_began_it(recorder: Any) -> None:
-    attach = model_servers.RAY_SERVE["ray.serve.batching"]
+    attach = model_servers.SEAMS["ray_serve"]["ray.serve.batching"]
     (undo,) = attach(SimpleNamespace(_BatchQueue=Batcher), Exchanges(RequestsRule(), recorder))
     serve_batches(recorder, 3, around="main")
     undo()

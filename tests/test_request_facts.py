@@ -20,7 +20,7 @@ from readback import spans_in
 from simulated_engine import Service
 
 from instrument.errors import ProfileError
-from instrument.instrumentors.arguments import FactReader, KeyReader
+from instrument.instrumentors.request_keys import FactReader, KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
 from instrument.recording.distributions import percentiles_of

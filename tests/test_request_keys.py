@@ -29,8 +29,8 @@ import pytest
 from readback import rows_in
 
 import instrument
-from instrument.instrumentors import arguments
-from instrument.instrumentors.arguments import KeyReader
+from instrument.instrumentors import request_keys
+from instrument.instrumentors.request_keys import KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
 from instrument.recorder.span_attributes import key_text
@@ -287,7 +287,7 @@ def test_iterators_are_left_to_the_service(rule: str, recorded: Callable[..., li
 def test_keys_are_cut_the_same_however_many_there_are(
     recorded: Callable[..., list[Span]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arguments, "TEXTS_KNOWN", 3)
+    monkeypatch.setattr(request_keys, "TEXTS_KNOWN", 3)
     keys = [f"r{number}-{part}" for part in (0, 1) for number in range(8)]
     rule = "{match: 'keyed_engine:add', key: {argument: request, cut: '-[0-9]$'}}"
     found = recorded(rule, *(("add", (key,)) for key in keys))
@@ -652,7 +652,7 @@ def test_the_reader_in_c_reads_the_same_as_the_one_in_python(rule: str, monkeypa
     draw = random.Random(rule)
     values = [*HELD, *(something(draw) for _ in range(200))]
     natively = read_by(rule, values)
-    monkeypatch.setattr(arguments, "_native", None)
+    monkeypatch.setattr(request_keys, "_native", None)
     assert natively == read_by(rule, values)
 
 

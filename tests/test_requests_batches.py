@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.requests import Requests
 from instrument.instrumentors.requests.queue_jobs import TIME_IN_QUEUE
+from instrument.instrumentors.requests.servers import Requests
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import BATCH_KEYS, KEY, Site
 

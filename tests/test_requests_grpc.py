@@ -27,8 +27,9 @@ import grpc.aio
 from otlp_receiver import read_until, receiver
 from server_programs import requests_in
 
-from instrument.instrumentors.requests import Requests, exchange
+from instrument.instrumentors.requests import exchange
 from instrument.instrumentors.requests.grpc import NOT_BEGUN
+from instrument.instrumentors.requests.servers import Requests
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Site, Span
 from instrument.runtime.faults import FAULTS

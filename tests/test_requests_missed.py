@@ -21,8 +21,7 @@ from server_programs import serving
 
 from instrument.agent.processes import Process, Run
 from instrument.agent.unseen import ConnectionWatch
-from instrument.instrumentors.requests import Requests
-from instrument.instrumentors.requests.servers import ASGI
+from instrument.instrumentors.requests.servers import SEAMS, Requests
 from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, merge_processes
 from instrument.profile.model import RequestsRule
 from instrument.recording import board
@@ -46,7 +45,7 @@ def met(family: Requests) -> Any:
     module: Any = ModuleType(name)
     module._callback_wrapper = lambda callback, *_: callback
     family.attach_to(module)
-    assert name in ASGI
+    assert name in SEAMS["asgi"]
 
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 

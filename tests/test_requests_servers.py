@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.requests import Requests, model_servers, servers, wsgi
+from instrument.instrumentors.requests import model_servers, servers, wsgi
 from instrument.instrumentors.requests.exchange import Exchanges
+from instrument.instrumentors.requests.servers import Requests
 from instrument.profile.model import RequestsRule
 from instrument.runtime.faults import FAULTS
 
@@ -48,7 +49,7 @@ def test_granian_calls_the_middleware_that_holds_an_app_of_its_own(module: Any, 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         called.append("app")
 
-    (undo,) = servers.ASGI["granian.asgi"](module, Exchanges(RequestsRule(), recorder))
+    (undo,) = servers.SEAMS["asgi"]["granian.asgi"](module, Exchanges(RequestsRule(), recorder))
     served = module._callback_wrapper(Asgi(app, called), {})
     undo()
     asyncio.run(served({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None))
@@ -63,7 +64,7 @@ def test_granian_calls_the_wsgi_middleware_that_holds_an_app_of_its_own(module: 
         called.append("app")
         return [b"it"]
 
-    (undo,) = servers.WSGI["granian.wsgi"](module, Exchanges(RequestsRule(), recorder))
+    (undo,) = servers.SEAMS["wsgi"]["granian.wsgi"](module, Exchanges(RequestsRule(), recorder))
     served = module._callback_wrapper(Wsgi(app, called), {})
     undo()
     environ = {"wsgi.url_scheme": "http", "SERVER_NAME": "shop", "SERVER_PORT": "80", "REQUEST_METHOD": "GET"}
@@ -81,7 +82,7 @@ def test_a_server_that_names_its_app_with_each_request_calls_that_app() -> None:
 
     called: list[Any] = []
     module = SimpleNamespace(RequestResponseCycle=RequestResponseCycle)
-    (undo,) = servers.ASGI["uvicorn.protocols.http.h11_impl"](module, Exchanges(RequestsRule()))
+    (undo,) = servers.SEAMS["asgi"]["uvicorn.protocols.http.h11_impl"](module, Exchanges(RequestsRule()))
     apps = [object(), object()]
     for app in (apps[0], apps[0], apps[1], apps[0]):
         asyncio.run(RequestResponseCycle().run_asgi(app))
@@ -125,7 +126,7 @@ def test_faults_of_ours_are_counted_and_ray_serves_callers_have_their_answers(
         raise RuntimeError("a fault of ours")
 
     replica = type("Replica", (Replica,), dict(vars(Replica)))
-    undos = model_servers.RAY_SERVE["ray.serve._private.replica"](
+    undos = model_servers.SEAMS["ray_serve"]["ray.serve._private.replica"](
         SimpleNamespace(UserCallableWrapper=replica), Exchanges(RequestsRule(), recorder)
     )
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
@@ -153,7 +154,7 @@ def test_a_server_that_keeps_its_app_elsewhere_serves_on_without_us(monkeypatch:
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     module = SimpleNamespace(WSGIHandler=WSGIHandler, __name__="gevent.pywsgi")
-    (undo,) = servers.WSGI["gevent.pywsgi"](module, Exchanges(RequestsRule()))
+    (undo,) = servers.SEAMS["wsgi"]["gevent.pywsgi"](module, Exchanges(RequestsRule()))
     assert WSGIHandler().run_application() == "served"
     undo()
     assert list(FAULTS.counts().values()) == [1]
@@ -170,7 +171,7 @@ def app_of_wsgi(environ: Any, start_response: Any) -> list[bytes]:
 
 def test_bjoern_is_given_an_app_whose_requests_record(recorder: Any) -> None:
     module = SimpleNamespace(server_run=lambda sock, wsgi_app, statsd=None: wsgi_app(ENVIRON, lambda *_: None))
-    (undo,) = servers.WSGI["bjoern"](module, Exchanges(RequestsRule(), recorder))
+    (undo,) = servers.SEAMS["wsgi"]["bjoern"](module, Exchanges(RequestsRule(), recorder))
     assert module.server_run(None, app_of_wsgi, None) == [b"it"]
     undo()
     assert len(spans_in(recorder)) == 1
@@ -189,7 +190,7 @@ def test_bjoern_begins_a_request_while_other_answers_are_on_their_way(recorder: 
             body.close()
 
     module = SimpleNamespace(server_run=serve)
-    (undo,) = servers.WSGI["bjoern"](module, Exchanges(RequestsRule(), recorder))
+    (undo,) = servers.SEAMS["wsgi"]["bjoern"](module, Exchanges(RequestsRule(), recorder))
     module.server_run(None, app)
     undo()
     spans = spans_in(recorder)
@@ -201,9 +202,9 @@ def test_an_app_that_a_server_in_c_calls_is_met_at_its_framework(
 ) -> None:
     flask = pytest.importorskip("flask.app")
     exchanges = Exchanges(RequestsRule(), recorder)
-    assert servers.WSGI["flask.app"](flask, exchanges) == [], "other servers call their apps from Python"
+    assert servers.SEAMS["wsgi"]["flask.app"](flask, exchanges) == [], "other servers call their apps from Python"
     monkeypatch.setitem(sys.modules, "uwsgi", ModuleType("uwsgi"))
-    (undo,) = servers.WSGI["flask.app"](flask, exchanges)
+    (undo,) = servers.SEAMS["wsgi"]["flask.app"](flask, exchanges)
     app = flask.Flask("shop")
     app.add_url_rule("/", view_func=lambda: "it")
     body = app({**ENVIRON, "PATH_INFO": "/", "wsgi.input": io.BytesIO()}, lambda *_: None)

@@ -101,6 +101,9 @@ class GaugeSources:
     `inside` while it calls NVML or torch's allocator. `environ` has the variables of the process that select its GPUs.
     """
 
+    _is_spoilt = False
+    """True in a forked child whose parent was reading GPUs at the fork."""
+
     def __init__(
         self, settings: Device, keep: Keep, pid: int | None = None, environ: Mapping[str, str] = os.environ
     ) -> None:
@@ -121,11 +124,11 @@ class GaugeSources:
         self._just_read: list[Sample] = []
         self.inside = Lock()
 
-    def prepare(self, *, is_spoilt: bool = False) -> None:
+    def prepare(self) -> None:
         """Find the gauges that can be read. Raises `Gone` for a process that has ended."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
-            problem = SPOILT if is_spoilt else nvml.explain_unavailable()
+            problem = SPOILT if self._is_spoilt else nvml.explain_unavailable()
             if not problem:
                 self._nvml, self._nvml_ns = Nvml(self._pid, self._environ), nvml_ns or EVERY_NS
             elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:
@@ -134,7 +137,7 @@ class GaugeSources:
             self._host, self._host_ns = Host(self._pid), host_ns or self._nvml_ns
 
     @property
-    def are_there(self) -> bool:
+    def are_wanted(self) -> bool:
         """True if any gauge can be read."""
         return self._nvml is not None or self._host is not None
 
@@ -250,11 +253,10 @@ class GaugeSources:
         return True
 
     def _read_torch(self, now_ns: int, rarely: bool) -> bool:
-        self._note(now_ns, self.torch_memory(rarely=rarely))
+        self._note(now_ns, self._read_torch_memory(rarely))
         return not self._torch.problem
 
-    def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
-        """Read torch's allocator, which is possible only in its own process."""
+    def _read_torch_memory(self, rarely: bool) -> list[tuple[int, Values]]:
         with self.inside:
             return self._torch.read(rarely)
 
@@ -291,11 +293,11 @@ _running: Gauges | None = None
 _forking = local()
 
 
-class Gauges:
+class Gauges(GaugeSources):
     """Reads the gauges of this process on a thread, as the profile's `device` selects them.
 
     `keep` receives each reading on that thread. `find_room` returns the recording's area for samples, if this process
-    has one. Any thread may call `start`, `stop` and the methods that return readings.
+    has one. Any thread may call `begin`, `stop` and the methods that return readings.
     """
 
     def __init__(
@@ -304,43 +306,23 @@ class Gauges:
         keep: Callable[[Sequence[Sample], Sequence[Gpu]], object] | None = None,
         find_room: FindRoom | None = None,
     ) -> None:
-        self._settings = settings
-        self._is_spoilt = False
-        self._keep = keep
+        self._keep_with_gpus = keep
         self._find_room = find_room
-        self._begin()
+        self._begin(settings)
 
-    def _begin(self) -> None:
+    def _begin(self, settings: Device) -> None:
+        super().__init__(settings, self._take)
         self._halt = Event()
         self._thread: Thread | None = None
         self.is_reading = False
         """True while this process reads its gauges itself."""
         self._readings = Readings(self._find_room)
-        self._sources = GaugeSources(self._settings, self._take)
         self._outside: tuple[Sequence[Gpu], Sequence[str]] = (), ()
         self._before_ns = 0
         self.thread_ns = 0
         """Processor time of the reading threads so far, in ns."""
 
     # ------------------------------------------------------------ life
-
-    def start(self) -> None:
-        """Find the gauges that can be read, and start the thread if there are any."""
-        self.prepare()
-        self.begin()
-
-    def prepare(self) -> None:
-        """Find the gauges that can be read."""
-        self._sources.prepare(is_spoilt=self._is_spoilt)
-
-    @property
-    def are_wanted(self) -> bool:
-        """True if any gauge can be read."""
-        return self._sources.are_there
-
-    def wanted(self) -> Device:
-        """Return the settings, without unreadable gauges."""
-        return self._sources.wanted()
 
     def begin(self) -> None:
         """Start the thread, if any gauge can be read."""
@@ -367,24 +349,17 @@ class Gauges:
         thread.join(limit_s)
         if thread.is_alive():
             _running = self
-            self._sources.reasons.append(
-                f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left"
-            )
+            self.reasons.append(f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left")
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
         """Drop the parent's readings and begin again, or with `begins=False` only prepare to. The child does not close
         the parent's handles, because the driver would close them for the parent, too."""
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
-        self._begin()
+        self._begin(self._settings)
         self.prepare()
         if begins:
             self.begin()
-
-    @property
-    def inside(self) -> Lock:
-        """The lock that the reading thread has while it calls NVML or torch's allocator."""
-        return self._sources.inside
 
     def _watch_forks(self) -> None:
         global _running
@@ -392,27 +367,27 @@ class Gauges:
         _running = self
 
     def _run(self) -> None:
-        sources, halt, ending = self._sources, self._halt, False
-        sources.open()
-        while not ending and (wait_ns := sources.wait_ns()) is not None:
+        halt, ending = self._halt, False
+        self.open()
+        while not ending and (wait_ns := self.wait_ns()) is not None:
             ending = halt.wait(wait_ns / 1e9)
-            sources.read(is_last=ending)
+            self.read(is_last=ending)
             self.thread_ns = self._before_ns + time.thread_time_ns()
         self.is_reading = False
-        sources.close()
+        self.close()
         self.thread_ns = self._before_ns + time.thread_time_ns()
 
     # ------------------------------------------------------------ reading
 
-    def torch_memory(self, *, rarely: bool) -> list[tuple[int, dict[str, float | None]]]:
+    def torch_memory(self, *, rarely: bool) -> list[tuple[int, Values]]:
         """Read torch's allocator, if the agent reads all other gauges. Only one thread may call it."""
         self._watch_forks()
-        return self._sources.torch_memory(rarely=rarely)
+        return self._read_torch_memory(rarely)
 
     def _take(self, samples: Sequence[Sample]) -> None:
         self._readings.add(samples)
-        if self._keep is not None:
-            self._keep(samples, self.gpus())
+        if self._keep_with_gpus is not None:
+            self._keep_with_gpus(samples, self.gpus())
 
     def note_outside(self, gpus: Sequence[Gpu], notes: Sequence[str]) -> None:
         """Note the GPUs that the agent reads, and the agent's sentences on unreadable GPUs."""
@@ -423,12 +398,10 @@ class Gauges:
         return self._readings.samples(first_ns, last_ns)
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs that are read."""
-        return self._sources.gpus() or tuple(self._outside[0])
+        return super().gpus() or tuple(self._outside[0])
 
     def notes(self) -> list[str]:
-        """Return sentences on the gauges that could not be read."""
-        return list(dict.fromkeys([*self._sources.notes(), *self._outside[1]]))
+        return list(dict.fromkeys([*super().notes(), *self._outside[1]]))
 
     def losses(self) -> dict[str, int]:
         """Return the number of lost samples, by reason."""

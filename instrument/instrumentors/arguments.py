@@ -1,54 +1,30 @@
-"""Read the values that a rule records from a call's arguments and result: attributes, request keys, batches and facts.
+"""Read the values that a rule names in a call's arguments and result: attributes and gauges.
 
 A value has a path such as `request.params.n`: a parameter, or `return` for the result, then attributes or keys of
 mappings. Only values that a rule names are recorded, and only code of their classes runs. An attribute is a value (a
-number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (a class name).
-
-A batch has a path to several keys. `[]` in it means each item of a sequence, or each value of a mapping. A path that
-ends at a mapping means its keys, and its values are the weights if they are numbers. Another path may lead to the
-weights: a sequence, or a mapping from keys to weights. Keys are text, integers, UUIDs or bytes. Within a process, an
-object of the service may be a key. Reading never raises. Unreadable values are counted and logged.
+number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (a class name). A gauge is a number, such
+as the length of a queue, and is read at most once per interval. `instrument.recorder.own_numbers` stores it. Reading
+never raises. Unreadable values are counted and logged.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from functools import lru_cache
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
-from instrument import native
 from instrument.instrumentors.references import isinstance_of
-from instrument.profile.model import Argument, FunctionRule, RequestKeys
-from instrument.recorder.span_attributes import (
-    ALLOWED_KEYS,
-    CHECKSUM_CHARACTERS,
-    NO_WEIGHTS,
-    UnreadError,
-    are_amounts,
-    items_of,
-    key_text,
-    refused_keys,
-    weights_of,
-)
+from instrument.profile.model import Argument, FunctionRule, OwnGauge
+from instrument.recorder.own_numbers import number_of
 from instrument.recorder.wrapping import Attributes
-from instrument.recording.spans import (
-    BATCH_KEYS,
-    BATCH_LIMIT,
-    BATCH_WEIGHTS,
-    FACT_KEYS,
-    FACTS,
-    KEY,
-    KEY_LIMIT,
-    VALUE_LIMIT,
-    AttributeValue,
-)
-from instrument.runtime.cheap_start import NamedTuple, replace
+from instrument.recording.spans import VALUE_LIMIT, AttributeValue
+from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
+
+RETURN = "return"
 
 
 class LEFT_OUT:  # noqa: N801 - a mark, and no class of anything
@@ -137,13 +113,13 @@ def make_reader(
         if isinstance(parameter, str):
             missing[parameter] = None
         else:
-            reads.append(_AttributeRead(item.name, parameter, tuple(path), _READERS[item.record], item.argument))
+            reads.append(_AttributeRead(item.name, parameter, tuple(path), READERS[item.record], item.argument))
     return (ArgumentReader(reads, place) if reads else None), list(missing)
 
 
 def part_of(value: Any, name: str) -> Any:
     """Return a mapping's value for a name, or an attribute of any other object. A `defaultdict` does not grow."""
-    if not _is_mapping(value):
+    if not is_mapping(value):
         return getattr(value, name)
     if isinstance_of(value, dict):
         item = dict.get(value, name, LEFT_OUT)
@@ -163,7 +139,7 @@ def _read_type(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _read_value(value: Any) -> AttributeValue:
+def read_value(value: Any) -> AttributeValue:
     if type(value) in (bool, float) or (type(value) is int and -(2**63) <= value < 2**63):
         number: AttributeValue = value
         return number
@@ -171,453 +147,93 @@ def _read_value(value: Any) -> AttributeValue:
     return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 3] + "..."
 
 
-_READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _read_size, "type": _read_type, "value": _read_value}
+READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _read_size, "type": _read_type, "value": read_value}
 
 
-RETURN = "return"
-EACH = "[]"
-FACTS_OF_REQUEST = 2
-"""The mode in which the native reader reads attributes of requests instead of keys."""
-
-TEXTS_KNOWN = 4096
-"""The maximum number of key texts whose shortened form is cached. One more empties the cache."""
-
-Values = dict[Any, Any]
-ReadResult = Callable[[Any], Values]
-_Read = TypeVar("_Read", bound=Callable[..., Values])
-_native = native.MODULE
-
-
-class KeyReader:
-    """A reader of a rule's key and batch. `of_call` reads them from a call's arguments, `of_result` from its result.
-
-    Either is None if it has nothing to read. `missing` has a message for each parameter that the function lacks.
-    """
-
-    def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
-        self.missing: list[str] = []
-        self._place = rule.place or rule.text
-        pairs = [(KEY, rule.key), (BATCH_KEYS, rule.batch)]
-        of_call = [self._make_call_reader(function, name, key) for name, key in pairs if key and not _is_of_result(key)]
-        of_result = [self._make_result_reader(name, key) for name, key in pairs if key and _is_of_result(key)]
-        self.of_call: Attributes | None = join_readers(of_call)
-        self.of_result: ReadResult | None = join_readers(of_result)
-
-    def _make_call_reader(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Attributes | None:
-        parameter = parameter_of(function, _first_of(keys.argument))
-        if isinstance(parameter, str):
-            self.missing.append(parameter)
-            return None
-        weighed: Parameter | None = None
-        if keys.weights and _first_of(keys.weights) != _first_of(keys.argument):
-            weights_parameter = parameter_of(function, _first_of(keys.weights))
-            if isinstance(weights_parameter, str):
-                keys = self._drop_weights(keys, weights_parameter)
-            else:
-                weighed = weights_parameter
-
-        def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
-            value = parameter.of(args, kwargs)
-            try:
-                if value is LEFT_OUT:
-                    return {}
-                return read(value) if weighed is None else read(value, weighed.of(args, kwargs))
-            except Exception as error:
-                return log_failure(value, error)
-
-        read, log_failure = self._make_reader(name, keys), self._make_failure_logger(keys)
-        return _make_native_reader(parameter, name, keys, read_call, weighed)
-
-    def _drop_weights(self, keys: RequestKeys, missing: str) -> RequestKeys:
-        """Note that the weights cannot be read. Return the batch without them: all members weigh the same."""
-        self.missing.append(f"weights: {missing}")
-        return replace(keys, weights="")
-
-    def _make_result_reader(self, name: str, keys: RequestKeys) -> ReadResult:
-        if keys.weights and _first_of(keys.weights) != RETURN:
-            keys = self._drop_weights(keys, f"{_first_of(keys.weights)} is not of what the call gives")
-        read, log_failure = self._make_reader(name, keys), self._make_failure_logger(keys)
-
-        def read_result(value: Any) -> Values:
-            try:
-                return read(value)
-            except Exception as error:
-                return log_failure(value, error)
-
-        return _make_native_reader(None, name, keys, read_result)
-
-    def _make_reader(self, name: str, keys: RequestKeys) -> Callable[..., Values]:
-        """Return a reader of the key or the batch below a value."""
-        return _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, f"{self._place}: {keys.argument}")
-
-    def _make_failure_logger(self, keys: RequestKeys) -> Callable[[Any, Exception], Values]:
-        """Return a function that logs a failed read. It omits the error's text, which may contain values."""
-        place = f"{self._place}: {keys.argument}"
-
-        def log_failure(value: Any, error: Exception) -> Values:
-            reason = error if type(error) is UnreadError else f"{type(error).__name__} below a {type(value).__name__}"
-            FAULTS.note_of_rule(place, f"the keys cannot be read: {reason}")
-            return {}
-
-        return log_failure
-
-
-def _make_native_reader(
-    parameter: Parameter | None, name: str, keys: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
-) -> _Read:
-    """Return a reader in C for keys that are texts or numbers in attributes and built-in containers, as most are.
-
-    It calls `otherwise` for other values. A Python function would take microseconds, because the service's work has
-    evicted its code from the processor's caches.
-    """
-    paths = [_split_steps(path) for path in (keys.argument, keys.weights)]
-    if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
-        return otherwise
-    steps, of_each = zip(*map(_split_at_container, paths), strict=True)
-    native_reader: _Read = _native.Keys(
-        sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, name != KEY,
-        steps[0], of_each[0], steps[1] if keys.weights else None, of_each[1],
-        sys.intern(weighed.name) if weighed else None, weighed.position if weighed else -1,
-        _ShortenedTexts(keys.cut) if keys.cut else None, otherwise,
-    )  # fmt: skip
-    return native_reader
-
-
-def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Split a path at `[]`: the steps to the container, and those from each of its items (None without `[]`)."""
-    at = steps.index(EACH) if EACH in steps else len(steps)
-    steps = list(map(sys.intern, steps))
-    return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
-
-
-class _FactPath(NamedTuple):
-    """A fact to read for the request of a call: the steps below a parameter or the result, and the conversion."""
-
-    name: str
-    place: str
-    steps: Sequence[str]
-    take: Callable[[Any], AttributeValue]
-
-    def read_below(self, value: Any) -> AttributeValue | None:
-        """Return the fact below a value, None if an object on the path is None."""
-        for step in self.steps:
-            if value is None:
-                return None
-            value = part_of(value, step)
-        return None if value is None else self.take(value)
-
-
-class _FactsReader:
-    """A reader of facts below one parameter or the result, for the request of a call.
-
-    The reader in C calls it with a value and the index of a fact that it cannot read itself. If a call omits the
-    argument, it passes the call's arguments, and the facts are read from the default.
-    """
-
-    def __init__(
-        self, parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
-    ) -> None:
-        self._parameter, self._facts, self._names, self._before = parameter, facts, names, before
-
-    def __call__(self, value: Any, place: Any) -> Any:
-        if type(place) is int:
-            return self._read(value, place)
-        attributes: Values = self._before(value, place) or {} if self._before else {}
-        default = LEFT_OUT if self._parameter is None else self._parameter.default
-        reads = (
-            [] if default is LEFT_OUT else [(fact.name, self._read(default, at)) for at, fact in enumerate(self._facts)]
-        )
-        facts = {name: fact for name, fact in reads if fact is not None}
-        return {**attributes, **facts, **self._names} if facts else attributes
-
-    def _read(self, value: Any, place: int) -> AttributeValue | None:
-        fact = self._facts[place]
-        try:
-            return fact.read_below(value)
-        except Exception as error:
-            _log_failed_fact(fact.place, value, error)
-            return None
-
-
-class _FactsOfSeveral(NamedTuple):
-    """A reader of one fact for several requests: values at one path, and the requests' keys at another."""
-
-    fact: _FactPath
-    parameters: Sequence[Parameter | None]
-    values: Callable[[Any], Any]
-    keys: Callable[[Any], Any]
-    texts: Callable[[list[Any]], tuple[str, ...]]
-    names: Values
-
-    def read(self, *call: Any) -> Values:
-        """Read the facts and the keys of their requests from a call's (args, kwargs) or from its result."""
-        of_values, of_keys = (call[0] if parameter is None else parameter.of(*call) for parameter in self.parameters)
-        try:
-            texts = self.texts(_take_items(self.keys(of_keys), BATCH_LIMIT))
-            facts = map(self.fact.read_below, _take_items(self.values(of_values), BATCH_LIMIT))
-            pairs = [(text, fact) for text, fact in zip(texts, facts, strict=False) if text and fact is not None]
-        except Exception as error:
-            _log_failed_fact(self.fact.place, of_values, error)
-            return {}
-        keys, values = zip(*pairs, strict=True) if pairs else ((), ())
-        return {self.fact.name + FACT_KEYS: keys, self.fact.name: values, **self.names} if pairs else {}
-
-
-def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
-    """Log a failed read of a fact without the error's text, which may contain values of the service."""
-    FAULTS.note_of_rule(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
-
-
-class FactReader:
-    """A reader of a rule's facts of requests. `of_call` reads a call's arguments, and `of_result` its result.
-
-    Both also call the reader that is passed in, and are None if they have nothing to read. `missing` has a message for
-    each fact that the function lacks. A value of None is no fact.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        rule: FunctionRule,
-        of_call: Attributes | None = None,
-        of_result: ReadResult | None = None,
-    ) -> None:
-        self.missing: list[str] = []
-        self.of_call, self.of_result = of_call, of_result
-        names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
-        singles: dict[Parameter | None, list[_FactPath]] = {}
-        for fact in rule.facts:
-            steps, keys = _split_steps(fact.argument), fact.key or rule.batch
-            paths = [fact.argument, keys.argument if keys and EACH in steps else fact.argument]
-            parameters = self._find_parameters(function, paths)
-            if not parameters:
-                continue
-            take = fact_value if fact.record == "value" else _READERS[fact.record]
-            at = len(steps) - steps[::-1].index(EACH) if EACH in steps else 0
-            single = _FactPath(sys.intern(fact.name), f"{rule.place or rule.text}: fact {fact.name}", steps[at:], take)
-            if not at:
-                singles.setdefault(parameters[0], []).append(single)
-                continue
-            texts = _texts_maker(keys.cut if keys else "")
-            several = _FactsOfSeveral(
-                single, parameters, _values_reader(steps[:at]), _values_reader(_split_steps(paths[1])), texts, names
-            )
-            if parameters[0] is None:
-                self.of_result = join_readers([self.of_result, several.read])
-            else:
-                self.of_call = join_readers([self.of_call, several.read])
-        for parameter, facts in singles.items():
-            if parameter is None:
-                self.of_result = _make_facts_reader(parameter, facts, names, self.of_result)
-            else:
-                self.of_call = _make_facts_reader(parameter, facts, names, self.of_call)
-
-    def _find_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
-        """Return the parameters of a fact's values and of its keys. One that is read from the result is None."""
-        parameters = [None if _first_of(path) == RETURN else parameter_of(function, _first_of(path)) for path in paths]
-        missing = [parameter for parameter in parameters if isinstance(parameter, str)]
-        if not missing and (parameters[0] is None) != (parameters[1] is None):
-            missing = [f"{paths[0]} and {paths[1]} are not both of the call, or of its result"]
-        self.missing += missing[:1]
-        return None if missing else [parameter for parameter in parameters if not isinstance(parameter, str)]
-
-
-def _make_facts_reader(
-    parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
-) -> Any:
-    """Return a reader of facts below a parameter or the result, in C if possible. It also calls the reader `before`."""
-    reader = _FactsReader(parameter, facts, names, before)
-    if _native is None:
-        return reader
-    steps = [tuple(map(sys.intern, fact.steps)) if fact.take is fact_value else None for fact in facts]
-    return _native.Keys(
-        sys.intern(parameter.name) if parameter else None, parameter.position if parameter else -1, FACTS_OF_REQUEST,
-        tuple(steps), tuple(fact.name for fact in facts), None, None, before, -1, names, reader,
-    )  # fmt: skip
-
-
-def fact_value(value: Any) -> AttributeValue:
-    """Convert a value to a fact: a number, a bool or a text. A member of an enumeration becomes its name."""
-    kind: Any = type(value)
-    if kind is int or kind is str or not issubclass(kind, Enum):
-        return _read_value(value)
-    return _read_value(str(value) if _defines_str(kind) else value.name)
-
-
-@lru_cache(maxsize=256)
-def _defines_str(kind: type) -> bool:
-    """Return True if an enumeration itself defines `__str__`."""
-    return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
-
-
-def _first_of(path: str) -> str:
+def first_of(path: str) -> str:
     """Return the first name of a path: a parameter, or `return`."""
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
-def _is_of_result(keys: RequestKeys) -> bool:
-    return _first_of(keys.argument) == RETURN
+def split_steps(path: str) -> list[str]:
+    """Split a path into the steps after its first name."""
+    return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
 
 
-def join_readers(readers: Sequence[Callable[..., Values | None] | None]) -> Callable[..., Any] | None:
+def join_readers(readers: Sequence[Callable[..., dict[Any, Any] | None] | None]) -> Callable[..., Any] | None:
     """Join several readers into one that returns the values of all. Return None if there are none."""
     reads = [read for read in readers if read is not None]
     if len(reads) < 2:
         return reads[0] if reads else None
 
-    def read_all(*values: Any) -> Values:
+    def read_all(*values: Any) -> dict[Any, Any]:
         return {name: value for read in reads for name, value in (read(*values) or {}).items()}
 
     return read_all
 
 
-def _split_steps(path: str) -> list[str]:
-    """Split a path into the steps after its first name."""
-    return re.findall(r"\[\]|[^.\[\]]+", path)[1:]
-
-
-def _make_key_reader(keys: RequestKeys) -> ReadResult:
-    steps, text = _split_steps(keys.argument), _text_maker(keys.cut)
-
-    def read(value: Any) -> Values:
-        for step in steps:
-            value = part_of(value, step)
-        key = text(value)
-        if not key and value is not None and not (issubclass(type(value), str) and not len(value)):
-            raise UnreadError(f"{type(value).__name__}; {ALLOWED_KEYS}")
-        return {KEY: key} if key else {}
-
-    return read
-
-
-def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
-    of_keys, texts = _values_reader(_split_steps(request_keys.argument)), _texts_maker(request_keys.cut)
-    of_weights = _values_reader(_split_steps(request_keys.weights)) if request_keys.weights else None
-
-    def read(value: Any, *weighed: Any) -> Values:
-        batch = of_keys(value)
-        if batch is None:
-            return {}
-        if isinstance(batch, (str, bytes, int)) or not hasattr(type(batch), "__iter__"):
-            batch = (batch,)  # a batch of one
-        keys = _take_items(batch, BATCH_LIMIT + 1)
-        weights: Any = None
-        if of_weights is not None:
-            around = weighed[0] if weighed else value
-            weights = None if around is None or around is LEFT_OUT else of_weights(around)
-            if _is_mapping(weights):
-                weights = [weights.get(key) for key in keys]
-        elif _is_mapping(batch):
-            weights = batch.values()
-        if len(keys) > BATCH_LIMIT:
-            FAULTS.note_of_rule(f"{place}: keys", f"allowed: {BATCH_LIMIT}, found more")
-            del keys[BATCH_LIMIT:]
-        values: dict[str, AttributeValue] = {BATCH_KEYS: (batch := texts(keys))}
-        if refused := refused_keys(keys, batch):
-            FAULTS.note_of_rule(place, f"{refused} cannot be a key; {ALLOWED_KEYS}")
-        if weights is not None:
-            weight_items = _take_items(weights, len(keys))
-            numbers = weights_of(weight_items) if len(weight_items) == len(keys) else None
-            if numbers is not None:
-                values[BATCH_WEIGHTS] = numbers
-            elif of_weights is not None or are_amounts(weight_items):
-                weights_place = f"{place}: {request_keys.weights or 'weights'}"
-                FAULTS.note_of_rule(weights_place, f"{len(keys)} keys need as many weights, {NO_WEIGHTS}")
-        return values
-
-    return read
-
-
-def _take_items(iterable: Any, most: int) -> list[Any]:
-    """Return the first items of an iterable, up to `most`.
-
-    Raises `UnreadError` for generators and files, whose items the service would lose, and for arrays on a device.
-    """
-    if hasattr(type(iterable), "__next__"):
-        raise UnreadError(f"{type(iterable).__name__}, whose items can be taken only once")
-    return items_of(iterable, most)
-
-
-def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a function that follows a path with `[]` below a value, and returns the values there."""
-    if EACH not in steps:
-
-        def plain(value: Any) -> Any:
-            for step in steps:
-                value = part_of(value, step)
-            return value
-
-        return plain
-    at = len(steps) - 1 - steps[::-1].index(EACH)
-    before, after = _values_reader(steps[:at]), steps[at + 1 :]
-    attributes = [(step, attrgetter(step)) for step in after]
-
-    def read_each(value: Any) -> Any:
-        items = before(value)
-        some = _take_items(items.values() if _is_mapping(items) else items, BATCH_LIMIT + 1)
-        for step, attribute in attributes:
-            kinds = set(map(type, some))
-            has_keys = any(map(_is_mapping_type, kinds))
-            some = [part_of(item, step) for item in some] if has_keys else list(map(attribute, some))
-        return some
-
-    return read_each
-
-
 @lru_cache(maxsize=256)
-def _is_mapping_type(kind: type) -> bool:
+def is_mapping_type(kind: type) -> bool:
     return issubclass(kind, Mapping)
 
 
-def _is_mapping(value: Any) -> bool:
+def is_mapping(value: Any) -> bool:
     kind: Any = type(value)
-    return _is_mapping_type(kind)
+    return is_mapping_type(kind)
 
 
-def _text_maker(cut: str) -> Callable[[Any], str]:
-    """Return a function that makes the text of a key: up to `KEY_LIMIT` characters, without matches of `cut`.
+class GaugeReader:
+    """A reader of a rule's gauges. `of_call` reads a call's arguments, and `of_result` reads its result.
 
-    The text is "" for a value that cannot be a key.
+    Either is None if it has no gauge to read. `missing` has a message for each parameter that the function lacks.
     """
 
-    def plain(value: Any) -> str:
-        return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
+    def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
+        self.missing: list[str] = []
+        self._of_call: list[_GaugeRead] = []
+        self._of_result: list[_GaugeRead] = []
+        for gauge in rule.gauges:
+            first, *steps = gauge.argument.split(".")
+            parameter = None if first == RETURN else parameter_of(function, first)
+            if isinstance(parameter, str):
+                self.missing.append(parameter)
+            elif parameter is None:
+                self._of_result.append(_GaugeRead(gauge, parameter, steps, rule))
+            else:
+                self._of_call.append(_GaugeRead(gauge, parameter, steps, rule))
+        self.of_call = self._read_call if self._of_call else None
+        self.of_result = self._read_result if self._of_result else None
 
-    if not cut:
-        return plain
-    text_cache, expression = _ShortenedTexts(cut), re.compile(cut)
+    def _read_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now_ns = time.monotonic_ns()
+        for read in self._of_call:
+            if now_ns >= read.due_ns and read.parameter is not None:
+                read.read_gauge(read.parameter.of(args, kwargs), now_ns)
 
-    def shorten(value: Any) -> str:
-        if type(value) is str and KEY_LIMIT < len(value) <= CHECKSUM_CHARACTERS:
-            return key_text(expression.sub("", value))  # the end of a long text decides its shortened form
-        return text_cache[plain(value)]
-
-    return shorten
-
-
-def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
-    """Return a function that makes the texts of a list of keys."""
-    text = _text_maker(cut)
-
-    def texts(keys: list[Any]) -> tuple[str, ...]:
-        if not cut and set(map(type, keys)) <= {str} and max(map(len, keys), default=0) <= KEY_LIMIT:
-            return tuple(keys)
-        return tuple(map(text, keys))
-
-    return texts
+    def _read_result(self, value: Any) -> None:
+        now_ns = time.monotonic_ns()
+        for read in self._of_result:
+            if now_ns >= read.due_ns:
+                read.read_gauge(value, now_ns)
 
 
-class _ShortenedTexts(dict[str, str]):
-    """A cache that maps the text of a key to its shortened form, without the matches of a rule's expression."""
+class _GaugeRead:
+    """The reading of one gauge: from a parameter, or from the result if `parameter` is None, along a path."""
 
-    def __init__(self, cut: str) -> None:
-        self._expression = re.compile(cut)
+    def __init__(self, gauge: OwnGauge, parameter: Parameter | None, steps: list[str], rule: FunctionRule) -> None:
+        self.parameter, self._steps_below, self._is_size = parameter, steps, gauge.record == "size"
+        self._place = f"{rule.place or rule.text}: gauge {gauge.name}"
+        self._put = number_of(gauge.kind, gauge.name, gauge.unit, gauge.every_ns)
+        self._every_ns = gauge.every_ns if gauge.kind == "gauge" else 0
+        self.due_ns = 0
 
-    def __missing__(self, text: str) -> str:
-        if len(self) >= TEXTS_KNOWN:
-            self.clear()
-        self[text] = shortened = self._expression.sub("", text)
-        return shortened
-
-    def __reduce__(self) -> tuple[type[_ShortenedTexts], tuple[str]]:
-        return type(self), (self._expression.pattern,)
+    def read_gauge(self, value: Any, now_ns: int) -> None:
+        """Read the gauge from an argument or a result, and store it unless it is None. Never raises."""
+        self.due_ns = now_ns + self._every_ns
+        try:
+            for step in self._steps_below:
+                value = part_of(value, step)
+            if value is not None and value is not LEFT_OUT:
+                self._put(len(value) if self._is_size else value)
+        except Exception as error:  # its text may contain values that no rule names
+            FAULTS.note_of_rule(self._place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")

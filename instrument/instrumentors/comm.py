@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.compilers import exclude_from_compiler, get_compiling_test
+from instrument.instrumentors.execution import exclude_from_compiler, get_compiling_test
 from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -99,14 +99,14 @@ class Comm(Switch):
         self._issued: weakref.WeakKeyDictionary[Any, _Issued] = weakref.WeakKeyDictionary()
         self._why = "torch.distributed not imported"
 
-    def attach_to(self, module: Any) -> bool:
+    def attach_to(self, module: Any) -> None:
         """Replace the methods of process groups and of `Work`, after the import of torch.distributed."""
         if self._attached:
-            return False
+            return
         group, work = getattr(module, "ProcessGroup", None), getattr(module, "Work", None)
         if group is None or work is None:
             self._why = "this torch.distributed has no process groups"
-            return False
+            return
         self._attach()
         self._is_compiling = get_compiling_test(module.torch)
         around = [
@@ -118,10 +118,8 @@ class Comm(Switch):
         functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _group_attributes, _measure_largest)
         exclude_from_compiler(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
         self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
-        return False
 
     def undo(self) -> None:
-        """Restore the methods of process groups and of `Work`."""
         super().undo()
         self._issued.clear()
 

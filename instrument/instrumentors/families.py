@@ -1,8 +1,12 @@
-"""Load the code of a family (the rules under one key of a profile) when the service imports one of its packages."""
+"""Name the packages that rules are about, and load the code for a profile's key when the service imports one of them.
+
+The rules under one key of a profile are a family.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from instrument.profile.model import Profile
@@ -29,7 +33,7 @@ FAMILIES: Mapping[str, Family] = {
     "functions": _make_family("rules", "Functions", ""),  # its rules name their packages
     # After functions: the span of a rule for a server's own function is within the request.
     "requests": _make_family(
-        "requests",
+        "requests.servers",
         "Requests",
         "uvicorn hypercorn daphne granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray"
         " litserve mosec starlette fastapi litestar flask quart django channels falcon bottle tornado sanic"
@@ -88,3 +92,55 @@ def rules_of(profile: Profile, key: str) -> tuple[Any, ...]:
     if key == "requests":
         return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in rules)
     return rules if isinstance(rules, tuple) else () if rules == "off" else (rules,)
+
+
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "web": (
+        "starlette",
+        "litestar",
+        "flask",
+        "quart",
+        "django",
+        "falcon",
+        "bottle",
+        "blacksheep",
+        "aiohttp.web",
+        "tornado.web",
+        "fastapi",
+    ),
+    "server": (
+        *("uvicorn", "hypercorn", "daphne.server", "granian", "gunicorn", "waitress", "grpc", "grpclib.server"),
+        *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
+    ),
+    "unrouted": ("pyramid.router", "cherrypy"),
+    "unmet": ("robyn", "twisted.web.server"),
+    "queue": ("huey.bin.huey_consumer",),
+    "engine": (*ENGINES, "bentoml"),
+    "library": (
+        *("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba"),
+        *("sklearn", "sentence_transformers", "torch", "transformers"),
+    ),
+}
+"""The import names of known packages, by role. Requests of `web` frameworks are recorded, and requests of `unrouted`
+ones have no route. Those of `unmet` servers and jobs of `queue` packages are not recorded. A `server` runs apps of
+other packages. An `engine` is a complete model server."""
+
+MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
+"""The packages that have a preset, with its name."""
+
+
+def imported_packages() -> list[str]:
+    """Return the names in `PACKAGES` that this process has imported."""
+    return filter_by_role(sys.modules, *PACKAGES)
+
+
+def filter_by_role(names: Iterable[str], *roles: str) -> list[str]:
+    """Return those of the names that have one of the roles in `PACKAGES`, in its order."""
+    name_set = set(names)
+    return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
+
+
+def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (package, preset) for the names that have a preset. If one is a model server, only model servers count."""
+    served_packages = set(filter_by_role(names, "engine") or names)
+    return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]

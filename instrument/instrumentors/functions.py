@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar, overload
 from instrument.errors import TargetError
 from instrument.instrumentors.references import isinstance_of, namespace, own_names, rebind, type_namespace
 from instrument.instrumentors.targets import Target, find, is_public, parts_of, qualname_of, site_of
+from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.native import OFF
 from instrument.profile.model import KINDS, PHASES
@@ -127,6 +128,20 @@ def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]
     """Return a decorator that replaces `owner.attribute` by a function. The result restores the original."""
     original = getattr(owner, attribute)
     return lambda function: replace(owner, attribute, functools.wraps(original)(function))
+
+
+def call_before(owner: Any, attribute: str, note: Callable[..., object]) -> Undo:
+    """Call `note` with the arguments before each call of `owner.attribute`. Return the function that stops it."""
+    original = getattr(owner, attribute)
+
+    def call_noted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            note(*args, **kwargs)
+        except Exception as fault:
+            FAULTS.note(f"note of {attribute}", fault)
+        return original(*args, **kwargs)
+
+    return replace(owner, attribute, functools.wraps(original)(call_noted))
 
 
 def undo_all(undos: list[Undo]) -> None:
@@ -295,7 +310,39 @@ def _copy_bare(bare: FunctionType, wrapper: Any) -> FunctionType:
     return twin
 
 
-class Switch(ABC):
+class Instrumentor(ABC):
+    """The base of the instrumentors, each of which attaches the rules under one key of a profile, in their order.
+
+    One thread at a time calls the methods.
+    """
+
+    def __init__(self, rules: Sequence[Any], recorder: Recorder = RECORDER) -> None:
+        self.rules: tuple[Any, ...] = tuple(rules)
+        self._recorder = recorder
+        self._undos: list[Undo] = []
+
+    @abstractmethod
+    def may_match(self, module_name: str) -> bool:
+        """Return True if a rule may select something in a module. Called before each import."""
+
+    @abstractmethod
+    def attach_to(self, module: Any) -> bool | None:
+        """Attach the probes in a module, after its code has run. Return True if its functions were replaced."""
+
+    def probes_by_name(self) -> Mapping[str, Any]:
+        """Return a value for each attached probe, by name. A reload compares the values: equal ones mean no change."""
+        return {rule.text: rule for rule in self.rules}
+
+    def undo(self) -> None:
+        """Remove all probes, the last first."""
+        undo_all(self._undos)
+
+    @abstractmethod
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdicts on all rules and their targets."""
+
+
+class Switch(Instrumentor):
     """The base of instrumentors for a profile's key that is `auto` or `off`. `rules` is empty for `off`.
 
     `_attached` is True while the probes are attached. `_met` stays True once the module has been imported.
@@ -306,30 +353,21 @@ class Switch(ABC):
     """The name of the module whose functions are recorded."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
-        self._recorder = recorder
-        self._undos: list[Undo] = []
+        super().__init__(rules, recorder)
         self._attached = False
         self._met = False
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the key while the probes are attached, else nothing."""
         return {self.key: True} if self._attached else {}
 
     def may_match(self, module_name: str) -> bool:
-        """Return True for the name of the module whose functions are recorded."""
         return module_name == self.module
 
     def _attach(self) -> None:
         self._attached = self._met = True
 
-    @abstractmethod
-    def attach_to(self, module: Any) -> bool:
-        """Attach the probes to the module, which has been imported."""
-
     def undo(self) -> None:
-        """Restore all functions of the module."""
-        undo_all(self._undos)
+        super().undo()
         self._attached = False
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.functions import Instrumentor, Undo, replace, undo_all
 from instrument.instrumentors.lineages import subclasses, watch_subclasses
 from instrument.instrumentors.regions import (
     DYNAMO,
@@ -35,7 +35,7 @@ from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
 
-class Layers:
+class Layers(Instrumentor):
     """The instrumentor of a session's layer rules in torch. Other frameworks' instrumentors call `select`.
 
     `known` maps a framework to a function that returns its layer classes, None before its import. `left_out` is True
@@ -43,29 +43,25 @@ class Layers:
     """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
-        self._recorder = recorder
+        super().__init__((), recorder)
         self._sites: dict[int, Site | None] = {}  # by identity of the module
         self._followed: set[int] = set()  # modules with a finalizer of ours
         self._shared = SharedSites(recorder)
         self._torch: ModuleType | None = None
         self.known: dict[str, Callable[[], Iterable[type[Any]]] | None] = {"torch": None}
         self.left_out: Callable[[type[Any]], bool] = lambda cls: False
-        self._undos: list[Undo] = []
         self._patches: dict[type[Any], Undo] = {}
         self._unseen: list[Verdict] | None = None
         self._regions = Regions(self._find_rule, lambda key: self._sites.pop(key, None), recorder)
         self._set_rules(rules)
 
     def _set_rules(self, rules: Sequence[LayerRule]) -> None:
+        self.rules = tuple(rules)
         # Each rule with its selected sites. The list is replaced as a whole, as calls read it while rules change.
         self._at_work: list[Selected] = [(rule, {}) for rule in rules]
         self._patched: set[type[Any]] = set()
         self._types = frozenset(name for rule in rules for name in rule.types)
         self._last_segments = {text.rpartition(".")[2] for rule in rules for text in rule.match if not rule.types}
-
-    @property
-    def rules(self) -> tuple[LayerRule, ...]:
-        return tuple(rule for rule, _ in self._at_work)
 
     def change(self, rules: Sequence[LayerRule], modules: Iterable[ModuleType]) -> None:
         """Apply other rules. Layers that are recorded as before keep their site, and unselected classes get their own
@@ -94,14 +90,12 @@ class Layers:
             undo_all([self._patches.pop(cls)])
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the rules by their text. There are none before torch is imported."""
-        return {rule.text: rule for rule in self.rules} if self._torch is not None else {}
+        return super().probes_by_name() if self._torch is not None else {}
 
     def may_match(self, module_name: str) -> bool:
-        """Return True for the module `torch` and for that of its compiler."""
         return module_name in ("torch", DYNAMO)
 
-    def attach_to(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> None:
         """Attach to torch, or to the module of its compiler, which is imported later."""
         if module.__name__ == DYNAMO:
             if self._torch is not None:
@@ -109,7 +103,6 @@ class Layers:
         elif self._torch is None:
             self._torch = module
             self.attach(module)
-        return False
 
     def attach(self, torch: Any) -> Undo:
         """Record the selected layers from now on. Return the function that stops it."""
@@ -132,7 +125,6 @@ class Layers:
         return self.undo
 
     def undo(self) -> None:
-        """Restore the `forward` of all classes, and stop watching for new ones."""
         # The verdicts are read later, when a layer no longer shows that it was recorded.
         if self._unseen is None and self._torch is not None:
             try:
@@ -265,7 +257,6 @@ class Layers:
         )
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule, in the order of the profile."""
         imported = [classes for classes in self.known.values() if classes is not None]
         if not imported:
             why = f"{' and '.join(self.known)} not imported"

@@ -265,13 +265,12 @@ class Loaders(Switch):
         super().__init__(rules, recorder)
         self._sites: dict[type[Any], Site] = {}
 
-    def attach_to(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> None:
         """Replace `__next__` in the base class of all iterators over a `DataLoader`."""
         iterator: Any = getattr(module, "_BaseDataLoaderIter", None)
         if iterator is not None and not self._attached:
             self._attach()
             self._undos.append(replace(iterator, "__next__", self._wrap_next(iterator.__next__)))
-        return False
 
     def _wrap_next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         recorder, sites = self._recorder, self._sites

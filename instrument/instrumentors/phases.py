@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-from instrument.instrumentors.compilers import exclude_from_compiler, get_compiling_test, get_evaluator_setter
+from instrument.instrumentors.execution import exclude_from_compiler, get_compiling_test, get_evaluator_setter
 from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.verdict import Verdict
@@ -69,10 +69,10 @@ class Phases(Switch):
         self._evaluate: Callable[[Any], Any] = lambda evaluate: None
         self._exclude_functions: Callable[[Iterable[Any]], None] = lambda functions: None
 
-    def attach_to(self, torch: Any) -> bool:
+    def attach_to(self, torch: Any) -> None:
         """Wrap the calls of modules, of the autograd engine and of optimizers, after the import of torch."""
         if self._attached:
-            return False
+            return
         self._attach()
         version = getattr(torch, "version", None)
         self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
@@ -88,10 +88,8 @@ class Phases(Switch):
         engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
         self._undos.append(replace(autograd, engine, self._wrap_function(BACKWARD, getattr(autograd, engine))))
         self._watch_optimizers(torch.optim.Optimizer)
-        return False
 
     def undo(self) -> None:
-        """Restore the functions of modules, of the autograd engine and of optimizers."""
         super().undo()
         self._recordings.clear()
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from instrument.instrumentors.compilers import get_compiling_test
+from instrument.instrumentors.execution import get_compiling_test
 from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict

@@ -14,8 +14,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors import arguments, functions, targets
-from instrument.instrumentors.arguments import FactReader, KeyReader
-from instrument.instrumentors.functions import Probe, undo_all
+from instrument.instrumentors.functions import Instrumentor, Probe, undo_all
 from instrument.instrumentors.lineages import Lineage, is_recorded, subclasses
 from instrument.instrumentors.references import (
     Kept,
@@ -29,6 +28,7 @@ from instrument.instrumentors.references import (
     rebind,
     type_namespace,
 )
+from instrument.instrumentors.request_keys import FactReader, KeyReader
 from instrument.instrumentors.targets import Target, Unreachable, matches
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.profile.model import FunctionRule
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from instrument.instrumentors.argument_watch import ArgumentWatch
 
 
-class Functions:
+class Functions(Instrumentor):
     """The instrumentor of a session's function rules."""
 
     def __init__(self, rules: Sequence[FunctionRule], recorder: Recorder = RECORDER, watches: bool = False) -> None:
-        self._recorder = recorder
+        super().__init__(rules, recorder)
         self.watch: ArgumentWatch | None = None
         if watches:
             from instrument.instrumentors.argument_watch import ArgumentWatch  # for `instrument init` alone
@@ -57,7 +57,6 @@ class Functions:
             self.watch = ArgumentWatch(self.is_named)
         self._probes: dict[Probe, FunctionRule] = {}
         self._early: dict[int, Probe] = {}  # of functions that no module has a name for yet, by their identity
-        self._seams: list[functions.Undo] = []
         self._pickling: list[functions.Undo] = []
         self._modules: dict[str, ModuleType] = {}
         self._lineages: dict[tuple[int, str], Lineage] = {}  # by identity of the class, and attribute
@@ -65,7 +64,7 @@ class Functions:
         self._set_rules(rules)
 
     def _set_rules(self, rules: Sequence[FunctionRule]) -> None:
-        self.rules: tuple[FunctionRule, ...] = tuple(rules)
+        self.rules = tuple(rules)
         self._found: dict[int, dict[str, Verdict]] = {i: {} for i in range(len(self.rules))}
         self._taken: dict[str, int] = {}
         self._wanting: dict[tuple[int, str], set[int]] = {}  # the rules that want each lineage
@@ -80,7 +79,7 @@ class Functions:
     def _change_rules(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
         before = {label: verdict for table in self._found.values() for label, verdict in table.items() if verdict.site}
         self._set_rules(rules)
-        undo_all(self._seams)
+        undo_all(self._undos)
         modules = list(modules)
         for module in modules if rules else ():
             self._watch_registrations(module)
@@ -124,7 +123,6 @@ class Functions:
         return any(lineage.holds(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the sites of all recorded functions, by label."""
         return {probe.target.label: probe.site for probe in self._probes}
 
     def sites_of(self, label: str) -> set[Site]:
@@ -133,7 +131,6 @@ class Functions:
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
     def may_match(self, module_name: str) -> bool:
-        """Return True if a rule may select a function in a module, or if the module registers handlers."""
         return module_name in functions.SEAMS or self.is_named(module_name)
 
     def is_named(self, module_name: str) -> bool:
@@ -141,14 +138,13 @@ class Functions:
         return any(matches(text, module_name) for text in self._module_patterns)
 
     def attach_to(self, module: ModuleType) -> bool:
-        """Attach probes to the functions of a module that rules select. Return True if there were any."""
         with self._lock:
             self._watch_registrations(module)
             return any(map(self.is_named, names_of(module))) and self._attach_selected(module)
 
     def _watch_registrations(self, module: ModuleType) -> None:
         if names_of(module)[0] in functions.SEAMS:
-            self._seams += functions.probe_registered(module, self._probe_registered)
+            self._undos += functions.probe_registered(module, self._probe_registered)
 
     def _attach_selected(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
@@ -182,7 +178,7 @@ class Functions:
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
             probe_of_function = next((probe for probe in self._probes if probe.target.function is function), None)
-            if probe_of_function is not None or not self._seams or not isinstance_of(module, ModuleType):
+            if probe_of_function is not None or not self._undos or not isinstance_of(module, ModuleType):
                 return function if probe_of_function is None else probe_of_function.wrapped
             selected = {}
             for index, rule in enumerate(self.rules):
@@ -202,7 +198,7 @@ class Functions:
     def undo(self) -> None:
         """Restore all functions, the last first. Other references to a recording function call the original."""
         with self._lock:
-            undo_all(self._seams)
+            super().undo()
             undo_all(self._pickling)
             lineages, self._lineages = self._lineages, {}
             for lineage in lineages.values():
@@ -360,9 +356,7 @@ class Functions:
             missing += [*keys.missing, *facts.missing]
             attributes, results = facts.of_call, facts.of_result
         if rule.gauges:
-            from instrument.instrumentors.own_gauges import GaugeReader
-
-            gauges = GaugeReader(target.function, rule)
+            gauges = arguments.GaugeReader(target.function, rule)
             missing += gauges.missing
             attributes = arguments.join_readers([attributes, gauges.of_call])
             results = arguments.join_readers([results, gauges.of_result])

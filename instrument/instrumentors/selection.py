@@ -13,10 +13,10 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.families import FAMILIES, KEEPING, packages_of, rules_of
-from instrument.instrumentors.functions import Undo, detach_decorated
+from instrument.instrumentors.functions import Instrumentor, Undo, detach_decorated
 from instrument.instrumentors.references import loaded_modules, namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
@@ -32,29 +32,6 @@ if TYPE_CHECKING:
     from instrument.instrumentors.argument_watch import ArgumentWatch
     from instrument.instrumentors.layers import Layers
     from instrument.instrumentors.rules import Functions
-
-
-class Probes(Protocol):
-    """The methods of an instrumentor, which attaches the rules of one family. One thread at a time calls them."""
-
-    @property
-    def rules(self) -> tuple[Any, ...]:
-        """The current rules, in the order of the profile."""
-
-    def may_match(self, module_name: str) -> bool:
-        """Return True if a rule may select something in a module. Called before each import."""
-
-    def attach_to(self, module: ModuleType) -> bool:
-        """Attach the probes in a module, after its code has run. Return True if functions were replaced."""
-
-    def probes_by_name(self) -> Mapping[str, Any]:
-        """Return a value for each attached probe, by name. A reload compares the values: equal ones mean no change."""
-
-    def undo(self) -> None:
-        """Remove every probe, last first."""
-
-    def verdicts(self) -> list[Verdict]:
-        """Return the verdict on every rule, in the order of the profile."""
 
 
 LOOKS = 2
@@ -109,7 +86,7 @@ class Selection:
             self._loading_packages |= packages  # first: another thread may be importing
             self._unloaded[key] = packages
 
-    def _load_family(self, key: str) -> Probes:
+    def _load_family(self, key: str) -> Instrumentor:
         """Load the code of a family and create its instrumentor, which attaches no probe yet."""
         rules = rules_of(self.profile, key)
         options: list[Any] = []
@@ -118,7 +95,7 @@ class Selection:
         if key == "functions":
             options.append(environment.INIT_FOLDER in os.environ)
         module, name, _ = FAMILIES[key]
-        family: Probes = getattr(import_module(module), name)(rules, self._recorder, *options)
+        family: Instrumentor = getattr(import_module(module), name)(rules, self._recorder, *options)
         awake = {**self._families, key: family}
         self._families = {name_of_key: awake[name_of_key] for name_of_key in FAMILIES if name_of_key in awake}
         self._unloaded.pop(key, None)  # last: a thread that imports a module meanwhile finds the key in one of both
@@ -361,7 +338,7 @@ class Selection:
             attach()
 
 
-def _is_wanted(family: Probes, module: ModuleType) -> bool:
+def _is_wanted(family: Instrumentor, module: ModuleType) -> bool:
     return any(map(family.may_match, names_of(module)))
 
 

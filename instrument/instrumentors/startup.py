@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.functions import Instrumentor, Undo, replace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -69,36 +69,29 @@ def _make_rules() -> tuple[FunctionRule, ...]:
     )
 
 
-class StartupWatch:
+class StartupWatch(Instrumentor):
     """The instrumentor of `startup: auto`, without the times of imports."""
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
-        self.rules = tuple(rules)
-        self._recorder = recorder
+        super().__init__(rules, recorder)
         from instrument.instrumentors.rules import Functions  # each session times imports, few watch startup
 
         self._functions = Functions(_make_rules(), recorder)
-        self._undos: list[Undo] = []
         self._dynamo: Verdict | None = None
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return the probes on functions that load or compile, by name."""
         return self._functions.probes_by_name()
 
     def may_match(self, module_name: str) -> bool:
-        """Return True if a module has functions that load or compile."""
         return module_name == _DYNAMO or self._functions.is_named(module_name)
 
-    def attach_to(self, module: ModuleType) -> bool:
-        """Attach to the functions of a framework's module, which has been imported."""
+    def attach_to(self, module: ModuleType) -> bool | None:
         if module.__name__ == _DYNAMO:
-            self._watch_dynamo(module)
-            return False
+            return self._watch_dynamo(module)
         return self._functions.attach_to(module)
 
     def undo(self) -> None:
-        """Restore the functions of all frameworks."""
-        undo_all(self._undos)
+        super().undo()
         self._dynamo = None
         self._functions.undo()
 

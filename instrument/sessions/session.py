@@ -15,7 +15,7 @@ from functools import partial
 
 from instrument.clock import Deadline
 from instrument.errors import InstrumentError
-from instrument.instrumentors import compilers, contexts, functions
+from instrument.instrumentors import execution, functions
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER
@@ -140,12 +140,12 @@ class Session:
             undos.append(recorded.imports.install())
         self.exporting.prepare()
         RECORDER.trace_of = recorded.trace_of_span
-        undos.append(contexts.watch_contexts())
-        undos.append(contexts.watch_handovers())
+        undos.append(execution.watch_contexts())
+        undos.append(execution.watch_handovers())
         if (timing := recorded.timing) is not None:
             timing.install()
             undos.append(lambda: timing.uninstall(self._undo_by.left_s()))
-            undos.append(compilers.watch_graphs())
+            undos.append(execution.watch_graphs())
         self.selection.begun = self.generations.add_engine
         undos.append(self.selection.attach())
         for package in ENGINES:

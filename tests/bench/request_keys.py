@@ -44,7 +44,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import instrument
-from instrument.instrumentors.arguments import FactReader, KeyReader
+from instrument.instrumentors.request_keys import FactReader, KeyReader
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Site

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
+from instrument.instrumentors.functions import Undo
 from instrument.instrumentors.requests.propagation import Caller, Extract, choose_extractor, read_w3c, with_state
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
@@ -97,6 +98,9 @@ CLOSE_CODE, ABNORMAL = "websocket.close_code", 1006
 
 EXCHANGE = "_instrument_exchange"
 """The attribute in which a connection or handler object holds its exchange."""
+
+Attach = Callable[[Any, "Exchanges"], list[Undo]]
+"""A function that makes a server's module record requests. It returns the functions that restore the module."""
 
 
 class Exchanges:
@@ -428,6 +432,18 @@ class Exchange:
         self.method.recorder.count(UNREAD)
 
 
+def current_exchange() -> Exchange | None:
+    """Return the open exchange for which the calling code works, None without one."""
+    exchange = CURRENT.get()
+    return exchange if exchange is not None and exchange.frame is not None else None
+
+
+def exchange_of(holder: Any) -> Exchange | None:
+    """Return the open exchange of a connection or handler object, None without one."""
+    exchange: Exchange | None = getattr(holder, EXCHANGE, None)
+    return exchange if exchange is not None and exchange.frame is not None else None
+
+
 class Arrivals:
     """A factory for the exchanges of one protocol. Its functions read the request object of a server.
 
@@ -509,25 +525,36 @@ class Arrivals:
 
 
 def reads(
-    arrival: Callable[[Any], Arrival],
+    arrival: Callable[[Any], tuple[str, str, Any]],
     headers: Callable[[Any], Any],
     path: Callable[[Any], str],
     query: Callable[[Any], str | None],
     client: Callable[[Any], str | None],
 ) -> tuple[Any, Any, Any]:
-    """Make the three functions of an `Arrivals` for requests whose headers are a case-insensitive mapping of texts."""
+    """Make the three functions of an `Arrivals` for requests whose headers are a case-insensitive mapping of texts.
+
+    `arrival` reads the method, the scheme and the address of the server's socket.
+    """
+
+    def read_arrival(request: Any) -> Arrival:
+        method, scheme, address = arrival(request)
+        return (method, scheme, *address[:2]) if isinstance(address, tuple) else (method, scheme, address or None, None)
 
     def read_plain(request: Any) -> tuple[Arrival, Caller | None, str | None]:
         fields = headers(request)
         parent, state = fields.get("traceparent"), fields.get("tracestate")
-        return arrival(request), parent if state is None else with_state(parent, state), fields.get("content-length")
+        return (
+            read_arrival(request),
+            parent if state is None else with_state(parent, state),
+            fields.get("content-length"),
+        )
 
     def read_all(request: Any, names: tuple[str, ...]) -> tuple[Arrival, Mapping[bytes, bytes], dict[Any, Any]]:
         fields = {name.lower(): value for name, value in headers(request).items()}
         values = {"url.path": path, "url.query": query, "client.address": client}
         attributes = {name: values[name](request) if name in values else fields.get("user-agent") for name in names}
         encoded = {name.encode(): value.encode("latin-1", "replace") for name, value in fields.items()}
-        return arrival(request), encoded, {name: value for name, value in attributes.items() if value}
+        return read_arrival(request), encoded, {name: value for name, value in attributes.items() if value}
 
     return path, read_plain, read_all
 

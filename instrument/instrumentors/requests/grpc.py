@@ -1,8 +1,11 @@
-"""Record the calls that gRPC servers handle: each is one span, from the call of its handler to its last message.
+"""Record the calls that servers of gRPC and grpclib handle. Each is one span.
 
-Each server that the service creates, sync or asyncio, gets a first interceptor, which wraps the method's handler. Names
-and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45). A status that is the server's fault makes
-the span an error. `server.address` is the `:authority` of a call. Asyncio servers do not show it.
+With gRPC the span lasts from the call of the handler to the last message. Each server that the service creates, sync or
+asyncio, gets a first interceptor, which wraps the method's handler. With grpclib the span lasts from the call's arrival
+to its trailers. Its outcome is `cancelled` if its caller has cancelled it, or if the connection is lost.
+
+Names and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45). A status that is the server's fault
+makes the span an error. `server.address` is the `:authority` of a call. Asyncio servers of gRPC do not show it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replaces
+from instrument.instrumentors.functions import Undo, call_before, replaces
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
     PORT,
@@ -20,9 +23,11 @@ from instrument.instrumentors.requests.exchange import (
     SERVER_TIMING,
     Arrival,
     Arrivals,
+    Attach,
     Exchange,
     Exchanges,
     SteppedItems,
+    current_exchange,
 )
 from instrument.recorder.wrapping import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
@@ -353,32 +358,29 @@ def _decode_text(method: Any) -> str:
     return method.decode("latin-1") if isinstance(method, bytes) else str(method)
 
 
-def address_in(host: Any) -> dict[Any, Any]:
-    """Return the attributes of a call's `:authority`, such as `localhost:50051`. Without it they are empty."""
-    if not host:
-        return {}
-    address, _, port = _decode_text(host).rpartition(":")
-    if not address or not port.isdecimal():
-        return {SERVER: _decode_text(host).strip("[]")}
-    return {SERVER: address.strip("[]"), PORT: int(port)}
+def _describe_call(
+    method: str, host: Any, metadata: Any, names: tuple[str, ...]
+) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    """Return a call's `Arrival`, headers and attributes. `host` is its `:authority`, such as `localhost:50051`."""
+    headers = {}
+    for name, value in metadata or ():  # gRPC has the names in lower case
+        headers[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
+    facts: dict[Any, Any] = {}
+    if host:
+        address, _, port = _decode_text(host).rpartition(":")
+        is_with_port = bool(address) and port.isdecimal()
+        facts[SERVER] = (address if is_with_port else _decode_text(host)).strip("[]")
+        facts |= {PORT: int(port)} if is_with_port else {}
+    if "user_agent.original" in names and b"user-agent" in headers:
+        facts["user_agent.original"] = headers[b"user-agent"].decode("latin-1")
+    return (method.removeprefix("/"), None, None, None), headers, facts
 
 
 def _read_call(call: _ArrivedCall, names: tuple[str, ...]) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
     details, context, name = call
     event_details = getattr(getattr(context, "_rpc_event", None), "call_details", None)
-    headers, facts = headers_in(details.invocation_metadata), address_in(getattr(event_details, "host", None))
-    if "user_agent.original" in names and b"user-agent" in headers:
-        facts["user_agent.original"] = headers[b"user-agent"].decode("latin-1")
-    method = _decode_text(details.method).removeprefix("/") if name is None else name
-    return (method, None, None, None), headers, facts
-
-
-def headers_in(metadata: Any) -> dict[bytes, bytes]:
-    """Return the metadata of a call by name, which gRPC has in lower case."""
-    headers = {}
-    for name, value in metadata or ():
-        headers[name.encode("latin-1")] = value if isinstance(value, bytes) else value.encode("latin-1", "replace")
-    return headers
+    method = _decode_text(details.method) if name is None else name
+    return _describe_call(method, getattr(event_details, "host", None), details.invocation_metadata, names)
 
 
 def _sync_interceptor(grpc: Any, service: _Service) -> Any:
@@ -414,7 +416,7 @@ def _async_interceptor(grpc: Any, service: _Service) -> Any:
 
 
 def _attach_interceptor(
-    module: Any, exchanges: Exchanges, class_name: str, interceptor: Callable[[Any, _Service], Any]
+    class_name: str, interceptor: Callable[[Any, _Service], Any], module: Any, exchanges: Exchanges
 ) -> list[Undo]:
     server, grpc = getattr(module, class_name), module.grpc
     init = server.__init__
@@ -437,7 +439,94 @@ def _attach_interceptor(
     return [forget, restore]
 
 
-GRPC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    "grpc._server": lambda module, exchanges: _attach_interceptor(module, exchanges, "_Server", _sync_interceptor),
-    "grpc.aio._server": lambda module, exchanges: _attach_interceptor(module, exchanges, "Server", _async_interceptor),
+# grpclib
+
+
+def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the calls of all servers of grpclib."""
+    stream = module.Stream
+    arrivals = exchanges.get_arrivals("grpc", lambda call: call[0][":path"], None, _read_grpclib_call)
+    handle, send, send_trailers = module.request_handler, stream.send_message, stream.send_trailing_metadata
+
+    @replaces(module, "request_handler")
+    async def undo_handle(mapping: Any, h2_stream: Any, headers: Any, *args: Any, **kwargs: Any) -> None:
+        exchange = arrivals.begin((dict(headers), mapping))
+        if exchange is None:
+            await handle(mapping, h2_stream, headers, *args, **kwargs)
+            return
+        error: BaseException | None = None
+        try:
+            await exchange.track_waits(handle(mapping, h2_stream, headers, *args, **kwargs))
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            _end_grpclib_call(exchange, error or getattr(exchange, "failure", None))
+
+    @replaces(stream, "send_message")
+    async def undo_send(self: Any, message: Any) -> None:
+        await send(self, message)
+        exchange = current_exchange()
+        if exchange is not None and self._cardinality.server_streaming:
+            exchange.add_items()
+
+    @replaces(stream, "send_trailing_metadata")
+    async def undo_trailers(self: Any, *, status: Any = module.Status.OK, metadata: Any = None, **kwargs: Any) -> None:
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.facts[RPC_STATUS] = status.name
+            if exchange.timing is not None:
+                pairs = metadata.items() if isinstance(metadata, Mapping) else metadata or ()
+                metadata = [*pairs, (SERVER_TIMING.lower(), exchange.timing.text(exchange))]
+        await send_trailers(self, status=status, metadata=metadata, **kwargs)
+
+    def note_leave(stream: Any, kind: Any, error: Any, traceback: Any) -> None:
+        exchange = current_exchange()
+        if exchange is not None:
+            exchange.failure = error
+            if stream.deadline is not None and stream.deadline.time_remaining() < DEADLINE_SLACK_S:
+                exchange.facts[OUTCOME] = "timed out"
+
+    def note_abort(h2_stream: Any, h2_status: int, grpc_status: Any = None, *args: Any, **kwargs: Any) -> None:
+        exchange = current_exchange()
+        if exchange is not None and grpc_status is not None:
+            exchange.facts[RPC_STATUS] = grpc_status.name
+
+    undo_leave, undo_abort = call_before(stream, "__aexit__", note_leave), call_before(module, "_abort", note_abort)
+    return [undo_handle, undo_send, undo_trailers, undo_leave, undo_abort]
+
+
+def _end_grpclib_call(exchange: Exchange, error: BaseException | None) -> None:
+    """End a call with the status that its caller got, and with the handler's exception, if any."""
+    status, kind = exchange.facts.get(RPC_STATUS), type(error).__name__
+    exchange.failure = None
+    is_broken_off = kind in ("CancelledError", "StreamTerminatedError")
+    if is_broken_off and OUTCOME in exchange.facts:
+        status = exchange.facts[RPC_STATUS] = "DEADLINE_EXCEEDED"
+    elif is_broken_off:
+        exchange.facts |= {RPC_STATUS: "CANCELLED", OUTCOME: CANCELLED}
+        status = None
+    elif status != "DEADLINE_EXCEEDED":
+        exchange.facts.pop(OUTCOME, None)
+    if is_broken_off or error is None or kind == "GRPCError":  # a status that the service has chosen
+        exchange.end(status if status in SERVER_ERRORS else None)
+    else:
+        exchange.end(error)
+
+
+def _read_grpclib_call(
+    call: tuple[dict[str, str], Any], names: tuple[str, ...]
+) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+    fields, mapping = call
+    method = fields[":path"] if fields[":path"] in mapping else ""  # callers invent others, which are one endpoint
+    return _describe_call(method, fields.get(":authority"), fields.items(), names)
+
+
+SEAMS: Mapping[str, Mapping[str, Attach]] = {
+    "grpc": {
+        "grpc._server": functools.partial(_attach_interceptor, "_Server", _sync_interceptor),
+        "grpc.aio._server": functools.partial(_attach_interceptor, "Server", _async_interceptor),
+    },
+    "grpclib": {"grpclib.server": _attach_grpclib},
 }
+"""The functions that attach to servers, by kind of server and module."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from mmap import mmap
 from struct import Struct
@@ -27,9 +27,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
-from instrument.instrumentors.functions import Undo, replaces
+from instrument.instrumentors.functions import Undo, call_before, replaces
 from instrument.instrumentors.requests import asgi
-from instrument.instrumentors.requests.exchange import Arrival, Exchanges, SteppedItems
+from instrument.instrumentors.requests.exchange import Arrival, Attach, Exchanges, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
 from instrument.runtime.faults import FAULTS
@@ -46,7 +46,7 @@ class _Taken(threading.local):
         self.ids: list[str] = []
 
 
-def _attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Add the id that LitServe gives to a request to its span, as the key."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
@@ -64,7 +64,7 @@ def _attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _attach_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each call of the service by a LitServe worker, as a batch of the worker's open requests."""
     recorder, open_requests = exchanges.recorder, _Taken()
     sites: dict[str, Site] = {}
@@ -115,11 +115,6 @@ def _attach_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     return [undo_put, undo_inject]
 
-
-LITSERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    "litserve.server": _attach_server,
-    "litserve.loops.base": _attach_worker,
-}
 
 BATCH_SIZE = "requests"
 """The attribute for the number of requests in a batch."""
@@ -283,12 +278,7 @@ def _attach_bento(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_wait, undo_compute]
 
 
-BENTOML: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"bentoml._internal.marshal.dispatcher": _attach_bento}
-
-MOSEC: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {"mosec.protocol": _attach_mosec}
-
-
-def _attach_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     wrapper = module.UserCallableWrapper
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
@@ -376,7 +366,7 @@ def _attach_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo_http, undo_call, undo_stream]
 
 
-def _attach_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
+def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Separate the loop of `@serve.batch` from the first request, in whose context it starts."""
     queue = module._BatchQueue
     loop = queue._process_batches
@@ -389,19 +379,14 @@ def _attach_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-def _mute_process(class_name: str) -> Callable[[Any, Exchanges], list[Undo]]:
+def _mute_process(class_name: str) -> Attach:
     """Return an `Attach` that stops recording in each process that creates an object of a class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        owner = getattr(module, class_name)
-        init = owner.__init__
-
-        @replaces(owner, "__init__")
-        def undo(self: Any, *args: Any, **kwargs: Any) -> None:
+        def mute(*_: Any, **__: Any) -> None:
             exchanges.is_on = False
-            init(self, *args, **kwargs)
 
-        return [undo]
+        return [call_before(getattr(module, class_name), "__init__", mute)]
 
     return attach
 
@@ -433,11 +418,17 @@ async def _send_nothing(_: Any) -> None:
     """Do nothing, because the replica itself sends the messages."""
 
 
-RAY_SERVE: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    "ray.serve._private.replica": _attach_replica,
-    "ray.serve.batching": _attach_batching,
-    "ray.serve._private.proxy": _mute_process("GenericProxy"),  # the actor itself is sent to its process by value
-    "ray.dashboard.modules.reporter.reporter_agent": _mute_process("ReporterAgent"),
-    "ray.dashboard.http_server_head": _mute_process("HttpServerDashboardHead"),
-    "ray.dashboard.subprocesses.module": _mute_process("SubprocessModule"),  # the dashboard asks each twice a second
+SEAMS: Mapping[str, Mapping[str, Attach]] = {
+    "litserve": {"litserve.server": _attach_litserve_server, "litserve.loops.base": _attach_litserve_worker},
+    "mosec": {"mosec.protocol": _attach_mosec},
+    "bentoml": {"bentoml._internal.marshal.dispatcher": _attach_bento},
+    "ray_serve": {
+        "ray.serve._private.replica": _attach_ray_replica,
+        "ray.serve.batching": _attach_ray_batching,
+        "ray.serve._private.proxy": _mute_process("GenericProxy"),  # the actor itself is sent to its process by value
+        "ray.dashboard.modules.reporter.reporter_agent": _mute_process("ReporterAgent"),
+        "ray.dashboard.http_server_head": _mute_process("HttpServerDashboardHead"),
+        "ray.dashboard.subprocesses.module": _mute_process("SubprocessModule"),  # asked twice a second by the dashboard
+    },
 }
+"""The functions that attach to servers, by kind of server and module."""

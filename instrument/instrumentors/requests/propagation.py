@@ -160,17 +160,15 @@ class LogRecords(Switch):
     module = "logging"
 
     def may_match(self, module_name: str) -> bool:
-        """Return True for a module that makes log records."""
         return module_name in _CLASSES
 
-    def attach_to(self, module: Any) -> bool:
+    def attach_to(self, module: Any) -> None:
         """Make the imported module add the ids to its log records."""
         class_name, name = _CLASSES[module.__name__]
         owner = getattr(module, class_name, None)
         if hasattr(owner, name):
             self._attach()
             self._undos.append((self._tag_records if class_name == "Logger" else self._tag_events)(owner, name))
-        return False
 
     def _read_ids(self) -> dict[str, str]:
         try:

@@ -14,16 +14,20 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replaces
-from instrument.instrumentors.requests.exchange import Exchanges
-from instrument.instrumentors.requests.servers import Attach
+from instrument.instrumentors.requests.exchange import Attach, Exchanges
 from instrument.recording.spans import TIME_IN_QUEUE, Site
 from instrument.runtime.faults import FAULTS
 
 NO_FAILURES = frozenset({"Retry", "RetryJob", "HandlerException", "NoResultError"})
 """The exceptions of arq, FastStream and TaskIQ that end a job without an error."""
+
+
+Job = tuple[object, object, object, object, "float | None"]
+"""A job's task, queue and id, the carrier of its caller's trace, and the time in s at which it was queued, if known."""
 
 
 class _Jobs:
@@ -32,12 +36,16 @@ class _Jobs:
     def __init__(self, system: str, exchanges: Exchanges) -> None:
         self._system, self._exchanges = system, exchanges
 
-    def begin(self, task: object, queue: object, job_id: object, carrier: object, queued_s: float | None) -> Any:
+    def begin(self, read: Callable[[], Job | None]) -> Any:
         """Open the request of a job. Return its frame, None if it is not recorded. Never raises."""
         exchanges = self._exchanges
         if not exchanges.is_on or not exchanges.recorder.on:
             return None
         try:
+            job = read()
+            if job is None:
+                return None
+            task, queue, job_id, carrier, queued_s = job
             system, name, place = key = self._system, str(task), str(queue)
             site = exchanges.jobs.get(key)
             if site is None:
@@ -58,17 +66,33 @@ class _Jobs:
             is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
             self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
 
-    async def run(self, frame: Any, coroutine: Any) -> Any:
-        """Await the coroutine of a job, close the job's request, and return the result."""
-        if frame is not None:
-            coroutine = self._exchanges.recorder.stepped_in(frame, coroutine)
+    def run(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any) -> Any:
+        """Run a job, and record it as a request. Return its result."""
+        frame = self.begin(read)
         try:
-            result = await coroutine
+            result = perform(*args)
+        except BaseException as error:
+            self.end(frame, error)
+            raise
+        self.end(frame, None)
+        return result
+
+    async def await_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a job that is a coroutine, and record it as a request. Return its result."""
+        frame = self.begin(read)
+        try:
+            coroutine = perform(*args, **kwargs)
+            result = await (coroutine if frame is None else self._exchanges.recorder.stepped_in(frame, coroutine))
         except BaseException as error:
             self.end(frame, error)
             raise
         self.end(frame, getattr(result, "error", None) if self._system == "taskiq" else None)
         return result
+
+
+def _to_seconds(at: datetime) -> float:
+    """Return a time in seconds since 1970. A time without a time zone is in UTC."""
+    return (at if at.tzinfo else at.replace(tzinfo=timezone.utc)).timestamp()
 
 
 def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -83,7 +107,7 @@ def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
         request = task.request
         queue = (request.delivery_info or {}).get("routing_key") or ""
         carrier = request.headers or vars(request)
-        open_frames[id(request)] = jobs.begin(task.name, queue, task_id, carrier, None)
+        open_frames[id(request)] = jobs.begin(lambda: (task.name, queue, task_id, carrier, None))
 
     def note_error(sender: Any = None, exception: Any = None, **_: Any) -> None:
         if (key := id(getattr(sender, "request", None))) in open_frames:  # else a task of another process
@@ -108,16 +132,13 @@ def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each job of RQ in the process that runs it."""
     jobs, perform = _Jobs("rq", exchanges), module.Job.perform
 
+    def read_job(job: Any) -> Job:
+        queued = job.enqueued_at
+        return job.func_name, job.origin, job.id, job.meta, queued and _to_seconds(queued)
+
     @replaces(module.Job, "perform")
     def undo(self: Any) -> Any:
-        frame = None
-        try:
-            queued = self.enqueued_at
-            queued_s = queued and (queued if queued.tzinfo else queued.replace(tzinfo=timezone.utc)).timestamp()
-            frame = jobs.begin(self.func_name, self.origin, self.id, self.meta, queued_s)
-        except Exception as fault:
-            FAULTS.note("job of rq", fault)
-        return _run_job(jobs, frame, perform, self)
+        return jobs.run(lambda: read_job(self), perform, self)
 
     return [undo]
 
@@ -127,13 +148,14 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     jobs, current = _Jobs("dramatiq", exchanges), threading.local()
     before, after = module.Broker.emit_before, module.Broker.emit_after
 
+    def read_job(message: Any) -> Job:
+        name, queued_s = message.actor_name, message.message_timestamp / 1000
+        return name, message.queue_name, message.message_id, message.options, queued_s
+
     @replaces(module.Broker, "emit_before")
     def undo_before(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
         if signal == "process_message" and args:
-            message = args[0]
-            queued_s = message.message_timestamp / 1000
-            name, queue, options = message.actor_name, message.queue_name, message.options
-            current.frame = jobs.begin(name, queue, message.message_id, options, queued_s)
+            current.frame = jobs.begin(lambda: read_job(args[0]))
         before(self, signal, *args, **kwargs)
 
     @replaces(module.Broker, "emit_after")
@@ -153,13 +175,10 @@ def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
     def record_function(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         async def run(context: Any, *args: Any, **kwargs: Any) -> Any:
-            frame = None
-            try:
-                queued_s = context["enqueue_time"].timestamp()
-                frame = jobs.begin(name, queue, context["job_id"], kwargs, queued_s)
-            except Exception as fault:
-                FAULTS.note("job of arq", fault)
-            return await jobs.run(frame, function(context, *args, **kwargs))
+            def read_job() -> Job:
+                return name, queue, context["job_id"], kwargs, context["enqueue_time"].timestamp()
+
+            return await jobs.await_job(read_job, function, context, *args, **kwargs)
 
         return run
 
@@ -182,13 +201,11 @@ def _attach_taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.Receiver, "run_task")
     async def undo(self: Any, target: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = None
-        try:
+        def read_job() -> Job:
             queue = getattr(self.broker, "queue_name", "")
-            frame = jobs.begin(message.task_name, queue, message.task_id, message.labels, None)
-        except Exception as fault:
-            FAULTS.note("job of taskiq", fault)
-        return await jobs.run(frame, run_task(self, target, message, *args, **kwargs))
+            return message.task_name, queue, message.task_id, message.labels, None
+
+        return await jobs.await_job(read_job, run_task, self, target, message, *args, **kwargs)
 
     return [undo]
 
@@ -199,13 +216,11 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.HandlerItem, "call")
     async def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = None
-        try:
+        def read_job() -> Job:
             queue, queued_s = _read_queue_and_time(message.raw_message)
-            frame = jobs.begin(self.name, queue, message.message_id, message.headers, queued_s)
-        except Exception as fault:
-            FAULTS.note("job of faststream", fault)
-        return await jobs.run(frame, call(self, message, *args, **kwargs))
+            return self.name, queue, message.message_id, message.headers, queued_s
+
+        return await jobs.await_job(read_job, call, self, message, *args, **kwargs)
 
     return [undo]
 
@@ -227,7 +242,7 @@ def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
     if isinstance(stamp, tuple):  # of Confluent: its kind, and ms
         stamp = stamp[-1]
     if isinstance(stamp, datetime):
-        return place, (stamp if stamp.tzinfo else stamp.replace(tzinfo=timezone.utc)).timestamp()
+        return place, _to_seconds(stamp)
     return place, stamp / 1000 if isinstance(stamp, (int, float)) and stamp > 0 else None
 
 
@@ -240,16 +255,12 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
     process, call = module.Queue.process_events, module.route_utils.call_process_api
     failures: ContextVar[list[BaseException]] = ContextVar("instrument_gradio_failures")
 
-    def begin(event: Any) -> Any:
-        try:
-            if not event.alive:
-                return None
-            queued_s = time.time() - time.monotonic() + event.enqueue_time
-            name, headers = event.fn.api_name or event.fn.name, event.request.headers
-            return jobs.begin(f"/{name}", event.concurrency_id, event._id, headers, queued_s)
-        except Exception as fault:
-            FAULTS.note("event of Gradio", fault)
+    def read_job(event: Any) -> Job | None:
+        if not event.alive:
             return None
+        queued_s = time.time() - time.monotonic() + event.enqueue_time
+        name, headers = event.fn.api_name or event.fn.name, event.request.headers
+        return f"/{name}", event.concurrency_id, event._id, headers, queued_s
 
     @replaces(module.route_utils, "call_process_api")
     async def undo_call(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +274,7 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.Queue, "process_events")
     async def undo(self: Any, events: Any, *args: Any, **kwargs: Any) -> None:
-        frames = [frame for event in events if (frame := begin(event)) is not None]
+        frames = [frame for event in events if (frame := jobs.begin(partial(read_job, event))) is not None]
         errors: list[BaseException] = []
         failures.set(errors)
         answer = process(self, events, *args, **kwargs)
@@ -287,16 +298,6 @@ def _read_headers(carrier: object) -> Mapping[bytes, bytes]:
         return {}
     pairs = [(str(name).lower().encode(), value) for name, value in carrier.items() if isinstance(value, str | bytes)]
     return {name: value.encode("latin-1", "replace") if isinstance(value, str) else value for name, value in pairs}
-
-
-def _run_job(jobs: _Jobs, frame: Any, perform: Callable[..., Any], *args: Any) -> Any:
-    try:
-        result = perform(*args)
-    except BaseException as error:
-        jobs.end(frame, error)
-        raise
-    jobs.end(frame, None)
-    return result
 
 
 SEAMS: Mapping[str, Mapping[str, Attach]] = {

@@ -1,7 +1,8 @@
-"""Make servers of ASGI and WSGI call a recording proxy of their app.
+"""Record the requests of servers by endpoint, without a function rule. `Requests` instruments the imported servers.
 
-`ASGI` and `WSGI` map the modules of servers to functions (`Attach`). When a module has run, its function is called,
-before other modules import names from the module. Once the rule is removed, the proxy only calls the app.
+A server is instrumented where it calls the app. Servers of ASGI and WSGI call a recording proxy of their app. Once the
+rule is removed, the proxy only calls the app. Other servers have adapters, which are loaded with the server (`KINDS`).
+When a server's module has run, an `Attach` function is called, before other modules import names from the module.
 """
 
 from __future__ import annotations
@@ -9,16 +10,29 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.functions import Undo, replaces
-from instrument.instrumentors.requests import asgi, wsgi
-from instrument.instrumentors.requests.exchange import Exchanges, ServedApp
+from instrument.instrumentors.families import filter_by_role
+from instrument.instrumentors.functions import Instrumentor, Undo, replaces
+from instrument.instrumentors.requests import asgi, blocked, propagation, wsgi
+from instrument.instrumentors.requests.exchange import PORT, Attach, Exchanges, ServedApp, current_exchange
+from instrument.instrumentors.requests.routers import ROUTERS, attach_routers
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.model import SERVERS, RequestsRule
+from instrument.recorder.core import calls_by_site
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import catch_up_with_fork
 
-Attach = Callable[[Any, Exchanges], list[Undo]]
+if TYPE_CHECKING:
+    from instrument.instrumentors.requests import grpc, http_servers, model_servers, queue_jobs, triton, websockets
+else:
+    for _name in ("grpc", "http_servers", "model_servers", "queue_jobs", "triton", "websockets"):
+        globals()[_name] = LazyModule(f"instrument.instrumentors.requests.{_name}")
 
 
 def _make_recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
@@ -138,35 +152,209 @@ def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-ASGI: Mapping[str, Attach] = {
-    "uvicorn.protocols.http.h11_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
-    "uvicorn.protocols.http.httptools_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
-    "uvicorn.protocols.websockets.websockets_impl": _kept("WebSocketProtocol", "run_asgi", asgi.AsgiApp),
-    "uvicorn.protocols.websockets.websockets_sansio_impl": _kept("WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp),
-    "uvicorn.protocols.websockets.wsproto_impl": _kept("WSProtocol", "run_asgi", asgi.AsgiApp),
-    "hypercorn.app_wrappers": _join_attaches(
-        _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
-    ),
-    "daphne.server": _kept("Server", "create_application", asgi.AsgiApp, "application"),
-    "granian.asgi": _app_argument("_callback_wrapper", 0, asgi.AsgiApp),
-    "gunicorn.asgi.protocol": _join_attaches(
-        _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
-        _kept("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
-        _kept("ASGIProtocol", "_handle_websocket", asgi.AsgiApp),
-    ),
+SEAMS: Mapping[str, Mapping[str, Attach]] = {
+    "asgi": {
+        "uvicorn.protocols.http.h11_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+        "uvicorn.protocols.http.httptools_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+        "uvicorn.protocols.websockets.websockets_impl": _kept("WebSocketProtocol", "run_asgi", asgi.AsgiApp),
+        "uvicorn.protocols.websockets.websockets_sansio_impl": _kept(
+            "WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp
+        ),
+        "uvicorn.protocols.websockets.wsproto_impl": _kept("WSProtocol", "run_asgi", asgi.AsgiApp),
+        "hypercorn.app_wrappers": _join_attaches(
+            _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
+        ),
+        "daphne.server": _kept("Server", "create_application", asgi.AsgiApp, "application"),
+        "granian.asgi": _app_argument("_callback_wrapper", 0, asgi.AsgiApp),
+        "gunicorn.asgi.protocol": _join_attaches(
+            _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
+            _kept("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
+            _kept("ASGIProtocol", "_handle_websocket", asgi.AsgiApp),
+        ),
+    },
+    "wsgi": {
+        "gunicorn.workers.base": _attach_gunicorn,
+        "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
+        "wsgiref.handlers": _attach_to_method("BaseHandler", "run", wsgi.WsgiApp),
+        "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
+        "granian.wsgi": _app_argument("_callback_wrapper", 0, wsgi.WsgiApp),
+        "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
+        "cheroot.wsgi": _kept("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
+        "tornado.wsgi": _kept("WSGIContainer", "handle_request", wsgi.WsgiApp, "wsgi_application"),
+        "bjoern": _app_argument("server_run", 1, wsgi.InterleavedApp),
+        "flask.app": _app_class("Flask"),
+        "django.core.handlers.wsgi": _app_class("WSGIHandler"),
+        "falcon.app": _app_class("App"),
+        "bottle": _app_class("Bottle"),
+    },
 }
-WSGI: Mapping[str, Attach] = {
-    "gunicorn.workers.base": _attach_gunicorn,
-    "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
-    "wsgiref.handlers": _attach_to_method("BaseHandler", "run", wsgi.WsgiApp),
-    "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
-    "granian.wsgi": _app_argument("_callback_wrapper", 0, wsgi.WsgiApp),
-    "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
-    "cheroot.wsgi": _kept("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
-    "tornado.wsgi": _kept("WSGIContainer", "handle_request", wsgi.WsgiApp, "wsgi_application"),
-    "bjoern": _app_argument("server_run", 1, wsgi.InterleavedApp),
-    "flask.app": _app_class("Flask"),
-    "django.core.handlers.wsgi": _app_class("WSGIHandler"),
-    "falcon.app": _app_class("App"),
-    "bottle": _app_class("Bottle"),
+"""The functions that attach to servers of ASGI and WSGI, by kind of server and module. Adapters have such tables."""
+
+KINDS: Mapping[str, tuple[str, Any]] = {
+    "aiohttp": ("aiohttp", http_servers),
+    "http.server": ("http_server", http_servers),
+    **dict.fromkeys(("tornado.web", "tornado.websocket"), ("tornado", http_servers)),
+    "sanic": ("sanic", http_servers),
+    "grpc": ("grpc", grpc),
+    "grpclib.server": ("grpclib", grpc),
+    **{
+        f"websockets.{name}": ("websockets", websockets)
+        for name in (
+            *("asyncio.server", "sync.server", "trio.server", "legacy.server"),
+            *("asyncio.router", "sync.router"),
+        )
+    },
+    "ray": ("ray_serve", model_servers),
+    **{name: (name, model_servers) for name in ("litserve", "mosec", "bentoml")},
+    **{name: (name, queue_jobs) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
+"""The kind of server of each package or module, and the adapter that has the kind in its `SEAMS`."""
+
+STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
+    blocked.MODULE: blocked.attach,
+    blocked.UVLOOP: blocked.attach_uvloop,
+    blocked.COLLECTOR: blocked.attach_collector,
+}
+"""The functions that record blocks of event loops and garbage collections longer than `limits.blocked`, by module."""
+
+REMEDY = "give the function that handles one a rule of `kind: request`"
+
+
+class Requests(Instrumentor):
+    """The instrumentor of a session's rule for requests. A profile has at most one such rule."""
+
+    def __init__(self, rules: Sequence[RequestsRule], recorder: Recorder = RECORDER) -> None:
+        super().__init__(rules, recorder)
+        self._met: dict[str, str] = {}
+        self.ports: frozenset[int] = frozenset()
+        """The ports of this process on which connections have been seen, by the agent or the session."""
+        self._set_rules(rules)
+
+    def _set_rules(self, rules: Sequence[RequestsRule]) -> None:
+        self.rules = tuple(rules)
+        self._blocked_ns = rules[0].blocked_ns if rules else None
+        self._exchanges = [Exchanges(rule, self._recorder) for rule in rules]
+        self._kinds = {kind for rule in rules for kind in rule.servers}
+        self._known = {*ROUTERS, propagation.MODULE} if rules else set()
+        if self._blocked_ns is not None:
+            self._known.update(STALLS)
+
+    def may_match(self, module_name: str) -> bool:
+        return module_name in self._known or self._find_seam(module_name) is not None
+
+    def _find_seam(self, module_name: str) -> tuple[str, Attach] | None:
+        """Return the kind of a module's server, and the function that instruments it. Return None for other modules."""
+        if module_name[:1].isdigit() and "triton" in self._kinds and triton.MODULE.fullmatch(module_name):
+            return "triton", triton.attach
+        kind, adapter = KINDS.get(module_name) or KINDS.get(module_name.partition(".")[0], ("", None))
+        if kind in self._kinds and module_name in adapter.SEAMS[kind]:
+            return kind, adapter.SEAMS[kind][module_name]
+        kinds = (kind for kind, seams in SEAMS.items() if kind in self._kinds and module_name in seams)
+        return next(((kind, SEAMS[kind][module_name]) for kind in kinds), None)
+
+    def attach_to(self, module: ModuleType) -> None:
+        """Instrument the server or router of an imported module. If its version cannot be, verdicts report it."""
+        name = module.__name__
+        if name in self._met:
+            return
+        try:
+            self._met[name] = ""
+            seam = self._find_seam(name)
+            if seam is not None:
+                kind, attach = seam
+                undos = attach(module, self._exchanges[0])
+                self._undos += undos
+                self._met[name] = kind if undos else ""
+            if name == propagation.MODULE:
+                self._undos += propagation.attach(module, lambda: current_exchange() is not None, self._recorder)
+            if name in STALLS and self._blocked_ns is not None:
+                self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
+            if name in ROUTERS:
+                self._undos += attach_routers(module)
+        except (AttributeError, TypeError) as missing:
+            self._met[name] = f"{name} {getattr(module, '__version__', '')} has no place where it can be met: {missing}"
+        except Exception as fault:
+            FAULTS.note(f"requests of {name}", fault)
+
+    def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
+        """Apply another rule. Requests that are open end under the earlier rule."""
+        self.undo()
+        self._met.clear()
+        before = self._exchanges
+        self._set_rules(rules)
+        for exchanges in before:
+            exchanges.next = self._exchanges[0] if self._exchanges else None
+        for module in modules:
+            if self.may_match(module.__name__):
+                self.attach_to(module)
+
+    def probes_by_name(self) -> Mapping[str, Any]:
+        return {f"requests {rule.text}": rule for rule in self.rules}
+
+    def undo(self) -> None:
+        """Restore the functions of servers and routers. The verdicts still name them."""
+        for exchanges in self._exchanges:
+            exchanges.is_on = False
+        super().undo()
+
+    def has_begun(self) -> bool:
+        """Return True if this rule or a function rule has recorded the begin of a request."""
+        has_met = any(exchanges.sites() for exchanges in self._exchanges)
+        return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
+
+    def blockers(self) -> Mapping[Site, tuple[int, int]]:
+        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
+        return dict(blocked.BLOCKERS)
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdict on the rule, and verdicts on requests that were not recorded."""
+        pairs = zip(self.rules, self._exchanges, strict=True)
+        return [verdict for rule, exchanges in pairs for verdict in self._rule_verdicts(rule, exchanges)]
+
+    def _rule_verdicts(self, rule: RequestsRule, exchanges: Exchanges) -> list[Verdict]:
+        """Return the verdict on a rule, and verdicts on requests that it did not record or name."""
+        met = {name: kind for name, kind in self._met.items() if kind in SERVERS}
+        lacking = [text for text in self._met.values() if " " in text]
+        sites, calls_of = exchanges.sites(), calls_by_site(self._recorder)
+        calls = sum(calls_of.get(site, 0) for site in sites)
+        if lacking:
+            verdict = Verdict(rule.text, "unreachable", why="; ".join(lacking))
+        elif not met:
+            verdict = Verdict(rule.text, "waiting", why=f"no server of {', '.join(rule.servers)} is imported")
+        else:
+            why = f"at {', '.join(sorted(met))}"
+            if "mosec" in met.values():
+                why += "; mosec's requests are not seen, but its workers' batches"
+            state = "attached" if sites or "mosec" in met.values() else "uncalled"
+            verdict = Verdict(rule.text, state, rule.text, why, calls=calls or None)
+        return [verdict, *self._check_unmet(rule, sites, calls_of), *self._check_routes(rule, sites, calls_of)]
+
+    def _check_unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
+        """Yield verdicts on connections and queues of this process for which no request was recorded.
+
+        If requests came to another port, a port is named only if a server that cannot be instrumented is imported.
+        """
+        has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
+        strangers = filter_by_role(sys.modules, "unmet")
+        ports = self.ports - {dict(site.attributes).get(PORT) for site in sites}
+        if ports and (strangers or not has_requests):
+            port_text = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, sorted(ports)))}"
+            names = f"; requests of {' and '.join(strangers)} are not met" if strangers else ""
+            why = f"they came to {port_text}, and no request was recorded there{names}; {REMEDY}"
+            yield Verdict(rule.text, "unmet", "connections", why)
+        queues = filter_by_role(sys.modules, "queue")
+        if queues and not has_requests:
+            names = " and ".join(name.partition(".")[0] for name in queues)
+            yield Verdict(rule.text, "unmet", "jobs", f"{names} takes jobs from a queue; none was recorded; {REMEDY}")
+
+    def _check_routes(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
+        """Yield a verdict on missing routes, if no request has one and no known router is imported."""
+        strangers = filter_by_role(sys.modules, "unrouted")
+        rows = [(dict(site.attributes), calls_of.get(site, 0)) for site in sites]
+        routed = sum(calls for facts, calls in rows if "http.route" in facts)
+        unnamed = sum(calls for facts, calls in rows if "http.route" not in facts and "http.request.method" in facts)
+        if routed or not unnamed or (ROUTERS.keys() & self._met.keys() and not strangers):
+            return
+        why = f"{', '.join(strangers)} is imported, whose router is not known" if strangers else "no router is known"
+        many = "1 request has none" if unnamed == 1 else f"{unnamed} requests have none"
+        yield Verdict(rule.text, "unreachable", "routes", f"{many}: {why}; they are named by their methods alone")

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replaces
+from instrument.instrumentors.functions import Undo, call_before, replaces
 from instrument.instrumentors.references import rebind
 from instrument.instrumentors.requests.exchange import (
     ABNORMAL,
     CLIENT_GONE,
     CLOSE_CODE,
     EXCHANGE,
-    Arrival,
+    Attach,
     Exchange,
     Exchanges,
+    exchange_of,
     reads,
 )
 from instrument.runtime.faults import FAULTS
@@ -39,17 +41,20 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     serve, position = getattr(owner, name), int(is_class)
     key = "ws_handler" if is_older else "handler"
     connection = module.WebSocketServerProtocol if is_older else module.ServerConnection
-    recorded = _record_handler if inspect.iscoroutinefunction(connection.send) else _record_thread_handler
+    record = functools.partial(
+        _record_handler, arrivals=arrivals, is_async=inspect.iscoroutinefunction(connection.send)
+    )
 
     @replaces(owner, name)
     def undo_serve(*args: Any, **kwargs: Any) -> Any:
         if key in kwargs:
-            kwargs[key] = recorded(kwargs[key], arrivals)
+            kwargs[key] = record(kwargs[key])
         elif len(args) > position:
-            args = (*args[:position], recorded(args[position], arrivals), *args[position + 1 :])
+            args = (*args[:position], record(args[position]), *args[position + 1 :])
         return serve(*args, **kwargs)
 
-    undos = [undo_serve, _count_messages(connection), *([] if is_older else [_record_refusals(connection, arrivals)])]
+    undos = [undo_serve, call_before(connection, "send", _note_message)]
+    undos += [] if is_older else [_record_refusals(connection, arrivals)]
     if not is_class:
         served = module.serve
         rebind([(serve, served)])  # programs have imported the function itself
@@ -61,46 +66,35 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     return undos
 
 
-def _record_handler(handler: Any, arrivals: Any) -> Any:
-    """Wrap a handler that returns an awaitable, such as a coroutine function, so that connections are recorded."""
+def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
+    """Wrap a handler so that connections are recorded. It returns an awaitable, or runs in a thread."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
+
+    @contextmanager
+    def record_request(connection: Any) -> Iterator[Exchange | None]:
+        exchange = _begin_request(arrivals, connection)
+        try:
+            yield exchange
+        except BaseException as error:
+            _end_request(exchange, connection, error)
+            raise
+        _end_request(exchange, connection)
 
     @functools.wraps(handler)
     async def recorded(connection: Any, *args: Any) -> Any:
-        exchange = _begin_request(arrivals, connection)
-        if exchange is None:
-            return await handler(connection, *args)
-        try:
-            result = await exchange.track_waits(handler(connection, *args))
-        except BaseException as error:
-            _end_request(exchange, connection, error)
-            raise
-        _end_request(exchange, connection)
-        return result
-
-    setattr(recorded, EXCHANGE, True)
-    return recorded
-
-
-def _record_thread_handler(handler: Any, arrivals: Any) -> Any:
-    """Wrap a handler that runs in a thread, so that connections are recorded."""
-    if not callable(handler) or hasattr(handler, EXCHANGE):
-        return handler
+        with record_request(connection) as exchange:
+            answer = handler(connection, *args)
+            return await (answer if exchange is None else exchange.track_waits(answer))
 
     @functools.wraps(handler)
-    def recorded(connection: Any, *args: Any) -> Any:
-        exchange = _begin_request(arrivals, connection)
-        try:
-            result = handler(connection, *args)
-        except BaseException as error:
-            _end_request(exchange, connection, error)
-            raise
-        _end_request(exchange, connection)
-        return result
+    def recorded_in_thread(connection: Any, *args: Any) -> Any:
+        with record_request(connection):
+            return handler(connection, *args)
 
-    setattr(recorded, EXCHANGE, True)
-    return recorded
+    wrapper: Any = recorded if is_async else recorded_in_thread
+    setattr(wrapper, EXCHANGE, True)
+    return wrapper
 
 
 def _begin_request(arrivals: Any, connection: Any) -> Exchange | None:
@@ -126,18 +120,10 @@ def _end_request(exchange: Exchange | None, connection: Any, error: BaseExceptio
     exchange.finish(None if is_closed else error, in_parts=False)
 
 
-def _count_messages(connection: Any) -> Undo:
-    """Count each message that any task or thread of the service sends."""
-    send = connection.send
-
-    @replaces(connection, "send")
-    def undo(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-        exchange = getattr(self, EXCHANGE, None)
-        if exchange is not None and exchange.is_open:
-            exchange.add_part(message if hasattr(message, "__len__") else b"")
-        return send(self, message, *args, **kwargs)
-
-    return undo
+def _note_message(connection: Any, message: Any, *args: Any, **kwargs: Any) -> None:
+    """Count a message that any task or thread of the service sends."""
+    if (exchange := exchange_of(connection)) is not None:
+        exchange.add_part(message if hasattr(message, "__len__") else b"")
 
 
 def _record_refusals(connection: Any, arrivals: Any) -> Undo:
@@ -195,13 +181,11 @@ def _read_address(connection: Any, name: str) -> Any:
         return None
 
 
-def _read_arrival(connection: Any) -> Arrival:
-    address = _read_address(connection, "local_address")
-    host, port = address[:2] if isinstance(address, tuple) else (address or None, None)
+def _read_arrival(connection: Any) -> tuple[str, str, Any]:
     transport = getattr(connection, "transport", None)
     socket = getattr(connection, "socket", None)
     secured = getattr(socket, "context", None) if transport is None else transport.get_extra_info("sslcontext")
-    return "GET", "ws" if secured is None else "wss", host, port
+    return "GET", "ws" if secured is None else "wss", _read_address(connection, "local_address")
 
 
 def _read_client(connection: Any) -> str | None:
@@ -237,7 +221,10 @@ def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [undo]
 
 
-WEBSOCKETS: Mapping[str, Callable[[Any, Exchanges], list[Undo]]] = {
-    **{f"websockets.{name}.server": attach for name in ("asyncio", "sync", "trio", "legacy")},
-    **{f"websockets.{name}.router": attach_router for name in ("asyncio", "sync")},
+SEAMS: Mapping[str, Mapping[str, Attach]] = {
+    "websockets": {
+        **{f"websockets.{name}.server": attach for name in ("asyncio", "sync", "trio", "legacy")},
+        **{f"websockets.{name}.router": attach_router for name in ("asyncio", "sync")},
+    }
 }
+"""The functions that attach to servers, by kind of server and module."""

@@ -24,24 +24,21 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from instrument.instrumentors.copies.transfers import (
+from instrument.instrumentors.copies import (
     Facts,
-    FrameworkAdapter,
     PatchedFunctions,
     Stream,
     Transfer,
-    Transfers,
     argument,
     direction_between,
     is_pinned,
-)  # fmt: skip
-from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
+)
 
 Reader = Callable[[Any, Any], Any]
 """A function that reads one argument of a call from `args` and `kwargs`."""
 
 
-def _attach_numpy(numpy: Any, transfers: Transfers) -> PatchedFunctions:
+def attach_numpy(numpy: Any, patched: PatchedFunctions) -> None:
     """Record the copies of `numpy.copyto`."""
 
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
@@ -51,18 +48,15 @@ def _attach_numpy(numpy: Any, transfers: Transfers) -> PatchedFunctions:
             return None
         return Transfer("h2h", target.nbytes, True, is_pinned(target))
 
-    patched = PatchedFunctions(transfers, "numpy")
     patched.wrap_functions(numpy, ("copyto",), facts)
-    return patched
 
 
 HOST_PLATFORMS = frozenset({"cpu"})
 """The platforms of JAX whose devices use the memory of the host."""
 
 
-def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
+def attach_jax(jax: Any, patched: PatchedFunctions) -> None:
     """Record the copies of `jax.device_put`, and reads of arrays' values on the host."""
-    patched = PatchedFunctions(transfers, "jax")
     array_type, leaves, tracer = jax.Array, jax.tree_util.tree_leaves, jax.core.Tracer
     array_classes = [cls for cls in _concrete_classes() if isinstance(vars(cls).get("_value"), property)]
 
@@ -90,7 +84,6 @@ def _attach_jax(jax: Any, transfers: Transfers) -> PatchedFunctions:
     patched.wrap_functions(jax, ("device_put",), read_put)
     for cls in array_classes:
         patched.wrap_property(cls, "_value", read_values, lambda array: array._npy_value is None)
-    return patched
 
 
 def _concrete_classes() -> list[Any]:
@@ -118,7 +111,7 @@ def _read_address(array: Any) -> int | None:
         return None
 
 
-def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
+def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
     """Record the copies of `OrtValue`, `IOBinding` and `copy_tensors`."""
     value_type = module.OrtValue
 
@@ -161,14 +154,12 @@ def _attach_onnxruntime(module: Any, transfers: Transfers) -> PatchedFunctions:
         sync = argument(args, kwargs, 2, "stream") is None
         return Transfer(direction_between(_locate(sources[0]), _locate(targets[0])), moved_bytes, sync)
 
-    patched = PatchedFunctions(transfers, "onnxruntime")
     patched.wrap_factory(value_type, "ortvalue_from_numpy", read_made)
     patched.wrap_methods(value_type, ("numpy",), read_values)
     patched.wrap_methods(value_type, ("update_inplace",), read_updated)
     patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), read_bound)
     patched.wrap_methods(module.IOBinding, ("copy_outputs_to_cpu",), read_fetched)
     patched.wrap_functions(module, ("copy_tensors",), read_sent)
-    return patched
 
 
 def _locate(value: Any) -> tuple[str, int] | None:
@@ -199,7 +190,7 @@ READING = ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", 
 _KINDS = {0: "h2h", 1: "h2d", 2: "d2h", 3: "d2d"}
 
 
-def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
+def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
     """Record the copies of cupy between host and device. `cupy.asnumpy` calls `get`."""
     array_type = cupy.ndarray
 
@@ -227,7 +218,7 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
         # A source on the host is a single value, and the call a fill.
         return _make_transfer(source, target) if isinstance(source, array_type) and source is not target else None
 
-    patched = PatchedFunctions(transfers, "cupy", stream=lambda args, kwargs: None)
+    patched.stream = lambda args, kwargs: None
     patched.wrap_methods(array_type, ("get",), read_get, _arg_reader(1, "stream"))
     patched.wrap_methods(array_type, ("set",), read_put, _arg_reader(2, "stream"))
     patched.wrap_methods(array_type, READING, read_values)
@@ -240,7 +231,6 @@ def _attach_cupy(cupy: Any, transfers: Transfers) -> PatchedFunctions:
     for name, facts, last in (("memcpy", by_kind, 4), ("memcpyPeer", by_peer, 5)):
         patched.wrap_functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
         patched.wrap_functions(runtime, (f"{name}Async",), facts(False), _arg_reader(last, "stream"))
-    return patched
 
 
 def _arg_reader(index: int, name: str) -> Reader:
@@ -258,9 +248,9 @@ def _is_host_data(source: Any, array_type: Any) -> bool:
     return not isinstance(source, array_type) and not hasattr(source, "__cuda_array_interface__")
 
 
-def _attach_numba(module: Any, transfers: Transfers) -> PatchedFunctions:
+def attach_numba(module: Any, patched: PatchedFunctions) -> None:
     """Record the copies of numba's CUDA driver."""
-    patched = PatchedFunctions(transfers, "numba", stream=lambda args, kwargs: _read_arguments(args, kwargs)[3])
+    patched.stream = lambda args, kwargs: _read_arguments(args, kwargs)[3]
 
     def read_to_device(out: Any, args: Any, kwargs: Any) -> Transfer:
         _, source, size, stream = _read_arguments(args, kwargs)
@@ -277,7 +267,6 @@ def _attach_numba(module: Any, transfers: Transfers) -> PatchedFunctions:
     patched.wrap_functions(module, ("host_to_device",), read_to_device)
     patched.wrap_functions(module, ("device_to_host",), read_to_host)
     patched.wrap_functions(module, ("device_to_device",), read_on_device)
-    return patched
 
 
 def _read_arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
@@ -297,9 +286,8 @@ _WITH_ROWS = ("cudaMemcpy2D", "cudaMemcpy2DToArray", "cudaMemcpy2DFromArray")
 _MEMORY_TYPES = {1: "h", 2: "d", 3: "d"}  # CUmemorytype: host, device, array; unified is none of them
 
 
-def _attach_bindings(module: Any, transfers: Transfers) -> PatchedFunctions:
+def attach_cuda(module: Any, patched: PatchedFunctions) -> None:
     """Record the copies of cuda-python's module for the driver or for the runtime."""
-    patched = PatchedFunctions(transfers, "cuda")
     for name in sorted(vars(module)):
         function = getattr(module, name)
         if "emcpy" not in name or isinstance(function, type) or not callable(function):
@@ -307,7 +295,6 @@ def _attach_bindings(module: Any, transfers: Transfers) -> PatchedFunctions:
         facts = _choose_reader(name, function)
         if facts is not None:
             patched.wrap_functions(module, (name,), _skip_failures(facts), _stream_reader(function))
-    return patched
 
 
 def _choose_reader(name: str, function: Any) -> Facts | None:
@@ -383,55 +370,3 @@ def _stream_reader(function: Any) -> Stream:
 def _skip_failures(facts: Facts) -> Facts:
     """Wrap a reader of transfers so that a call that returns an error code has none."""
     return lambda out, args, kwargs: facts(out, args, kwargs) if int(out[0]) == 0 else None
-
-
-NUMPY = FrameworkAdapter(
-    framework="numpy",
-    modules=("numpy",),
-    directions=("h2h",),
-    unseen="numpy.copy, which compilers know by identity, methods of arrays and assignments to slices",
-    attach=_attach_numpy,
-)
-
-JAX = FrameworkAdapter(
-    framework="jax",
-    modules=("jax",),
-    directions=DIRECTIONS,
-    unseen="arguments of the host that a compiled function takes, and what happens inside of one",
-    attach=_attach_jax,
-)
-
-ONNXRUNTIME = FrameworkAdapter(
-    framework="onnxruntime",
-    modules=("onnxruntime.capi.onnxruntime_inference_collection",),
-    directions=DIRECTIONS,
-    unseen="what InferenceSession.run copies by itself; use an IOBinding to see it",
-    attach=_attach_onnxruntime,
-)
-
-CUPY = FrameworkAdapter(
-    framework="cupy",
-    modules=("cupy",),
-    directions=DIRECTIONS,
-    unseen="assignments to slices, copy() and astype(), memory pointers' own copies, and what cupy's C code copies",
-    attach=_attach_cupy,
-)
-
-NUMBA = FrameworkAdapter(
-    framework="numba",
-    modules=("numba.cuda.cudadrv.driver",),
-    directions=DEVICE_DIRECTIONS,
-    unseen="arrays in mapped or managed memory, which the device reads in place",
-    attach=_attach_numba,
-)
-
-CUDA = FrameworkAdapter(
-    framework="cuda",
-    modules=("cuda.bindings.driver", "cuda.bindings.runtime"),
-    directions=DIRECTIONS,
-    unseen=(
-        "calls whose direction only the driver knows (cuMemcpy, cudaMemcpyDefault, batches), "
-        "3D copies of the runtime, and cuda.core, which calls the driver in C"
-    ),
-    attach=_attach_bindings,
-)

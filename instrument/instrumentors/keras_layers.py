@@ -1,4 +1,4 @@
-"""Record Keras 3: `predict` with the name of the model, and the layers that the profile's layer rules select.
+"""Record the layers of Keras 3 that the profile's layer rules select. `frameworks` records `predict` of its models.
 
 A layer's path has the names of its parents, without the model's name. With the backend torch a layer is also a torch
 module, but is recorded only here. Calls that build or compile a model are not recorded. A model that JAX compiled runs
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.compilers import get_compiling_test
-from instrument.instrumentors.frameworks.entries import Entries, Entry, Facts, missing_verdict, recorded_verdict
-from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.execution import get_compiling_test
+from instrument.instrumentors.frameworks import Observer
+from instrument.instrumentors.functions import replace
 from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.references import namespace
 from instrument.instrumentors.regions import Paths
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
-from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
@@ -31,68 +31,52 @@ LAYER = "keras.src.layers.layer"
 BACKENDS = ("jax", "torch", "numpy")
 """The backends with which layers are recorded. With other backends, traced calls would look like real ones."""
 
-ENTRIES = [
-    Entry(("keras.src.models.model",), "Model", method, f"keras.{method}") for method in ("predict", "predict_on_batch")
-]
-
 _NOT_SELECTED = Site("(not selected)")
 
 
-def describe_model(model: Any) -> Facts:
-    """Return the description of a model: its name."""
-    return str(model.name), ()
-
-
-class KerasLayers:
+class KerasLayers(Observer):
     """The instrumentor of a session's layer rules in Keras. `hidden` counts selected calls that JAX only traced."""
 
-    def __init__(self, rule: FrameworkRule, layers: Layers, recorder: Recorder = RECORDER) -> None:
-        self.rule = rule
+    def __init__(self, rule: FrameworkRule, recorder: Recorder, layers: Layers) -> None:
+        super().__init__(rule, recorder)
         self.hidden = 0
         self._layers = layers
-        self._recorder = recorder
         self._sites: dict[int, Site] = {}
-        self._verdicts: list[Verdict] = []
-        self._undos: list[Undo] = []
         layers.known["keras"] = None
         layers.left_out = _is_layer
 
     def may_match(self, module_name: str) -> bool:
-        """Return True for the module with the base class of Keras's layers."""
         return module_name == LAYER
 
-    def attach_to(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> None:
         """Record the calls of layers, by the base class of all layers."""
         layer = namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
-        if (verdict := recorded_verdict(self.rule, "Layer.__call__", call)) is not None:
-            self._verdicts.append(verdict)
-            return False
+        if self._note_recorded("Layer.__call__", call):
+            return
         if not isinstance(layer, type) or not isinstance(call, FunctionType):
-            self._verdicts.append(missing_verdict(self.rule, "Layer.__call__"))
-            return False
+            self._note_missing("Layer.__call__")
+            return
         backend = str(_value_in("keras.src.backend.config", "backend", lambda: "unknown")())
         if backend not in BACKENDS:
             why = f"with the backend {backend} it is not known what runs and what is only traced"
-            self._verdicts.append(Verdict(self.rule.text, "unreachable", "Layer.__call__", why))
-            return False
+            self._note("unreachable", "Layer.__call__", why)
+            return
         self._paths = Paths(layer, _list_children)
         self._symbolic_type = _value_in("keras.src.backend.common.keras_tensor", "KerasTensor", ())
         self._layers.known["keras"] = lambda: subclasses(layer)
         self._undos.append(replace(layer, "__call__", self._wrap_call(call)))
-        return False
 
     def undo(self) -> None:
-        """Restore `__call__` of the base class of all layers."""
-        undo_all(self._undos)
+        super().undo()
         self._sites.clear()
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on layers that cannot be recorded. `Layers` returns the others."""
-        if not self.hidden:
-            return list(self._verdicts)
-        why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
-        return [*self._verdicts, Verdict(self.rule.text, "partly", "Layer.__call__", why)]
+        if self.hidden:
+            why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
+            self._note("partly", "Layer.__call__", why, key="traced")
+        return super().verdicts()
 
     def _wrap_call(self, call: FunctionType) -> Any:
         recorder, sites, decide, symbolic_type = self._recorder, self._sites, self._decide_site, self._symbolic_type
@@ -163,12 +147,3 @@ def _has_symbolic(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
         if parts is not None and any(isinstance(part, symbolic_type) for part in parts()):
             return True
     return False
-
-
-def probes(
-    rule: FrameworkRule, layers: Layers | None, recorder: Recorder = RECORDER
-) -> Iterator[Entries | KerasLayers]:
-    """Yield the instrumentors for Keras: of `predict`, and of layers if the profile has layer rules."""
-    yield Entries(rule, ENTRIES, describe_model, recorder=recorder)
-    if layers is not None:
-        yield KerasLayers(rule, layers, recorder)

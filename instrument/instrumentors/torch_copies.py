@@ -11,18 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from instrument.instrumentors.compilers import get_compiling_test
-from instrument.instrumentors.copies.transfers import (
+from instrument.instrumentors.copies import (
     NOWHERE,
+    Copies,
     Facts,
-    FrameworkAdapter,
     PatchedFunctions,
     Transfer,
-    Transfers,
     argument,
     direction_between,
 )
-from instrument.profile.model import DIRECTIONS
+from instrument.instrumentors.execution import get_compiling_test
 from instrument.recording.spans import Work
 
 CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
@@ -34,13 +32,13 @@ def why_absent(torch: Any) -> str:
     return "" if _device_tests(torch) else "this torch is built without a device: no copy to or from one can happen"
 
 
-def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] | None = None) -> PatchedFunctions:
+def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable[[], bool] | None = None) -> None:
     """Replace the methods that copy.
 
     A replaced method only records once `initialised` returns True, because torch then uses its device. It defaults to
     `torch.cuda.is_initialized` (also for HIP), which takes about 40 ns.
     """
-    used = _make_used_test(torch, transfers) if initialised is None else initialised
+    used = _make_used_test(torch, patched.copies) if initialised is None else initialised
     compiling = get_compiling_test(torch)
 
     def ready() -> bool:
@@ -49,7 +47,7 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _find_private_backend(torch)
-    patched = PatchedFunctions(transfers, "torch", ready, _find_device)
+    patched.ready, patched.stream = ready, _find_device
     patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _skip_same(_read_conversion, fake))
     patched.wrap_methods(tensor, ("copy_",), _skip_fake(_read_copy, fake))
     patched.wrap_methods(tensor, ("pin_memory",), _skip_same(_read_pinning, fake), _read_no_stream)
@@ -61,7 +59,6 @@ def attach(torch: Any, transfers: Transfers, *, initialised: Callable[[], bool] 
         patched.wrap_methods(storage, ("to", "cuda", "cpu"), _read_storage_move)
         patched.wrap_methods(storage, ("copy_",), _read_storage_copy)
         patched.wrap_methods(storage, ("pin_memory",), _read_storage_pin, _read_no_stream)
-    return patched
 
 
 def _read_no_stream(args: Any, kwargs: Any) -> Any:
@@ -212,18 +209,8 @@ def _find_private_backend(torch: Any) -> str:
     return name if name and hasattr(torch, name) else ""
 
 
-def _make_used_test(torch: Any, transfers: Transfers) -> Callable[[], bool]:
-    if transfers.selects("torch", ("h2h",)):
+def _make_used_test(torch: Any, copies: Copies) -> Callable[[], bool]:
+    if copies.selects("torch", ("h2h",)):
         return lambda: True
     devices = _device_tests(torch)
     return devices[0] if len(devices) == 1 else lambda: any(is_used() for is_used in devices)
-
-
-TORCH = FrameworkAdapter(
-    framework="torch",
-    modules=("torch",),
-    directions=DIRECTIONS,
-    unseen="torch.tensor, as_tensor and asarray with a device, indexing and masks between host and device, clone() and "
-    "contiguous(), scatter and gather between devices, and what compiled regions, CUDA graphs and C++ code copy",
-    attach=attach,
-)

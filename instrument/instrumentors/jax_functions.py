@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import missing_verdict, recorded_verdict, replace_method
-from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.frameworks import Observer
+from instrument.instrumentors.functions import replace
 from instrument.instrumentors.loaders import StandIn
 from instrument.instrumentors.references import loaded_modules, namespace, rebind
 from instrument.instrumentors.targets import site_of
@@ -36,28 +36,23 @@ OWN = frozenset({"jax", "jaxlib"})
 """The packages whose jitted functions are not replaced: JAX itself jits every function of `jax.numpy`."""
 
 
-class Jitted:
+class JaxFunctions(Observer):
     """The instrumentor of JAX for one session."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
-        self.rule = rule
-        self._recorder = recorder
+        super().__init__(rule, recorder)
         self._jax: ModuleType | None = None
-        self._verdicts: list[Verdict] = []
         self._sites: dict[CodeType | str, Site] = {}
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._bound: list[tuple[Any, Any]] = []
-        self._undos: list[Undo] = []
         self._waiting = threading.local()
         self._at_work = False
         self._is_clean: Callable[[], bool] = lambda: True
 
     def may_match(self, module_name: str) -> bool:
-        """Return True for the module `jax`."""
         return module_name == "jax"
 
     def attach_to(self, module: ModuleType) -> bool:
-        """Replace the functions of JAX. Return True if that was done."""
         if self._jax is not None:
             return False
         self._jax, self._at_work = module, True
@@ -65,7 +60,7 @@ class Jitted:
         clean = namespace(core).get("trace_state_clean") if core is not None else None
         if clean is None:
             why = "it does not report when it traces: functions that it calls then are recorded, too, once"
-            self._verdicts.append(Verdict(self.rule.text, "partly", "jax.jit", why))
+            self._note("partly", "jax.jit", why, key="traced")
         else:
             self._is_clean = clean
         self._attach_function("jit", self._wrap_jit)
@@ -75,9 +70,11 @@ class Jitted:
         bases = array.__mro__ if isinstance(array, type) else ()
         concrete = next((cls for cls in bases if "block_until_ready" in vars(cls)), None)
         if concrete is None:
-            self._verdicts.append(missing_verdict(self.rule, "Array.block_until_ready"))
+            self._note_missing("Array.block_until_ready")
         else:
-            self._attach_method(concrete)
+            name = "block_until_ready"
+            wrapped = self._wrap_call(vars(concrete)[name], name=f"jax.{name}")
+            self._replace_method(f"Array.{name}", concrete, name, wrapped)
         self._bound.extend(self._wrap_existing(namespace(module).get("jit")))
         rebind(self._bound, spared=OWN)
         return True
@@ -85,37 +82,30 @@ class Jitted:
     def undo(self) -> None:
         """Restore the functions of JAX, and the jitted functions in the service's modules."""
         self._at_work = False
-        undo_all(self._undos)
+        super().undo()
         pairs = [(wrapped, wrapped._instrument_source) for wrapped in list(self._made)]
         rebind([*((wrapped, original) for original, wrapped in self._bound), *pairs])
         self._bound.clear()
         self._made.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on the functions of JAX."""
         if self._jax is None and not self.rule.auto:
             return [Verdict(self.rule.text, "waiting", why="jax not imported")]
-        return list(self._verdicts)
+        return super().verdicts()
 
     def _attach_function(self, name: str, wrap: Callable[[Any], Any]) -> None:
         function = namespace(self._jax).get(name) if self._jax is not None else None
         label = f"jax.{name}"
-        if (verdict := recorded_verdict(self.rule, label, function)) is not None:
-            self._verdicts.append(verdict)
+        if self._note_recorded(label, function):
             return
         if not isinstance(function, FunctionType):
-            self._verdicts.append(missing_verdict(self.rule, label))
+            self._note_missing(label)
             return
         wrapped = wrap(function)
         wrapped.__instrument_framework__ = self.rule.name
         self._undos.append(replace(self._jax, name, wrapped))
         self._bound.append((function, wrapped))
-        self._verdicts.append(Verdict(self.rule.text, "attached", label))
-
-    def _attach_method(self, cls: type[Any]) -> None:
-        name = "block_until_ready"
-        wrapped = self._wrap_call(vars(cls)[name], name=f"jax.{name}")
-        self._verdicts.append(replace_method(self.rule, f"Array.{name}", cls, name, wrapped, self._undos))
+        self._note("attached", label)
 
     def _wrap_jit(self, jit: Any) -> Any:
         @functools.wraps(jit)
@@ -202,7 +192,7 @@ class Jitted:
         if missed:
             names = sorted({str(getattr(function, "__qualname__", "?")) for function in missed})
             why = f"{len(missed)} were created before, and no module has a name of them: {', '.join(names[:5])}"
-            self._verdicts.append(Verdict(self.rule.text, "partly", "jax.jit", why))
+            self._note("partly", "jax.jit", why, key="missed")
 
 
 class _JittedFunction(StandIn):

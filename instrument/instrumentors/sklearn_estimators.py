@@ -13,8 +13,7 @@ import weakref
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks.entries import missing_verdict, not_a_function, record_once, replace_method
-from instrument.instrumentors.functions import Undo, undo_all
+from instrument.instrumentors.frameworks import Observer
 from instrument.instrumentors.lineages import subclasses, watch_subclasses
 from instrument.instrumentors.references import namespace
 from instrument.instrumentors.targets import site_of
@@ -30,31 +29,26 @@ WRAPPING = "_SetOutputMixin"
 """The class of scikit-learn that wraps `transform` in each new subclass. Its `__init_subclass__` runs last."""
 
 
-class Estimators:
+class Estimators(Observer):
     """The instrumentor of estimators for one session. `hits` counts the methods of classes that have run."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
-        self.rule = rule
+        super().__init__(rule, recorder)
         self.hits = 0
-        self._recorder = recorder
         self._inside = threading.local()
         """The ids of the estimators whose methods are running, per thread."""
         self._base: type[Any] | None = None
         self._wrapping: type[Any] | None = None
-        self._verdict: Verdict | None = None
-        self._unreachable: dict[str, Verdict] = {}
-        self._undos: list[Undo] = []
 
     def may_match(self, module_name: str) -> bool:
-        """Return True for the module with the base class of all estimators."""
         return module_name == BASE[0]
 
-    def attach_to(self, module: ModuleType) -> bool:
+    def attach_to(self, module: ModuleType) -> None:
         """Record the methods of all estimator classes, now and when a class is defined later."""
         base = namespace(module).get(BASE[1])
         if not isinstance(base, type):
-            self._verdict = missing_verdict(self.rule, ".".join(BASE))
-            return False
+            self._note_missing(".".join(BASE))
+            return
         self._base = base
         bases = getattr(namespace(module).get("TransformerMixin"), "__mro__", ())
         self._wrapping = next((cls for cls in bases if cls.__name__ == WRAPPING), None)
@@ -63,23 +57,15 @@ class Estimators:
             self._undos.append(watch_subclasses(watched, defined, "an estimator class"))
         for cls in subclasses(base):
             self._attach_class(cls)
-        return False
-
-    def undo(self) -> None:
-        """Restore the methods of all classes, and stop watching for new ones."""
-        undo_all(self._undos)
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on the rule, and on methods that cannot be recorded."""
-        if self._verdict is not None:
-            return [self._verdict]
-        if self._base is None:
-            return [] if self.rule.auto else [Verdict(self.rule.text, "waiting", why="sklearn not imported")]
-        if self.hits:
-            first = Verdict(self.rule.text, "attached", why=f"{self.hits} methods of estimators")
-        else:
-            first = Verdict(self.rule.text, "waiting", why="no estimator has run")
-        return [*([] if self.rule.auto and not self.hits else [first]), *self._unreachable.values()]
+        unreachable = [verdict for verdict in super().verdicts() if verdict.state == "unreachable"]
+        state, why = "attached", f"{self.hits} methods of estimators"
+        if not self.hits:
+            state, why = "waiting", "sklearn not imported" if self._base is None else "no estimator has run"
+        is_left_out = not self.hits and (self.rule.auto or (self._base is None and unreachable))
+        return [*([] if is_left_out else [Verdict(self.rule.text, state, why=why)]), *unreachable]
 
     def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
         """Record the methods of a new class, at the last report. `watched` is the base class that reports it."""
@@ -99,8 +85,7 @@ class Estimators:
             function = raw if isinstance(raw, FunctionType) else getattr(raw, "fn", None)
             if not isinstance(function, FunctionType):
                 if raw is not None:
-                    label = f"{owner.__qualname__}.{name}"
-                    self._unreachable[label] = not_a_function(self.rule, label, raw)
+                    self._note_no_function(f"{owner.__qualname__}.{name}", raw)
                 continue
             if not hasattr(function, "__instrument_framework__"):
                 self._attach_method(owner, name, raw, self._wrap_method(name, function))
@@ -110,9 +95,7 @@ class Estimators:
         if not isinstance(raw, FunctionType):
             new = copy.copy(raw)
             new.fn = wrapped
-        verdict = replace_method(self.rule, f"{owner.__qualname__}.{name}", owner, name, new, self._undos)
-        if verdict.state == "unreachable":
-            self._unreachable[verdict.target] = verdict
+        self._replace_method(f"{owner.__qualname__}.{name}", owner, name, new)
 
     def _wrap_method(self, name: str, method: FunctionType) -> Any:
         recorder, decide, inside = self._recorder, self._make_recording, self._inside
@@ -142,4 +125,4 @@ class Estimators:
         if id(cls) not in recordings:
             self.hits += 1
             weakref.finalize(cls, recordings.pop, id(cls), None)
-        return record_once(self._recorder, method, site, recordings, id(cls))
+        return self._record_once(method, site, recordings, id(cls))

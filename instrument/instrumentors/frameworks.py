@@ -1,0 +1,289 @@
+"""Record the calls of entry points, by which a service uses machine learning frameworks, such as Keras's `predict`.
+
+A method is replaced in the class that defines it, after the import of its module. The name and the attributes of a span
+are read once per object, or once per class. If the framework's version lacks an entry point, a verdict names it.
+
+The span of ONNX Runtime's `run_async` covers only the call, which returns before the work is done. If a transformers
+pipeline gets a dataset, its span covers only the call, too, because the pipeline works while its result is read. The
+pipeline's calls of `generate` and of layers are recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import PurePath
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from instrument.instrumentors.execution import get_compiling_test
+from instrument.instrumentors.functions import Instrumentor, replace
+from instrument.instrumentors.references import loaded_modules, namespace
+from instrument.instrumentors.targets import site_of
+from instrument.instrumentors.verdict import Verdict
+from instrument.profile.model import FrameworkRule
+from instrument.recorder import wrapping
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import AttributeValue, Site
+from instrument.runtime.faults import FAULTS
+
+if TYPE_CHECKING:
+    from instrument.instrumentors.layers import Layers
+
+Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
+"""A description of an object: the `instance` and the attributes of its site."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry point: a method of the class `owner`, which is in one of the modules, depending on the version.
+
+    The class or a base class defines the method. `name` is the name of its spans.
+    """
+
+    modules: tuple[str, ...]
+    owner: str
+    method: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.owner}.{self.method}"
+
+
+ONNXRUNTIME = "onnxruntime.capi.onnxruntime_inference_collection"
+ONNXRUNTIME_METHODS = ("run", "run_with_ort_values", "run_with_iobinding", "run_with_ortvaluevector", "run_async")
+_ENCODERS = (
+    ("sentence_transformer", "SentenceTransformer", "SentenceTransformer", "encode"),
+    ("sparse_encoder", "sparse_encoder.SparseEncoder", "SparseEncoder", "encode"),
+    ("cross_encoder", "cross_encoder.CrossEncoder", "CrossEncoder", "predict"),
+)
+"""The classes of sentence-transformers: subpackage, module in older versions, class and recorded method."""
+
+
+def _describe_session(session: Any) -> Facts:
+    """Return the file name of a session's model, and the session's providers as an attribute."""
+    path = getattr(session, "_model_path", None)
+    return PurePath(path).name if path else "(bytes)", (("providers", tuple(session.get_providers())),)
+
+
+def _describe_model(subject: Any) -> Facts:
+    """Return the task of a pipeline, or the class name of a model."""
+    task = getattr(subject, "task", None)
+    return task if isinstance(task, str) and task else type(subject).__name__, ()
+
+
+ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
+    "onnxruntime": (
+        [Entry((ONNXRUNTIME,), "Session", method, f"onnxruntime.{method}") for method in ONNXRUNTIME_METHODS],
+        _describe_session,
+        False,
+    ),
+    "keras": (
+        [
+            Entry(("keras.src.models.model",), "Model", method, f"keras.{method}")
+            for method in ("predict", "predict_on_batch")
+        ],
+        lambda model: (str(model.name), ()),
+        False,
+    ),
+    "transformers": (
+        [
+            Entry(("transformers.generation.utils",), "GenerationMixin", "generate", "transformers.generate"),
+            Entry(("transformers.pipelines.base",), "Pipeline", "__call__", "transformers.pipeline"),
+        ],
+        _describe_model,
+        False,
+    ),
+    "sentence_transformers": (
+        [
+            Entry(
+                (f"sentence_transformers.{package}.model", f"sentence_transformers.{older}"),
+                owner,
+                method,
+                f"sentence_transformers.{method}",
+            )
+            for package, older, owner, method in _ENCODERS
+        ],
+        _describe_model,
+        True,
+    ),
+}
+"""The entry points of each framework, the function that describes an object, and True for one description per class."""
+
+OBSERVERS: Mapping[str, tuple[str, str]] = {
+    "jax": ("jax_functions", "JaxFunctions"),
+    "keras": ("keras_layers", "KerasLayers"),
+    "sklearn": ("sklearn_estimators", "Estimators"),
+}
+"""The module and the class of the instrumentors that only one framework needs."""
+
+
+class Observer(Instrumentor):
+    """The base of the instrumentors of single frameworks. It replaces methods, and has a verdict for each."""
+
+    def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
+        super().__init__((rule,), recorder)
+        self.rule = rule
+        self._verdicts: dict[str, Verdict] = {}
+
+    def verdicts(self) -> list[Verdict]:
+        return list(self._verdicts.values())
+
+    def _note(self, state: str, label: str, why: str = "", *, key: str = "") -> None:
+        """Note the verdict on an entry point. A later verdict with the same label or `key` replaces it."""
+        self._verdicts[key or label] = Verdict(self.rule.text, state, label, why)
+
+    def _note_missing(self, label: str) -> None:
+        """Note that the imported version of the framework lacks an entry point."""
+        name = self.rule.name
+        version = next((namespace(module).get("__version__") for key, module in loaded_modules() if key == name), None)
+        self._note("unreachable", label, f"{name} {version or '(of unknown version)'} has none")
+
+    def _note_no_function(self, label: str, value: Any) -> None:
+        self._note("unreachable", label, f"it is a {type(value).__name__}, not a function")
+
+    def _note_recorded(self, label: str, function: Any) -> bool:
+        """Return True if a function rule or a decorator records an entry point already, and note it."""
+        site = getattr(function, "__instrument__", None)
+        if isinstance(site, Site):
+            self._note("attached", label, f"it is recorded as {site.name!r} already")
+        return isinstance(site, Site)
+
+    def _replace_method(self, label: str, owner: Any, name: str, new: Any) -> None:
+        """Replace a method of a class, and note the verdict on it."""
+        try:
+            self._undos.append(replace(owner, name, new))
+        except Exception as error:  # a metaclass that refuses changes
+            self._note("unreachable", label, f"it cannot be replaced: {type(error).__name__}: {error}")
+        else:
+            self._note("attached", label)
+
+    def _record_once(self, method: Any, site: Site, recordings: dict[Any, Any], key: Any) -> Any:
+        """Return the function that records calls of a method at a site. It is made once for all threads."""
+        new_recording = wrapping.make_function(self._recorder, method, site)
+        recording = recordings.setdefault(key, new_recording)
+        if recording is new_recording:
+            self._recorder.allow_muting(site, new_recording)
+        return recording
+
+
+class Entries(Observer):
+    """The instrumentor of one framework's entry points (`ENTRIES`)."""
+
+    def __init__(self, rule: FrameworkRule, recorder: Recorder = RECORDER) -> None:
+        super().__init__(rule, recorder)
+        self._entries, self._facts_of, self._by_class = ENTRIES[rule.name]
+        self._modules = frozenset(name for entry in self._entries for name in entry.modules)
+        self._shared: dict[tuple[str, Facts], Any] = {}
+
+    def may_match(self, module_name: str) -> bool:
+        return module_name in self._modules
+
+    def attach_to(self, module: ModuleType) -> None:
+        for entry in self._entries:
+            if module.__name__ in entry.modules:
+                self._attach_entry(entry, namespace(module).get(entry.owner))
+
+    def undo(self) -> None:
+        super().undo()
+        self._shared.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdicts on all entry points, with one on missing modules unless the rule is `auto`."""
+        verdicts = list(self._verdicts.values())
+        waiting = {entry.modules for entry in self._entries if entry.label not in self._verdicts}
+        if waiting and not self.rule.auto:
+            ready = {name for name, _ in loaded_modules()}
+            names = sorted(" or ".join(modules) for modules in waiting) if self.rule.name in ready else [self.rule.name]
+            verdicts.append(Verdict(self.rule.text, "waiting", why=f"{', '.join(names)} not imported"))
+        return verdicts
+
+    def _attach_entry(self, entry: Entry, owner: Any) -> None:
+        bases = owner.__mro__ if isinstance(owner, type) else ()
+        owner = next((base for base in bases if entry.method in vars(base)), None)
+        method = None if owner is None else vars(owner)[entry.method]
+        if owner is None:
+            self._note_missing(entry.label)
+        elif hasattr(method, "__instrument_framework__"):  # a second name of the same module
+            self._note("attached", entry.label)
+        elif self._note_recorded(entry.label, method):
+            return
+        elif not isinstance(method, FunctionType):
+            self._note_no_function(entry.label, method)
+        else:
+            self._replace_method(entry.label, owner, entry.method, self._wrap(entry, method))
+
+    def _wrap(self, entry: Entry, method: FunctionType) -> Any:
+        recorder, by_class, decide = self._recorder, self._by_class, self._decide
+        is_compiling = get_compiling_test(sys.modules.get("torch"))
+        recordings: dict[int, Any] = {}
+
+        @functools.wraps(method)
+        def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on:
+                return method(self, *args, **kwargs)
+            subject = type(self) if by_class else self
+            recording = recordings.get(id(subject)) or decide(entry, method, self, subject, recordings)
+            return recording(self, *args, **kwargs)
+
+        wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
+        return wrapper
+
+    def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]) -> Any:
+        """Make the recording method for an object or class at its first call. Equal descriptions share a method."""
+        try:
+            facts = self._facts_of(thing)
+        except Exception as fault:
+            FAULTS.note(f"description of a call of {entry.label}", fault)
+            facts = ("", ())
+        recording = self._shared.get((entry.label, facts))
+        if recording is None:
+            site = dataclasses.replace(site_of(method, name=entry.name), instance=facts[0], attributes=facts[1])
+            recording = self._record_once(method, site, self._shared, (entry.label, facts))
+        weakref.finalize(subject, recordings.pop, id(subject), None)
+        recordings[id(subject)] = recording
+        return recording
+
+
+class Frameworks(Instrumentor):
+    """The instrumentor of a session's rules for frameworks. `layers` returns that of its layer rules, for Keras."""
+
+    def __init__(
+        self,
+        rules: Sequence[FrameworkRule],
+        recorder: Recorder = RECORDER,
+        layers: Callable[[], Layers | None] = lambda: None,
+    ) -> None:
+        super().__init__(rules, recorder)
+        self.observers: list[Observer] = []
+        """The instrumentors of the single frameworks, in the order of the profile."""
+        for rule in rules:
+            if rule.name in ENTRIES:
+                self.observers.append(Entries(rule, recorder))
+            module, name = OBSERVERS.get(rule.name, ("", ""))
+            options = [layers()] if rule.name == "keras" else []
+            if module and None not in options:
+                observer = getattr(import_module(f"instrument.instrumentors.{module}"), name)
+                self.observers.append(observer(rule, recorder, *options))
+
+    def may_match(self, module_name: str) -> bool:
+        return any(observer.may_match(module_name) for observer in self.observers)
+
+    def attach_to(self, module: ModuleType) -> bool:
+        copied = False
+        for observer in self.observers:
+            if observer.may_match(module.__name__):
+                copied = observer.attach_to(module) or copied
+        return copied
+
+    def undo(self) -> None:
+        for observer in reversed(self.observers):
+            observer.undo()
+
+    def verdicts(self) -> list[Verdict]:
+        return [verdict for observer in self.observers for verdict in observer.verdicts()]

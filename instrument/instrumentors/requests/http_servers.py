@@ -1,0 +1,513 @@
+"""Record the requests of servers that call handlers without ASGI or WSGI: http.server, aiohttp, Tornado and Sanic.
+
+A request is one span, from the call of the handler or app to the last byte of the answer. It includes middlewares and
+sub-applications. Each message that the service sends over a websocket is an item of the request. Apps that these
+servers run over WSGI, and frameworks that run over ASGI, are recorded as such.
+
+Handlers of http.server have no routes, so requests are named by their methods. If a handler raises, there is no answer
+and no status. gunicorn's worker for aiohttp uses the same handlers as aiohttp, and is recorded, too. The route of a
+request of Tornado is the path pattern of its handler. When Sanic starts, it compiles some methods of its classes again
+from source (`sanic.touchup`), which undoes a replacement. So only other methods of Sanic are replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import isawaitable
+from typing import Any
+
+from instrument.instrumentors.functions import Undo, call_before, replace, replaces
+from instrument.instrumentors.requests.exchange import (
+    CLOSE_CODE,
+    EXCHANGE,
+    SERVER_TIMING,
+    Attach,
+    Exchange,
+    Exchanges,
+    current_exchange,
+    exchange_of,
+    reads,
+)
+
+
+def is_closed(transport: Any) -> bool:
+    """Return True if the transport of a connection is closed or missing."""
+    return transport is None or bool(transport.is_closing())
+
+
+def _is_websocket(headers: Any) -> bool:
+    return bool(headers.get("Upgrade", "").lower() == "websocket")
+
+
+# http.server
+
+
+def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the requests of all handlers, except those whose class overrides `handle_one_request`."""
+    handler = module.BaseHTTPRequestHandler
+    handle, parse, flush = handler.handle_one_request, handler.parse_request, handler.flush_headers
+    arrivals = exchanges.get_arrivals("wsgi", *_HTTP_SERVER)  # like an app of WSGI it has its thread for itself
+
+    @replaces(handler, "handle_one_request")
+    def undo_handle(self: Any) -> None:
+        vars(self)[EXCHANGE] = None
+        error: BaseException | None = None
+        try:
+            handle(self)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            exchange: Exchange | None = vars(self).pop(EXCHANGE, None)
+            if exchange is not None:
+                _forget_parts(self.wfile)
+                if isinstance(error, ConnectionError):
+                    exchange.break_off()
+                elif error is not None:
+                    exchange.end(error)
+                exchange.finish()
+
+    @replaces(handler, "parse_request")
+    def undo_parse(self: Any) -> Any:
+        is_whole = parse(self)
+        if is_whole and EXCHANGE in vars(self) and not hasattr(self, "run_wsgi"):
+            exchange = vars(self)[EXCHANGE] = arrivals.begin(self)
+            if exchange is not None:
+                _count_parts(self.wfile, exchange)
+        return is_whole
+
+    def note_status(handler: Any, code: Any, *_: Any) -> None:
+        if code >= 200 and (exchange := exchange_of(handler)) is not None:
+            exchange.begin_answer(code, None)
+
+    @replaces(handler, "flush_headers")
+    def undo_flush(self: Any) -> None:
+        exchange = exchange_of(self)
+        if exchange is None:
+            flush(self)
+            return
+        lines = getattr(self, "_headers_buffer", [])
+        exchange.is_events = any(b"text/event-stream" in line for line in lines)
+        if exchange.timing is not None and lines and lines[-1] == b"\r\n":
+            lines.insert(-1, f"{SERVER_TIMING}: {exchange.timing.text(exchange)}\r\n".encode())
+        _forget_parts(self.wfile)
+        flush(self)
+        _count_parts(self.wfile, exchange)
+
+    return [undo_handle, undo_parse, call_before(handler, "send_response_only", note_status), undo_flush]
+
+
+def _count_parts(file: Any, exchange: Exchange) -> None:
+    """Count each part that is written to a handler's file as a part of the answer."""
+    write = file.write
+
+    def write_counted(data: Any) -> Any:
+        exchange.add_part(data)
+        return write(data)
+
+    getattr(file, "__dict__", {})["write"] = write_counted
+
+
+def _forget_parts(file: Any) -> None:
+    getattr(file, "__dict__", {}).pop("write", None)
+
+
+def _read_http_server_arrival(handler: Any) -> tuple[str, str, Any]:
+    scheme = "https" if hasattr(handler.connection, "cipher") else "http"
+    return handler.command, scheme, handler.server.server_address
+
+
+_HTTP_SERVER = reads(
+    _read_http_server_arrival,
+    lambda handler: handler.headers,
+    lambda handler: handler.path.partition("?")[0],
+    lambda handler: handler.path.partition("?")[2],
+    lambda handler: handler.client_address[0] if handler.client_address else None,
+)
+
+# aiohttp
+
+
+def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the requests that the handler of a connection passes to the application."""
+    owner, base = module.RequestHandler, module.StreamWriter
+    handle = owner._handle_request
+    http, websocket = (exchanges.get_arrivals(kind, *_AIOHTTP) for kind in ("http", "websocket"))
+
+    class StreamWriter(base):  # type: ignore[misc, valid-type]
+        """The server's writer of an answer, which also counts the bytes and items of the exchange."""
+
+        exchange: Exchange | None = None
+        method = ""
+
+        def write_headers(self, status_line: Any, headers: Any, *args: Any) -> Any:
+            exchange = self.exchange
+            if exchange is not None:
+                try:
+                    exchange.begin_answer(int(status_line.split(" ", 2)[1]), headers.get("Content-Type"))
+                    if exchange.timing is not None:
+                        exchange.timing.begin_parts(headers.items(), self.method)
+                        headers = headers.copy()  # an application may send them again
+                        headers.add(SERVER_TIMING, exchange.timing.text(exchange))
+                except Exception:
+                    exchange.count_unread()
+            return super().write_headers(status_line, headers, *args)
+
+        def write(self, chunk: Any, **kwargs: Any) -> Any:
+            if self.exchange is not None:
+                self.exchange.add_part(chunk)
+            return super().write(chunk, **kwargs)
+
+        def write_eof(self, chunk: Any = b"") -> Any:
+            if self.exchange is not None and chunk:
+                self.exchange.add_part(chunk, is_last=True)
+            if self.exchange is not None and self.exchange.timing is not None:
+                chunk = bytes(chunk) + self.exchange.timing.comment(self.exchange)
+            return super().write_eof(chunk)
+
+    StreamWriter.__qualname__, StreamWriter.__module__ = base.__qualname__, base.__module__
+
+    @replaces(owner, "_handle_request")
+    async def undo_handle(self: Any, request: Any, start_time: Any, request_handler: Any) -> Any:
+        writer = request._payload_writer
+        if not isinstance(writer, StreamWriter) or request._message is module.ERROR:
+            return await handle(self, request, start_time, request_handler)  # a malformed request
+        is_http = not _is_websocket(request.headers)
+        exchange = (http if is_http else websocket).begin(request)
+        if exchange is None:
+            return await handle(self, request, start_time, request_handler)
+        writer.exchange, writer.method = exchange, request.method
+        try:
+            result = await exchange.track_waits(handle(self, request, start_time, request_handler))
+        except BaseException as error:
+            exchange.finish(getattr(exchange, "failure", None) or error, is_gone=is_closed(self.transport))
+            raise
+        finally:
+            writer.exchange = None
+        try:
+            answer = result[0]
+            exchange.set_status(exchange.status or answer.status)
+            if not is_http and getattr(answer, "close_code", None) is not None:
+                exchange.facts[CLOSE_CODE] = answer.close_code
+        except Exception:
+            exchange.count_unread()
+        exchange.finish(is_gone=is_closed(self.transport), in_parts=is_http)
+        return result
+
+    def note_error(_: Any, request: Any, status: int = 500, exc: Any = None, *args: Any, **kwargs: Any) -> None:
+        exchange = getattr(request._payload_writer, "exchange", None)
+        if exchange is not None:
+            exchange.failure = exc or sys.exc_info()[1]  # a time-out is not passed as an argument
+
+    return [undo_handle, call_before(owner, "handle_error", note_error), replace(module, "StreamWriter", StreamWriter)]
+
+
+def _attach_aiohttp_websocket(module: Any, _: Exchanges) -> list[Undo]:
+    """Count each message that the service sends over a websocket as an item of the exchange."""
+    owner = module.WebSocketResponse
+
+    def note_message(websocket: Any, data: Any, *args: Any, **kwargs: Any) -> None:
+        exchange = getattr(websocket._payload_writer, "exchange", None)
+        if exchange is not None and exchange.is_open:
+            exchange.add_part(data)
+
+    names = ("send_str", "send_bytes", "send_frame")
+    return [call_before(owner, name, note_message) for name in names if hasattr(owner, name)]
+
+
+def _read_aiohttp_arrival(request: Any) -> tuple[str, str, Any]:
+    transport = request.transport
+    if transport is None:
+        return request.method, "http", None
+    scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
+    return request.method, scheme, transport.get_extra_info("sockname")
+
+
+_AIOHTTP = reads(
+    _read_aiohttp_arrival,
+    lambda request: request.headers,
+    lambda request: request.path,
+    lambda request: request.query_string,
+    lambda request: request.remote,
+)
+
+# Tornado
+
+ROUTE = "_instrument_route"
+"""The attribute of Tornado's request object for its route."""
+
+
+def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the requests of all handlers, with their exceptions, bytes and routes."""
+    handler, connection = module.RequestHandler, sys.modules["tornado.http1connection"].HTTP1Connection
+    matcher = sys.modules["tornado.routing"].PathMatches
+    execute, match, write_headers, finish = handler._execute, matcher.match, connection.write_headers, connection.finish
+    http, websocket = (exchanges.get_arrivals(kind, *_TORNADO) for kind in ("http", "websocket"))
+
+    @replaces(matcher, "match")
+    def undo_match(self: Any, request: Any) -> Any:
+        groups = match(self, request)
+        if groups is not None:
+            setattr(request, ROUTE, self.regex.pattern.removesuffix("$"))
+        return groups
+
+    @replaces(handler, "_execute")
+    async def undo_execute(self: Any, transforms: Any, *args: Any, **kwargs: Any) -> None:
+        request = self.request
+        is_http = not _is_websocket(request.headers)
+        is_passed_on = isinstance(self, module.FallbackHandler)  # to a server of its own, such as a container of WSGI
+        exchange = None if is_passed_on else (http if is_http else websocket).begin(request)
+        if exchange is None:
+            return await execute(self, transforms, *args, **kwargs)  # type: ignore[no-any-return]
+        if hasattr(request, ROUTE):
+            exchange.set_route(getattr(request, ROUTE))
+        setattr(request.connection, EXCHANGE, exchange)
+        error = None
+        try:
+            await exchange.track_waits(execute(self, transforms, *args, **kwargs))
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            close_code = getattr(self, "close_code", None)
+            is_gone = _is_gone(request.connection) if is_http else close_code is None
+            if close_code is not None:
+                exchange.facts[CLOSE_CODE] = close_code
+            elif is_gone and exchange.status in (0, 101) and error is getattr(exchange, "failure", None):
+                exchange.break_off()
+            if error is not None or is_gone or self._finished or self._auto_finish:
+                exchange.finish(error, is_gone=is_gone, in_parts=is_http)
+        return None
+
+    def note_exception(handler: Any, error: BaseException) -> None:
+        exchange = getattr(handler.request.connection, EXCHANGE, None)  # perhaps after the answer
+        if exchange is not None and not isinstance(error, module.HTTPError | module.Finish):
+            exchange.failure = error
+
+    @replaces(connection, "write_headers")
+    def undo_headers(self: Any, start_line: Any, headers: Any, chunk: Any = None) -> Any:
+        exchange = exchange_of(self)
+        if exchange is not None:
+            exchange.begin_answer(start_line.code, headers.get("Content-Type"))
+            if chunk:
+                # A handler that has finished writes its whole answer at once.
+                exchange.add_part(chunk, is_last=headers.get("Content-Length") == str(len(chunk)))
+            if exchange.timing is not None and exchange.status >= 200:
+                headers = headers.copy()
+                headers.add(SERVER_TIMING, exchange.timing.text(exchange))
+        return write_headers(self, start_line, headers, chunk)
+
+    def note_part(connection: Any, chunk: Any) -> None:
+        if chunk and (exchange := exchange_of(connection)) is not None:
+            exchange.add_part(chunk)
+
+    @replaces(connection, "finish")
+    def undo_finish(self: Any) -> None:
+        finish(self)
+        exchange = exchange_of(self)
+        if exchange is not None and 200 <= exchange.status < 500 and getattr(exchange, "failure", None) is None:
+            exchange.finish(is_gone=_is_gone(self))
+
+    undo_exception = call_before(handler, "_handle_request_exception", note_exception)
+    return [
+        undo_match,
+        undo_execute,
+        undo_exception,
+        undo_headers,
+        call_before(connection, "write", note_part),
+        undo_finish,
+    ]
+
+
+def _attach_tornado_websocket(module: Any, _: Exchanges) -> list[Undo]:
+    """Count each message that a websocket's handler sends, and note exceptions of its functions for messages."""
+    handler, protocol = module.WebSocketHandler, module.WebSocketProtocol
+    write_message, run = handler.write_message, protocol._run_callback
+
+    @replaces(handler, "write_message")
+    def undo_write(self: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
+        future = write_message(self, message, *args, **kwargs)
+        exchange = exchange_of(self.request.connection)
+        if exchange is not None:
+            exchange.add_part(message)
+        return future
+
+    @replaces(protocol, "_run_callback")
+    def undo_run(self: Any, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        request = getattr(self.handler, "request", None)
+        exchange: Any = getattr(getattr(request, "connection", None), EXCHANGE, None)
+
+        def call_noted(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = callback(*args, **kwargs)
+            except Exception as error:
+                exchange.failure = error
+                raise
+            return await_noted(result) if isawaitable(result) else result
+
+        async def await_noted(result: Any) -> Any:
+            try:
+                return await result
+            except Exception as error:
+                exchange.failure = error
+                raise
+
+        return run(self, callback if exchange is None else call_noted, *args, **kwargs)
+
+    return [undo_write, undo_run]
+
+
+def _is_gone(connection: Any) -> bool:
+    stream = connection.stream
+    return stream is None or bool(stream.closed())
+
+
+def _read_tornado_arrival(request: Any) -> tuple[str, str, Any]:
+    socket = getattr(request.connection.stream, "socket", None)
+    return request.method, request.protocol, None if socket is None else socket.getsockname()
+
+
+_TORNADO = reads(
+    _read_tornado_arrival,
+    lambda request: request.headers,
+    lambda request: request.path,
+    lambda request: request.query,
+    lambda request: request.remote_ip,
+)
+
+# Sanic
+
+
+def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
+    """Record the requests that a connection passes to the app."""
+    mixin = module.HttpProtocolMixin
+    setup = mixin._setup
+    http, websocket = (exchanges.get_arrivals(kind, *_SANIC) for kind in ("http", "websocket"))
+
+    @replaces(mixin, "_setup")
+    def undo(self: Any) -> None:
+        setup(self)
+        handle = self.request_handler
+
+        async def handle_recorded(request: Any) -> None:
+            is_http = not _is_websocket(request.headers)
+            exchange = (http if is_http else websocket).begin(request)
+            if exchange is None:
+                await handle(request)
+                return
+            error: BaseException | None = None
+            try:
+                await exchange.track_waits(handle(request))
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                websocket_of = getattr(self, "websocket", None)
+                close_code = None if websocket_of is None else websocket_of.ws_proto.close_rcvd
+                is_gone = is_closed(request.transport)
+                if close_code is not None:
+                    exchange.facts[CLOSE_CODE] = close_code.code
+                elif exchange.status == 101 and is_gone and getattr(exchange, "failure", None) is None:
+                    exchange.break_off()
+                exchange.finish(error, is_gone=is_gone, in_parts=is_http)
+
+        self.request_handler = handle_recorded
+
+    return [undo]
+
+
+def _note_sanic_part(response: Any, data: Any = None, end_stream: Any = None) -> None:
+    """Note the status of an answer of Sanic, and count its part."""
+    exchange = current_exchange()
+    if exchange is None or response.stream is None or response.stream.send is None:
+        return
+    try:
+        begins = not exchange.status
+        part = data or (getattr(response, "body", None) if begins else None)
+        if begins:
+            exchange.begin_answer(response.status, response.content_type or response.headers.get("content-type"))
+            if exchange.timing is not None:
+                response.headers.add(SERVER_TIMING, exchange.timing.text(exchange))
+        if part:
+            exchange.add_part(part.encode() if isinstance(part, str) else part, is_last=begins and not data)
+    except Exception:
+        exchange.count_unread()
+
+
+def _note_sanic_failure(_: Any, exception: Any, *args: Any, **kwargs: Any) -> None:
+    """Note an exception for which Sanic looks up an error handler."""
+    if (exchange := current_exchange()) is not None:
+        exchange.failure = exception
+
+
+def _note_sanic_message(connection: Any, message: Any) -> None:
+    """Count a message that any task sends over a websocket of Sanic."""
+    if (exchange := exchange_of(connection)) is not None:
+        exchange.add_part(message)
+
+
+def _attach_sanic_websocket(module: Any, _: Exchanges) -> list[Undo]:
+    """Note the answer to a websocket's handshake, and store the exchange at the new connection."""
+    owner = module.WebSocketProtocol
+    shake_hands = owner.websocket_handshake
+
+    @replaces(owner, "websocket_handshake")
+    async def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+        connection = await shake_hands(self, *args, **kwargs)
+        if (exchange := current_exchange()) is not None:
+            exchange.begin_answer(101, None)
+            setattr(connection, EXCHANGE, exchange)
+        return connection
+
+    return [undo]
+
+
+def _attach_sanic_app(module: Any, _: Exchanges) -> list[Undo]:
+    """Note exceptions of websockets' handlers, because Sanic only logs them."""
+    owner = module.Sanic
+    run = owner._websocket_handler
+
+    @replaces(owner, "_websocket_handler")
+    async def undo(self: Any, handler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        async def handle_recorded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await handler(*args, **kwargs)
+            except Exception as error:
+                if (exchange := current_exchange()) is not None:
+                    exchange.failure = error
+                raise
+
+        await run(self, handle_recorded, request, *args, **kwargs)
+
+    return [undo]
+
+
+_SANIC = reads(
+    lambda request: (request.method, request.scheme, getattr(request.conn_info, "sockname", None)),
+    lambda request: request.headers,
+    lambda request: request.path,
+    lambda request: request.query_string,
+    lambda request: request.ip,
+)
+
+
+def _attach_note(class_name: str, method: str, note: Callable[..., None], module: Any, _: Exchanges) -> list[Undo]:
+    return [call_before(getattr(module, class_name), method, note)]
+
+
+SEAMS: Mapping[str, Mapping[str, Attach]] = {
+    "http_server": {"http.server": _attach_http_server},
+    "aiohttp": {"aiohttp.web_protocol": _attach_aiohttp, "aiohttp.web_ws": _attach_aiohttp_websocket},
+    "tornado": {"tornado.web": _attach_tornado, "tornado.websocket": _attach_tornado_websocket},
+    "sanic": {
+        "sanic.app": _attach_sanic_app,
+        "sanic.handlers.error": partial(_attach_note, "ErrorHandler", "_lookup", _note_sanic_failure),
+        "sanic.response.types": partial(_attach_note, "BaseHTTPResponse", "send", _note_sanic_part),
+        "sanic.server.protocols.http_protocol": _attach_sanic_protocol,
+        "sanic.server.protocols.websocket_protocol": _attach_sanic_websocket,
+        "sanic.server.websockets.impl": partial(_attach_note, "WebsocketImplProtocol", "send", _note_sanic_message),
+    },
+}
+"""The functions that attach to servers, by kind of server and module. `WSGIContainer` is in `servers.SEAMS`."""
