@@ -322,7 +322,7 @@ TWO_DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_d
     [
         # The processor's devices stand for accelerators, which they differ from only in where their memory is.
         (
-            "room.HOST_PLATFORMS = frozenset()",
+            "room.JAX_HOST_PLATFORMS = frozenset()",
             """
             h2d 32 async jax.device_put
             p2p 32 async jax.device_put

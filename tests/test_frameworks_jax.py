@@ -15,7 +15,7 @@ import pytest
 from readback import spans_in
 from trees import outline, tree
 
-from instrument.instrumentors.jax_functions import FUNCTIONS
+from instrument.instrumentors.jax_keras_sklearn import JAX_FUNCTIONS
 from instrument.instrumentors.selection import Selection
 from instrument.recorder.recorder import Recorder
 
@@ -173,7 +173,9 @@ def test_a_late_start_reaches_what_the_hosts_modules_name_and_gives_it_back(
 
 
 def test_undo_restores_the_very_same_functions_and_jax_keeps_its_own(select: Callable[[str], Selection]) -> None:
-    places = [(jax, name) for name in ("jit", *FUNCTIONS)] + [(jax._src.api, name) for name in ("jit", *FUNCTIONS)]
+    places = [(jax, name) for name in ("jit", *JAX_FUNCTIONS)] + [
+        (jax._src.api, name) for name in ("jit", *JAX_FUNCTIONS)
+    ]
     before = [getattr(*place) for place in places], vars(ARRAY)["block_until_ready"]
     selection = select("frameworks: auto")
     assert [getattr(*place) is was for place, was in zip(places, before[0], strict=True)] == [False] * 3 + [True] * 3

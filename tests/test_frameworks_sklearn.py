@@ -11,9 +11,9 @@ import pytest
 from readback import spans_in
 from trees import outline, tree
 
+from instrument.instrumentors.jax_keras_sklearn import SKLEARN_METHODS
 from instrument.instrumentors.lineages import subclasses
 from instrument.instrumentors.selection import Selection
-from instrument.instrumentors.sklearn_estimators import METHODS
 from instrument.recorder.recorder import Recorder
 from instrument.runtime.faults import FAULTS
 
@@ -39,7 +39,7 @@ def late_imports() -> None:
 
 def methods() -> dict[Any, Any]:
     """Everything that could be replaced in any class."""
-    return {(c, n): vars(c)[n] for c in ALL for n in (*METHODS, "__init_subclass__") if n in vars(c)}
+    return {(c, n): vars(c)[n] for c in ALL for n in (*SKLEARN_METHODS, "__init_subclass__") if n in vars(c)}
 
 
 def test_a_pipeline_shows_its_steps_as_children(recorder: Recorder, select: Callable[[str], Selection]) -> None:
@@ -118,7 +118,7 @@ def test_estimator_classes_of_the_host_are_seen_whenever_they_are_defined(
     assert tree(recorder) == "Early.predict\nLate.transform\nTurned.transform\nDerived.transform"
     selection.undo()
     for cls in (Early, Late, Turned, Derived):
-        for name in METHODS:
+        for name in SKLEARN_METHODS:
             assert not hasattr(vars(cls).get(name), "__instrument_framework__")
     assert np.array_equal(Derived().fit(X).transform(X), (X + 1) * 2)
 
@@ -137,7 +137,7 @@ def test_signatures_clones_pickles_and_metadata_requests_stay_as_they_were(
 ) -> None:
     model = make_pipeline(StandardScaler(), LogisticRegression(C=0.5)).fit(X, Y)
     classes = [Pipeline, StandardScaler, LogisticRegression, RandomForestClassifier]
-    offered = [(cls, name) for cls in classes for name in METHODS if hasattr(cls, name)]
+    offered = [(cls, name) for cls in classes for name in SKLEARN_METHODS if hasattr(cls, name)]
     before = {(cls, name): inspect.signature(getattr(cls, name)) for cls, name in offered}
     parameters = inspect.signature(LogisticRegression), model.get_params(), pickle.dumps(model)
     requests = [repr(cls.__new__(cls).get_metadata_routing()) for cls in (StandardScaler, LogisticRegression)]

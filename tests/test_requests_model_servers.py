@@ -253,7 +253,7 @@ def test_begins_of_requests_are_shared_in_memory_with_room_on_the_disk(
 ) -> None:
     monkeypatch.setenv(run_folder.VARIABLE, str(tmp_path / "socket"))
     monkeypatch.setenv("INSTRUMENT_RUN", tmp_path.name)
-    first, second = model_servers._Begins("/mosec"), model_servers._Begins("/mosec")
+    first, second = model_servers._MosecBegins("/mosec"), model_servers._MosecBegins("/mosec")
     first.note(5, 100)
     assert (second.begin_ns(5, 200), second.begin_ns(6, 200)) == (100, 200)
     (path,) = tmp_path.iterdir()
@@ -263,7 +263,7 @@ def test_begins_of_requests_are_shared_in_memory_with_room_on_the_disk(
         raise OSError(errno.ENOSPC, "no room")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    alone = model_servers._Begins("/mosec")
+    alone = model_servers._MosecBegins("/mosec")
     assert alone.begin_ns(5, 200) == 200
     alone.note(5, 150)
     assert alone.begin_ns(5, 200) == 150

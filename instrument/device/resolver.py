@@ -16,7 +16,8 @@ from threading import get_ident
 from instrument.device import cuda
 from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS
 from instrument.device.cuda import Stream
-from instrument.device.pairs import Answer, Context, DeferredTimes, Driver, Pair, Placing, Times
+from instrument.device.pairs import Answer, Context, DeferredTimes, Pair, Placing, Times
+from instrument.device.torch_events import Driver
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import NOTHING_TO_COME, IntervalRing

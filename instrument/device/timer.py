@@ -20,8 +20,9 @@ from typing import Any
 from instrument.device import cuda
 from instrument.device.anchors import Anchors
 from instrument.device.cuda import Current, Stream
-from instrument.device.pairs import STREAMS_KNOWN, Context, Driver, Pair, Untimed
+from instrument.device.pairs import STREAMS_KNOWN, Context, Pair, Untimed
 from instrument.device.resolver import FIRST, INTERRUPTED, LOW, Resolver
+from instrument.device.torch_events import Driver
 from instrument.recorder.recorder import Recorder
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import IntervalRing

@@ -19,8 +19,8 @@ from instrument.runtime.cheap_start import LazyModule
 
 if TYPE_CHECKING:
     from instrument.device import cuda
-    from instrument.device.pairs import Driver
     from instrument.device.timer import Timer
+    from instrument.device.torch_events import Driver
     from instrument.trace.columns import DeviceIntervals, Int64s
 else:
     cuda = LazyModule("instrument.device.cuda")

@@ -264,6 +264,10 @@ class TorchDriver:
             return find_error(error), 0
 
 
+Driver = cuda.CudaDriver | TorchDriver
+"""The driver of a timer."""
+
+
 def find_error(error: Exception) -> int:
     """Return the driver's number of an error that torch has raised."""
     number = getattr(error, "error_code", None)

@@ -51,14 +51,14 @@ def attach_numpy(numpy: Any, patched: PatchedFunctions) -> None:
     patched.wrap_functions(numpy, ("copyto",), facts)
 
 
-HOST_PLATFORMS = frozenset({"cpu"})
+JAX_HOST_PLATFORMS = frozenset({"cpu"})
 """The platforms of JAX whose devices use the memory of the host."""
 
 
 def attach_jax(jax: Any, patched: PatchedFunctions) -> None:
     """Record the copies of `jax.device_put`, and reads of arrays' values on the host."""
     array_type, leaves, tracer = jax.Array, jax.tree_util.tree_leaves, jax.core.Tracer
-    array_classes = [cls for cls in _concrete_classes() if isinstance(vars(cls).get("_value"), property)]
+    array_classes = [cls for cls in _find_jax_array_classes() if isinstance(vars(cls).get("_value"), property)]
 
     def read_put(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         directions: Counter[str] = Counter()
@@ -79,27 +79,27 @@ def attach_jax(jax: Any, patched: PatchedFunctions) -> None:
         array = args[0]
         if array._npy_value is None:  # handed out without a copy
             return None
-        return Transfer("h2h" if _is_host(array) else "d2h", array.nbytes, True, False)
+        return Transfer("h2h" if _is_on_jax_host(array) else "d2h", array.nbytes, True, False)
 
     patched.wrap_functions(jax, ("device_put",), read_put)
     for cls in array_classes:
         patched.wrap_property(cls, "_value", read_values, lambda array: array._npy_value is None)
 
 
-def _concrete_classes() -> list[Any]:
+def _find_jax_array_classes() -> list[Any]:
     """Return JAX's class of arrays with values in a list. Subclasses of `jax.Array` do not include it."""
     array_class = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)
     return [] if array_class is None else [array_class]
 
 
-def _is_host(array: Any) -> bool:
-    return all(device.platform in HOST_PLATFORMS for device in array.devices())
+def _is_on_jax_host(array: Any) -> bool:
+    return all(device.platform in JAX_HOST_PLATFORMS for device in array.devices())
 
 
 def _find_direction(source: Any, target: Any, array_type: Any) -> str | None:
-    read_on_device = isinstance(source, array_type) and not _is_host(source)
+    read_on_device = isinstance(source, array_type) and not _is_on_jax_host(source)
     direction = direction_between(
-        source.devices() if read_on_device else None, None if _is_host(target) else target.devices()
+        source.devices() if read_on_device else None, None if _is_on_jax_host(target) else target.devices()
     )
     return None if direction == "d2d" and _read_address(source) == _read_address(target) is not None else direction
 
@@ -185,9 +185,9 @@ def _input_is_on_host(binding: Any, name: str) -> bool:
         return False
 
 
-MAKING = ("array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray")
-READING = ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__")
-_KINDS = {0: "h2h", 1: "h2d", 2: "d2h", 3: "d2d"}
+CUPY_MAKING = ("array", "asarray", "asanyarray", "ascontiguousarray", "asfortranarray")
+CUPY_READING = ("item", "tolist", "__bool__", "__int__", "__float__", "__complex__", "__index__")
+_CUDA_KINDS = {0: "h2h", 1: "h2d", 2: "d2h", 3: "d2d"}
 
 
 def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
@@ -221,8 +221,8 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
     patched.stream = lambda args, kwargs: None
     patched.wrap_methods(array_type, ("get",), read_get, _arg_reader(1, "stream"))
     patched.wrap_methods(array_type, ("set",), read_put, _arg_reader(2, "stream"))
-    patched.wrap_methods(array_type, READING, read_values)
-    patched.wrap_functions(cupy, MAKING, read_made)
+    patched.wrap_methods(array_type, CUPY_READING, read_values)
+    patched.wrap_functions(cupy, CUPY_MAKING, read_made)
     patched.wrap_functions(cupy, ("copyto",), read_copied)
     runtime = cupy.cuda.runtime
     # memcpy(dst, src, size, kind) and memcpyPeer(dst, dstDevice, src, srcDevice, size); the others end with a stream.
@@ -327,7 +327,7 @@ def _peer_reader(source: Reader, target: Reader, amount: Reader, sync: bool) -> 
 
 def _kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        direction = _KINDS.get(int(kind(args, kwargs)))
+        direction = _CUDA_KINDS.get(int(kind(args, kwargs)))
         return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
 
     return facts

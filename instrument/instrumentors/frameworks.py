@@ -115,12 +115,8 @@ ENTRIES: Mapping[str, tuple[Sequence[Entry], Callable[[Any], Facts], bool]] = {
 }
 """The entry points of each framework, the function that describes an object, and True for one description per class."""
 
-OBSERVERS: Mapping[str, tuple[str, str]] = {
-    "jax": ("jax_functions", "JaxFunctions"),
-    "keras": ("keras_layers", "KerasLayers"),
-    "sklearn": ("sklearn_estimators", "Estimators"),
-}
-"""The module and the class of the instrumentors that only one framework needs."""
+OBSERVERS: Mapping[str, str] = {"jax": "JaxFunctions", "keras": "KerasLayers", "sklearn": "SklearnEstimators"}
+"""The class in `jax_keras_sklearn` that instruments a framework, apart from its `ENTRIES`."""
 
 
 class Observer(Instrumentor):
@@ -265,10 +261,9 @@ class Frameworks(Instrumentor):
         for rule in rules:
             if rule.name in ENTRIES:
                 self.observers.append(Entries(rule, recorder))
-            module, name = OBSERVERS.get(rule.name, ("", ""))
             options = [layers()] if rule.name == "keras" else []
-            if module and None not in options:
-                observer = getattr(import_module(f"instrument.instrumentors.{module}"), name)
+            if rule.name in OBSERVERS and None not in options:
+                observer = getattr(import_module("instrument.instrumentors.jax_keras_sklearn"), OBSERVERS[rule.name])
                 self.observers.append(observer(rule, recorder, *options))
 
     def may_match(self, module_name: str) -> bool:

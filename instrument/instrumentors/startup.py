@@ -85,9 +85,10 @@ class StartupWatch(Instrumentor):
     def may_match(self, module_name: str) -> bool:
         return module_name == _DYNAMO or self._functions.is_named(module_name)
 
-    def attach_to(self, module: ModuleType) -> bool | None:
+    def attach_to(self, module: ModuleType) -> bool:
         if module.__name__ == _DYNAMO:
-            return self._watch_dynamo(module)
+            self._watch_dynamo(module)
+            return False
         return self._functions.attach_to(module)
 
     def undo(self) -> None:

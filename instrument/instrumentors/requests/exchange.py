@@ -122,7 +122,6 @@ class Exchanges:
         """The attributes to record, by OpenTelemetry's names, without headers."""
         self._extract: Extract | None = None if rule.traceparent == "off" else choose_extractor()
         self._follows = rule.traceparent == "follow"
-        self._links = rule.traceparent == "link"
         self._timed_by = rule.server_timing.removeprefix("header ").lower().encode() if rule.server_timing else None
         self.times_all = rule.server_timing == "true"
         """True if every answer has timings, False if only answers to requests with a certain header have them."""
@@ -167,15 +166,11 @@ class Exchanges:
         caller = None if self._extract is None else self._extract(headers)
         if caller is None or self._follows:
             return caller
-        self._link(caller, facts)
-        return None
-
-    def _link(self, caller: Caller, facts: dict[Any, Any]) -> None:
-        """Add a link to the caller's span to `facts`, if the rule asks for it."""
-        if self._links and (span := remote_of(caller)) is not None:
+        if (span := remote_of(caller)) is not None:  # the rule links to the caller
             facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
             if span.state:
                 facts[LINK_STATE] = span.state
+        return None
 
     def timing(self, headers: Mapping[bytes, bytes]) -> server_timing.AnswerTimings | None:
         """Return the timings for the answer to a request with these headers, None if it has none."""
@@ -451,7 +446,7 @@ class Arrivals:
     `read_plain` is None, `read_all` reads the `Arrival`, the headers by lower-case names, and the rule's attributes.
     """
 
-    __slots__ = ("_is_plain", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
+    __slots__ = ("_is_plain", "_key", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")
 
     def __init__(
         self,
@@ -467,6 +462,7 @@ class Arrivals:
         self._read_path = read_path
         self._read_plain: Any = read_plain
         self._read_all = read_all
+        self._key = protocol, read_path, read_plain, read_all
         self._methods: dict[Arrival, Method] = {}
 
     def begin(self, request: Any) -> Exchange | None:
@@ -474,7 +470,8 @@ class Arrivals:
         exchanges = self.exchanges
         current = CURRENT.get()  # the same test as `records`, whose call would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
-            return None if exchanges.is_on or exchanges.next is None else self._of(exchanges.next).begin(request)
+            successor = None if exchanges.is_on else exchanges.next
+            return None if successor is None else successor.get_arrivals(*self._key).begin(request)
         try:
             if exchanges.ignores and exchanges.ignores_path(self._read_path(request)):
                 return None
@@ -502,9 +499,6 @@ class Arrivals:
         except Exception as fault:
             FAULTS.note(BEGIN, fault)
             return None
-
-    def _of(self, exchanges: Exchanges) -> Arrivals:
-        return exchanges.get_arrivals(self._protocol, self._read_path, self._read_plain, self._read_all)
 
     def _first_by(self, arrival: Arrival) -> Method:
         name, scheme, address, port = arrival

@@ -235,7 +235,7 @@ _AIOHTTP = reads(
 
 # Tornado
 
-ROUTE = "_instrument_route"
+TORNADO_ROUTE = "_instrument_route"
 """The attribute of Tornado's request object for its route."""
 
 
@@ -250,7 +250,7 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
     def undo_match(self: Any, request: Any) -> Any:
         groups = match(self, request)
         if groups is not None:
-            setattr(request, ROUTE, self.regex.pattern.removesuffix("$"))
+            setattr(request, TORNADO_ROUTE, self.regex.pattern.removesuffix("$"))
         return groups
 
     @replaces(handler, "_execute")
@@ -261,8 +261,8 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
         exchange = None if is_passed_on else (http if is_http else websocket).begin(request)
         if exchange is None:
             return await execute(self, transforms, *args, **kwargs)  # type: ignore[no-any-return]
-        if hasattr(request, ROUTE):
-            exchange.set_route(getattr(request, ROUTE))
+        if hasattr(request, TORNADO_ROUTE):
+            exchange.set_route(getattr(request, TORNADO_ROUTE))
         setattr(request.connection, EXCHANGE, exchange)
         error = None
         try:

@@ -35,11 +35,11 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.run_folder import shared_file
 
-STREAMED_CALL = "encode_response"
+LITSERVE_STREAM = "encode_response"
 """The method of LitServe's API that returns the stream of a streamed answer. Its span ends with the last item."""
 
 
-class _Taken(threading.local):
+class _LitServeRequests(threading.local):
     """The ids of the requests that a thread has taken and not answered."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record each call of the service by a LitServe worker, as a batch of the worker's open requests."""
-    recorder, open_requests = exchanges.recorder, _Taken()
+    recorder, open_requests = exchanges.recorder, _LitServeRequests()
     sites: dict[str, Site] = {}
     put, inject = module.LitLoop.put_response, module._inject_context
     start, parts = module.LitAPIStatus.START, module.LitAPIStatus.OK
@@ -98,7 +98,7 @@ def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
         except BaseException as error:
             recorder.close(frame, error, True)
             raise
-        if name == STREAMED_CALL and isinstance(answer, Iterator):
+        if name == LITSERVE_STREAM and isinstance(answer, Iterator):
             return _read_stream(answer, frame)
         recorder.close(frame, None, True)
         return answer
@@ -132,18 +132,18 @@ MOSEC_STATUSES: Mapping[str, int] = {
 """The HTTP status of an answer, by the flag that a mosec worker sends."""
 
 
-BEGUN_SLOTS = 1 << 14
+MOSEC_SLOTS = 1 << 14
 """The maximum number of open requests per mosec server. With more, the spans of some begin only at the last stage."""
 
-_BEGUN = Struct("<qq")
+_MOSEC_BEGIN = Struct("<qq")
 _MOSEC_REQUEST = Site("mosec", "request")
 
 
-class _Begins:
+class _MosecBegins:
     """The begins of a mosec server's requests, by number, in memory that the processes of a run share."""
 
     def __init__(self, folder: str) -> None:
-        self._memory: Any = bytearray(BEGUN_SLOTS * _BEGUN.size)
+        self._memory: Any = bytearray(MOSEC_SLOTS * _MOSEC_BEGIN.size)
         path = shared_file(f"mosec-{crc32(folder.encode()):08x}")
         if path is not None:
             with suppress(OSError):  # the disk is full: this process knows the begins that it has noted itself
@@ -157,22 +157,22 @@ class _Begins:
 
     def note(self, number: int, at_ns: int) -> None:
         """Note the begin of a request by its number."""
-        _BEGUN.pack_into(self._memory, number % BEGUN_SLOTS * _BEGUN.size, number, at_ns)
+        _MOSEC_BEGIN.pack_into(self._memory, number % MOSEC_SLOTS * _MOSEC_BEGIN.size, number, at_ns)
 
     def begin_ns(self, number: int, otherwise_ns: int) -> int:
         """Return the begin of a request by its number, `otherwise_ns` if it is unknown."""
-        noted_number, at_ns = _BEGUN.unpack_from(self._memory, number % BEGUN_SLOTS * _BEGUN.size)
+        noted_number, at_ns = _MOSEC_BEGIN.unpack_from(self._memory, number % MOSEC_SLOTS * _MOSEC_BEGIN.size)
         return at_ns if noted_number == number and 0 < at_ns <= otherwise_ns else otherwise_ns
 
 
-class _Batches:
+class _MosecBatches:
     """The batches of one mosec worker, which handles one batch at a time."""
 
     def __init__(self, exchanges: Exchanges, protocol: Any) -> None:
         self._recorder = exchanges.recorder
         # The protocol has the coordinator's name, such as <Inference_1|2> for the second worker of a stage.
         self._site = Site(f"mosec {protocol.name.strip('<>').partition('|')[0]}", "step")
-        self._begins = _Begins(getattr(protocol, "addr", "").rpartition("/")[0])
+        self._begins = _MosecBegins(getattr(protocol, "addr", "").rpartition("/")[0])
         self._frame: Any = None
         self._events = self._begin_ns = 0
 
@@ -215,14 +215,14 @@ class _Batches:
 def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
     protocol, event = module.Protocol, module.HTTPStatusCode.STREAM_EVENT
     receive, send = protocol.receive, protocol.send
-    of: WeakKeyDictionary[Any, _Batches] = WeakKeyDictionary()
+    of: WeakKeyDictionary[Any, _MosecBatches] = WeakKeyDictionary()
 
     @replaces(protocol, "receive")
     def undo_receive(self: Any) -> Any:
         task = receive(self)
         if exchanges.is_on and exchanges.recorder.on:
             try:
-                (of.get(self) or of.setdefault(self, _Batches(exchanges, self))).begin(task[1], task[2])
+                (of.get(self) or of.setdefault(self, _MosecBatches(exchanges, self))).begin(task[1], task[2])
             except Exception as fault:
                 FAULTS.note("batch of mosec", fault)
         return task
@@ -283,7 +283,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
     arrivals = asgi.get_arrivals(exchanges)
-    calls = exchanges.get_arrivals("ray_serve", lambda call: "/" + _method_name(call), None, _read_call)
+    calls = exchanges.get_arrivals("ray_serve", lambda call: "/" + _ray_method_name(call), None, _read_ray_call)
 
     @replaces(wrapper, "call_http_entrypoint")
     async def undo_http(self: Any, metadata: Any, request: Any, scope: Any, receive: Any) -> AsyncIterator[Any]:
@@ -300,7 +300,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.set_route(metadata.route)
         except Exception as fault:
             FAULTS.note("route of a request of Ray Serve", fault)
-        channel = _Answer() if scope["type"] == "http" else asgi.Websocket()
+        channel = _RayAnswer() if scope["type"] == "http" else asgi.Websocket()
         channel.exchange, channel.server_receive, channel.server_send = exchange, receive, _send_nothing
         batches = SteppedItems(exchange, batches)
         try:
@@ -308,13 +308,13 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 await read_messages(channel, messages)
                 yield messages
         except BaseException as error:
-            if isinstance(error, GeneratorExit) and isinstance(channel, _Answer) and channel.is_complete:
+            if isinstance(error, GeneratorExit) and isinstance(channel, _RayAnswer) and channel.is_complete:
                 channel.end()
             exchange.fail(error)
             if isinstance(error, GeneratorExit):
                 await batches.aclose()
             raise
-        if isinstance(channel, _Answer) and channel.is_complete:
+        if isinstance(channel, _RayAnswer) and channel.is_complete:
             channel.end()
         exchange.end()
 
@@ -391,18 +391,18 @@ def _mute_process(class_name: str) -> Attach:
     return attach
 
 
-def _method_name(call: tuple[Any, Any]) -> str:
+def _ray_method_name(call: tuple[Any, Any]) -> str:
     wrapper, metadata = call
     return f"{wrapper._deployment_id.name}/{metadata.call_method}"
 
 
-def _read_call(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
+def _read_ray_call(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[Any, Any]]:
     context = getattr(call[1], "tracing_context", None) or {}  # a handle sends it if Ray's own tracing is on
     headers = {name.encode(): text.encode() for name, text in context.items() if isinstance(text, str)}
-    return (_method_name(call), None, None, None), headers, {}
+    return (_ray_method_name(call), None, None, None), headers, {}
 
 
-class _Answer(asgi.Http):
+class _RayAnswer(asgi.Http):
     """The messages of a replica's answer. The request ends with the replica's work, not with the last message."""
 
     __slots__ = ()
