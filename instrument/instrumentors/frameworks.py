@@ -26,7 +26,6 @@ from instrument.instrumentors.references import loaded_modules, namespace
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
-from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import AttributeValue, Site
 from instrument.runtime.faults import FAULTS
@@ -158,14 +157,6 @@ class Observer(Instrumentor):
             self._note("unreachable", label, f"it cannot be replaced: {type(error).__name__}: {error}")
         else:
             self._note("attached", label)
-
-    def _record_once(self, method: Any, site: Site, recordings: dict[Any, Any], key: Any) -> Any:
-        """Return the function that records calls of a method at a site. It is made once for all threads."""
-        new_recording = wrapping.make_function(self._recorder, method, site)
-        recording = recordings.setdefault(key, new_recording)
-        if recording is new_recording:
-            self._recorder.allow_muting(site, new_recording)
-        return recording
 
 
 class Entries(Observer):

@@ -27,6 +27,7 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.native import OFF
 from instrument.profile.model import KINDS, PHASES
+from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import Attributes, Passes, Results, bare_function
 from instrument.recording.spans import Site
@@ -340,6 +341,16 @@ class Instrumentor(ABC):
     @abstractmethod
     def verdicts(self) -> list[Verdict]:
         """Return the verdicts on all rules and their targets."""
+
+    def _record_once(
+        self, function: Any, site: Site, recordings: dict[Any, Any], key: Any, works: CallWork | None = None
+    ) -> Any:
+        """Return the function that records calls of a function at a site. It is made once for all threads."""
+        new_recording = wrapping.make_function(self._recorder, function, site, works)
+        recording = recordings.setdefault(key, new_recording)
+        if recording is new_recording:
+            self._recorder.allow_muting(site, new_recording)
+        return recording
 
 
 class Switch(Instrumentor):

@@ -7,7 +7,6 @@ decision is stored outside of the module. Compiled graphs do not break, because 
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
@@ -25,13 +24,14 @@ from instrument.instrumentors.regions import (
     selects,
     torch_children,
 )
-from instrument.instrumentors.targets import matches
-from instrument.instrumentors.verdict import Verdict
+from instrument.instrumentors.targets import matches, site_of
+from instrument.instrumentors.verdict import Verdict, suggest_nearest
 from instrument.instrumentors.work import list_tensors, search_near
 from instrument.profile.model import LayerRule
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
 
 
@@ -244,17 +244,11 @@ class Layers(Instrumentor):
 
     @staticmethod
     def _make_site(rule: LayerRule, cls: type[Any], path: str, method: str) -> Site:
-        code = inspect.unwrap(getattr(cls, method)).__code__
-        return Site(
-            name=rule.name or name_for_rules(cls),
-            kind="layer",
-            module=cls.__module__,
-            qualname=f"{cls.__qualname__}.{method}",
-            file=code.co_filename,
-            line=code.co_firstlineno,
-            instance=path,
-            device=rule.device,
+        function = site_of(
+            getattr(cls, method), name=rule.name or name_for_rules(cls), kind="layer", device=rule.device
         )
+        qualname = f"{cls.__qualname__}.{method}"
+        return replace_fields(function, module=cls.__module__, qualname=qualname, instance=path, suspends=False)
 
     def verdicts(self) -> list[Verdict]:
         imported = [classes for classes in self.known.values() if classes is not None]
@@ -283,16 +277,9 @@ class Layers(Instrumentor):
         unknown = [name for name in rule.types if name not in class_names]
         if rule.types and len(unknown) == len(rule.types):
             why = f"no class of that name is defined yet: {', '.join(unknown)}"
-            return Verdict(rule.text, "waiting", why=why + _suggest_nearest(unknown[0], class_names))
+            return Verdict(rule.text, "waiting", why=why + suggest_nearest(unknown[0], class_names))
         why = "no layer that it selects has run"
         paths = self._paths.known()
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
-            why = f"no layer sits at such a path{_suggest_nearest(rule.match[0], sorted(paths))}"
+            why = f"no layer sits at such a path{suggest_nearest(rule.match[0], sorted(paths))}"
         return Verdict(rule.text, "waiting", why=why)
-
-
-def _suggest_nearest(word: str, names: Sequence[str]) -> str:
-    from instrument.profile.document import nearest
-
-    nearest_name = nearest(word, names)
-    return f"; nearest is {nearest_name}" if nearest_name else ""

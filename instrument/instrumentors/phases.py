@@ -9,6 +9,7 @@ activations that a checkpoint did not store, so its span is `recompute`. Compile
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +19,12 @@ from typing import Any
 from instrument.instrumentors.execution import exclude_from_compiler, get_compiling_test, get_evaluator_setter
 from instrument.instrumentors.functions import Switch, replace
 from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
-from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
+from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
 
 FORWARD, BACKWARD, OPTIMIZER, RECOMPUTE = "forward", "backward", "optimizer", "recompute"
@@ -175,31 +177,24 @@ class Phases(Switch):
         key = phase, id(subject), id(function)
         site = self._find_site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
-        new_recording = wrapping.make_function(self._recorder, function, site, works)
-        recording = self._recordings.setdefault(key, new_recording)
-        if recording is new_recording:  # two threads may be first
-            self._recorder.allow_muting(site, new_recording)
-            if subject is not None:
-                weakref.finalize(subject, self._recordings.pop, key, None)
-            self.hits.setdefault(phase, set()).add(site.instance)
+        is_first = key not in self._recordings
+        recording = self._record_once(function, site, self._recordings, key, works)
+        if is_first and subject is not None:
+            weakref.finalize(subject, self._recordings.pop, key, None)
+        self.hits.setdefault(phase, set()).add(site.instance)
         return recording
 
     def _find_site(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Site:
         owner, name = ("torch.autograd", "backward") if subject is None else (subject.__module__, subject.__qualname__)
-        inner: Any = getattr(subject, "step" if phase == OPTIMIZER else "forward", function)
-        while hasattr(inner, "__wrapped__"):
-            inner = inner.__wrapped__
-        code = getattr(inner, "__code__", None)
-        new = Site(
-            name=phase,
-            kind="op" if phase == RECOMPUTE else "phase",
+        inner = inspect.unwrap(getattr(subject, "step" if phase == OPTIMIZER else "forward", function))
+        kind, attributes = ("op", ()) if phase == RECOMPUTE else ("phase", (("phase", phase),))
+        new = replace_fields(
+            site_of(inner, name=phase, kind=kind, device=self._has_device),
             module=owner,
             qualname=name,
-            file=code.co_filename if code is not None else "",
-            line=code.co_firstlineno if code is not None else 0,
             instance="" if subject is None else subject.__name__,
-            device=self._has_device,
-            attributes=() if phase == RECOMPUTE else (("phase", phase),),
+            attributes=attributes,
+            suspends=False,
         )
         return self._sites.setdefault((phase, owner, name), new)
 

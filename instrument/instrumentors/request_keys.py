@@ -80,69 +80,42 @@ class KeyReader:
     def __init__(self, function: Callable[..., Any], rule: FunctionRule) -> None:
         self.missing: list[str] = []
         self._place = rule.place or rule.text
-        pairs = [(KEY, rule.key), (BATCH_KEYS, rule.batch)]
-        of_call = [self._make_call_reader(function, name, key) for name, key in pairs if key and not _is_of_result(key)]
-        of_result = [self._make_result_reader(name, key) for name, key in pairs if key and _is_of_result(key)]
-        self.of_call: Attributes | None = join_readers(of_call)
-        self.of_result: ReadResult | None = join_readers(of_result)
+        pairs = [(name, keys) for name, keys in ((KEY, rule.key), (BATCH_KEYS, rule.batch)) if keys]
+        readers = [(first_of(keys.argument) == RETURN, self._make_reader(function, name, keys)) for name, keys in pairs]
+        self.of_call: Attributes | None = join_readers([reader for is_of_result, reader in readers if not is_of_result])
+        self.of_result: ReadResult | None = join_readers([reader for is_of_result, reader in readers if is_of_result])
 
-    def _make_call_reader(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Attributes | None:
-        parameter = parameter_of(function, first_of(keys.argument))
+    def _make_reader(self, function: Callable[..., Any], name: str, keys: RequestKeys) -> Callable[..., Values] | None:
+        """Return a reader of the key or the batch, from a call's (args, kwargs) or from its result."""
+        first, weights = first_of(keys.argument), first_of(keys.weights)
+        parameter = None if first == RETURN else parameter_of(function, first)
         if isinstance(parameter, str):
             self.missing.append(parameter)
             return None
         weighed: Parameter | None = None
-        if keys.weights and first_of(keys.weights) != first_of(keys.argument):
-            weights_parameter = parameter_of(function, first_of(keys.weights))
-            if isinstance(weights_parameter, str):
-                keys = self._drop_weights(keys, weights_parameter)
+        if keys.weights and weights != first:
+            of_weights = "" if parameter is None else parameter_of(function, weights)
+            if isinstance(of_weights, str):  # all members of the batch weigh the same
+                self.missing.append(f"weights: {of_weights or f'{weights} is not of what the call gives'}")
+                keys = replace(keys, weights="")
             else:
-                weighed = weights_parameter
+                weighed = of_weights
+        place = f"{self._place}: {keys.argument}"
+        read = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
 
-        def read_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Values:
-            value = parameter.of(args, kwargs)
+        def read_values(*call: Any) -> Values:
+            value = call[0] if parameter is None else parameter.of(*call)
             try:
                 if value is LEFT_OUT:
                     return {}
-                return read(value) if weighed is None else read(value, weighed.of(args, kwargs))
-            except Exception as error:
-                return log_failure(value, error)
+                return read(value) if weighed is None else read(value, weighed.of(*call))
+            except Exception as error:  # its text may contain values
+                is_unread = type(error) is UnreadError
+                reason = error if is_unread else f"{type(error).__name__} below a {type(value).__name__}"
+                FAULTS.note_of_rule(place, f"the keys cannot be read: {reason}")
+                return {}
 
-        read, log_failure = self._make_reader(name, keys), self._make_failure_logger(keys)
-        return _make_native_reader(parameter, name, keys, read_call, weighed)
-
-    def _drop_weights(self, keys: RequestKeys, missing: str) -> RequestKeys:
-        """Note that the weights cannot be read. Return the batch without them: all members weigh the same."""
-        self.missing.append(f"weights: {missing}")
-        return replace(keys, weights="")
-
-    def _make_result_reader(self, name: str, keys: RequestKeys) -> ReadResult:
-        if keys.weights and first_of(keys.weights) != RETURN:
-            keys = self._drop_weights(keys, f"{first_of(keys.weights)} is not of what the call gives")
-        read, log_failure = self._make_reader(name, keys), self._make_failure_logger(keys)
-
-        def read_result(value: Any) -> Values:
-            try:
-                return read(value)
-            except Exception as error:
-                return log_failure(value, error)
-
-        return _make_native_reader(None, name, keys, read_result)
-
-    def _make_reader(self, name: str, keys: RequestKeys) -> Callable[..., Values]:
-        """Return a reader of the key or the batch below a value."""
-        return _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, f"{self._place}: {keys.argument}")
-
-    def _make_failure_logger(self, keys: RequestKeys) -> Callable[[Any, Exception], Values]:
-        """Return a function that logs a failed read. It omits the error's text, which may contain values."""
-        place = f"{self._place}: {keys.argument}"
-
-        def log_failure(value: Any, error: Exception) -> Values:
-            reason = error if type(error) is UnreadError else f"{type(error).__name__} below a {type(value).__name__}"
-            FAULTS.note_of_rule(place, f"the keys cannot be read: {reason}")
-            return {}
-
-        return log_failure
+        return _make_native_reader(parameter, name, keys, read_values, weighed)
 
 
 def _make_native_reader(
@@ -331,10 +304,6 @@ def fact_value(value: Any) -> AttributeValue:
 def _defines_str(kind: type) -> bool:
     """Return True if an enumeration itself defines `__str__`."""
     return any("__str__" in vars(base) and base.__module__ not in ("enum", "builtins") for base in kind.__mro__)
-
-
-def _is_of_result(keys: RequestKeys) -> bool:
-    return first_of(keys.argument) == RETURN
 
 
 def _make_key_reader(keys: RequestKeys) -> ReadResult:

@@ -30,7 +30,7 @@ from instrument.instrumentors.references import (
 )
 from instrument.instrumentors.request_keys import FactReader, KeyReader
 from instrument.instrumentors.targets import Target, Unreachable, matches
-from instrument.instrumentors.verdict import RECORDING, Verdict
+from instrument.instrumentors.verdict import RECORDING, Verdict, suggest_nearest
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recorder.wrapping import Passes, Results
@@ -469,10 +469,8 @@ class Functions(Instrumentor):
                 f"`-m {tracer}` traces the program, which two can from Python 3.12 on; run it without, or use @profiled"
             )
             return Verdict(rule.text, "unreachable", why=why)
-        from instrument.profile.document import nearest
-
-        label = next(filter(None, (nearest(text, targets.all_labels(text, modules)) for text in rule.match)), "")
-        return Verdict(rule.text, "not found", why="matched no function" + (f"; nearest is {label}" if label else ""))
+        hints = (suggest_nearest(text, targets.all_labels(modules)) for text in rule.match)
+        return Verdict(rule.text, "not found", why="matched no function" + next(filter(None, hints), ""))
 
     def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
         """Return True if a module has functions that a rule selects."""

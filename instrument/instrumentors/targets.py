@@ -482,7 +482,7 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
     now[0] = new
 
 
-def all_labels(pattern_text: str, modules: Iterable[ModuleType]) -> list[str]:
+def all_labels(modules: Iterable[ModuleType]) -> list[str]:
     """Return the labels of all functions in the modules, to name the most similar one in a message."""
     things = (
         thing for module in modules for thing in _find_all(module, module, "", "**", set(), called=names_of(module)[-1])

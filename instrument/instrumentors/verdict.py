@@ -132,15 +132,17 @@ def read_check_reports(folder: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text("utf-8")) for path in sorted(Path(folder).glob("*.json"))]
 
 
+def suggest_nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the end of a message that names the most similar of the names, "" if none is similar."""
+    from instrument.profile.document import nearest
+
+    name = nearest(word, names, cutoff)
+    return f"; nearest is {name}" if name else ""
+
+
 def _add_nearest_module(verdict: Verdict, profile: Profile) -> Verdict:
     """Add the imported module with the most similar name to the verdict on a rule whose module is not imported."""
     texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
-    if verdict.state != "waiting":
-        return verdict
-    for text in texts:
-        from instrument.profile.document import nearest
-
-        nearest_name = nearest(text.partition(":")[0], sys.modules, 0.8)
-        if nearest_name:
-            return replace(verdict, why=f"{verdict.why}; nearest is {nearest_name}")
-    return verdict
+    hints = (suggest_nearest(text.partition(":")[0], sys.modules, 0.8) for text in texts)
+    hint = next(filter(None, hints), "") if verdict.state == "waiting" else ""
+    return replace(verdict, why=verdict.why + hint) if hint else verdict
