@@ -101,7 +101,7 @@ class KeyReader:
             else:
                 weighed = of_weights
         place = f"{self._place}: {keys.argument}"
-        read = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
+        read: Callable[..., Values] = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
 
         def read_values(*call: Any) -> Values:
             value = call[0] if parameter is None else parameter.of(*call)
