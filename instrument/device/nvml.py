@@ -212,17 +212,17 @@ class Nvml:
 
     def _read_gpu(self, nvml: Any, gpu: Gpu, device: NvmlDevice, readings: Sequence[_Reading], now_ns: int) -> Values:
         values: Values = {}
-        for reading in readings:
-            names = [name for name in reading.names if name not in device.absent]
+        for gauges, ask in readings:
+            names = [name for name in gauges if name not in device.absent]
             if not names or device.lost:
                 continue
             try:
-                values.update(reading.ask(self, nvml, device, now_ns))
+                values.update(ask(self, nvml, device, now_ns))
             except (nvml.NVMLError, nvml.NVMLLibraryMismatchError) as error:
                 values.update(dict.fromkeys(names))
                 self._stop_failed(nvml, gpu, device, names, error)
         if device.lost:  # reported once, and not read again
-            names = [name for reading in (*_OFTEN, *_RARELY) for name in reading.names if name not in device.absent]
+            names = [name for gauges, _ in (*_OFTEN, *_RARELY) for name in gauges if name not in device.absent]
             device.absent.update(names)
             values = {**dict.fromkeys(names), **values}
         return values
@@ -327,25 +327,20 @@ class Nvml:
         return values
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """A query of a device, and the gauges that it fills."""
+_Reading = tuple[tuple[str, ...], Callable[[Nvml, Any, NvmlDevice, int], Values]]
+"""The gauges that a query of a device fills, and the query."""
 
-    names: tuple[str, ...]
-    ask: Callable[[Nvml, Any, NvmlDevice, int], Values]
-
-
-_OFTEN = (
-    _Reading(("utilization", "memory_active"), Nvml._read_utilization),
-    _Reading(("memory_used", "memory_total"), Nvml._read_memory),
-    _Reading(("power",), Nvml._read_power),
-    _Reading(("energy",), Nvml._read_energy),
-    _Reading(tuple(GPM_METRICS), Nvml._read_gpm),
+_OFTEN: tuple[_Reading, ...] = (
+    (("utilization", "memory_active"), Nvml._read_utilization),
+    (("memory_used", "memory_total"), Nvml._read_memory),
+    (("power",), Nvml._read_power),
+    (("energy",), Nvml._read_energy),
+    (tuple(GPM_METRICS), Nvml._read_gpm),
 )
-_RARELY = (
-    _Reading(("temperature",), Nvml._read_temperature),
-    _Reading(("sm_clock", "memory_clock"), Nvml._read_clocks),
-    _Reading(("memory_of_process",), Nvml._read_process_memory),
+_RARELY: tuple[_Reading, ...] = (
+    (("temperature",), Nvml._read_temperature),
+    (("sm_clock", "memory_clock"), Nvml._read_clocks),
+    (("memory_of_process",), Nvml._read_process_memory),
 )
 
 

@@ -139,11 +139,10 @@ class ArgumentWatch:
                     if _is_identifier(name):
                         self._examine_value(paths, name, value)
 
-            looking = _FirstCalls(examine_call, self)
-            arguments = looking.examine_arguments
+            arguments = _FirstCalls(examine_call, self)
         if function.__code__.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
             return arguments, None
-        return arguments, _FirstCalls(lambda value: self._examine_result(paths, value), self).examine_result
+        return arguments, _FirstCalls(lambda value: self._examine_result(paths, value), self)
 
     def _examine_result(self, paths: dict[str, SeenPath], value: Any) -> None:
         if type(value) is str:
@@ -256,15 +255,10 @@ class _FirstCalls:
         self._watch = watch
         self._left = LOOKS
 
-    def examine_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._left:
-            self._examine(args, kwargs)
-
-    def examine_result(self, value: Any) -> None:
-        if self._left:
-            self._examine(value)
-
-    def _examine(self, *values: Any) -> None:
+    def __call__(self, *values: Any) -> None:
+        """Examine a call's (args, kwargs), or its result."""
+        if not self._left:
+            return
         self._left -= 1
         begin_ns = time.perf_counter_ns()
         try:

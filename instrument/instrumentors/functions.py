@@ -145,6 +145,25 @@ def call_before(owner: Any, attribute: str, note: Callable[..., object]) -> Undo
     return replace(owner, attribute, functools.wraps(original)(call_noted))
 
 
+def change_argument(
+    owner: Any, attribute: str, position: int, change: Callable[[Any], Any], name: str | None = None
+) -> Undo:
+    """Pass `change(value)` in place of one argument of `owner.attribute`, at a position or by a name, from now on."""
+    original = getattr(owner, attribute)
+
+    def call_changed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if name in kwargs:
+                kwargs[name] = change(kwargs[name])
+            elif len(args) > position:
+                args = (*args[:position], change(args[position]), *args[position + 1 :])
+        except Exception as fault:
+            FAULTS.note(f"argument of {attribute}", fault)
+        return original(*args, **kwargs)
+
+    return replace(owner, attribute, functools.wraps(original)(call_changed))
+
+
 def undo_all(undos: list[Undo]) -> None:
     """Call all functions of the list, the last first, and empty it. A failure is counted and stops no other call."""
     while undos:
@@ -419,24 +438,9 @@ def probe_registered(module: Any, registered: Callable[[FunctionType], Any]) -> 
     for seam in SEAMS[module.__name__]:
         owner = getattr(module, seam.owner, None)
         if isinstance(getattr(owner, seam.method, None), FunctionType):
-            undos.append(replace(owner, seam.method, _wrap_registration(seam, getattr(owner, seam.method), registered)))
+            probe = partial(_probe_handler, registered=registered)
+            undos.append(change_argument(owner, seam.method, seam.position, probe, seam.argument))
     return undos
-
-
-def _wrap_registration(seam: Seam, original: FunctionType, registered: Callable[[FunctionType], Any]) -> Any:
-    @functools.wraps(original)
-    def register_probe(*args: Any, **kwargs: Any) -> Any:
-        try:
-            if seam.argument in kwargs:
-                kwargs[seam.argument] = _probe_handler(kwargs[seam.argument], registered)
-            elif len(args) > seam.position:
-                handler = _probe_handler(args[seam.position], registered)
-                args = (*args[: seam.position], handler, *args[seam.position + 1 :])
-        except Exception as fault:
-            FAULTS.note("registration of a handler", fault)
-        return original(*args, **kwargs)
-
-    return register_probe
 
 
 def _probe_handler(handler: Any, registered: Callable[[FunctionType], Any]) -> Any:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.families import filter_by_role
-from instrument.instrumentors.functions import Instrumentor, Undo, replaces
+from instrument.instrumentors.functions import Instrumentor, Undo, call_before, change_argument, replaces
 from instrument.instrumentors.requests import asgi, blocked, propagation, wsgi
 from instrument.instrumentors.requests.exchange import PORT, Attach, Exchanges, ServedApp, current_exchange
 from instrument.instrumentors.requests.routers import ROUTERS, attach_routers
@@ -73,19 +73,11 @@ def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach
     holder_of = operator.attrgetter(path) if path else None
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        owner = getattr(module, class_name)
-        run = getattr(owner, method)
+        def record_app(server: Any, *_: Any, **__: Any) -> None:
+            holder = server if holder_of is None else holder_of(server)
+            setattr(holder, name, _make_recording_app(getattr(holder, name), kind, exchanges))
 
-        @replaces(owner, method)
-        def undo(self: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                holder = self if holder_of is None else holder_of(self)
-                setattr(holder, name, _make_recording_app(getattr(holder, name), kind, exchanges))
-            except Exception as fault:  # a version with another attribute
-                FAULTS.note(f"app of {module.__name__}", fault)
-            return run(self, *args, **kwargs)
-
-        return [undo]
+        return [call_before(getattr(module, class_name), method, record_app)]
 
     return attach
 
@@ -99,14 +91,7 @@ def _app_argument(name: str, position: int, kind: Any) -> Attach:
     """Return the `Attach` of a server's function that takes the app as its argument at `position`."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
-        run = getattr(module, name)
-
-        @replaces(module, name)
-        def undo(*args: Any, **kwargs: Any) -> Any:
-            app = _make_recording_app(args[position], kind, exchanges)
-            return run(*args[:position], app, *args[position + 1 :], **kwargs)
-
-        return [undo]
+        return [change_argument(module, name, position, lambda app: _make_recording_app(app, kind, exchanges))]
 
     return attach
 

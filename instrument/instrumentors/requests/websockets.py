@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, call_before, replaces
+from instrument.instrumentors.functions import Undo, call_before, change_argument, replaces
 from instrument.instrumentors.references import rebind
 from instrument.instrumentors.requests.exchange import (
     ABNORMAL,
@@ -38,21 +38,11 @@ def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
     entry = module.Serve if is_older else module.serve  # a class in some versions
     is_class = isinstance(entry, type)
     owner, name = (entry, "__init__") if is_class else (module, "serve")
-    serve, position = getattr(owner, name), int(is_class)
     key = "ws_handler" if is_older else "handler"
     connection = module.WebSocketServerProtocol if is_older else module.ServerConnection
-    record = functools.partial(
-        _record_handler, arrivals=arrivals, is_async=inspect.iscoroutinefunction(connection.send)
-    )
-
-    @replaces(owner, name)
-    def undo_serve(*args: Any, **kwargs: Any) -> Any:
-        if key in kwargs:
-            kwargs[key] = record(kwargs[key])
-        elif len(args) > position:
-            args = (*args[:position], record(args[position]), *args[position + 1 :])
-        return serve(*args, **kwargs)
-
+    is_async = inspect.iscoroutinefunction(connection.send)
+    record = functools.partial(_record_handler, arrivals=arrivals, is_async=is_async)
+    serve, undo_serve = getattr(owner, name), change_argument(owner, name, int(is_class), record, key)
     undos = [undo_serve, call_before(connection, "send", _note_message)]
     undos += [] if is_older else [_record_refusals(connection, arrivals)]
     if not is_class:
