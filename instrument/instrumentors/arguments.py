@@ -130,10 +130,6 @@ def part_of(value: Any, name: str) -> Any:
     return getattr(value, name)
 
 
-def _read_size(value: Any) -> int:
-    return len(value)
-
-
 def _read_type(value: Any) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -147,7 +143,7 @@ def read_value(value: Any) -> AttributeValue:
     return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 3] + "..."
 
 
-READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": _read_size, "type": _read_type, "value": read_value}
+READERS: dict[str, Callable[[Any], AttributeValue]] = {"size": len, "type": _read_type, "value": read_value}
 
 
 def first_of(path: str) -> str:

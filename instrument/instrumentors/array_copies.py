@@ -58,7 +58,7 @@ JAX_HOST_PLATFORMS = frozenset({"cpu"})
 def attach_jax(jax: Any, patched: PatchedFunctions) -> None:
     """Record the copies of `jax.device_put`, and reads of arrays' values on the host."""
     array_type, leaves, tracer = jax.Array, jax.tree_util.tree_leaves, jax.core.Tracer
-    array_classes = [cls for cls in _find_jax_array_classes() if isinstance(vars(cls).get("_value"), property)]
+    array_class = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)  # no subclass of `jax.Array`
 
     def read_put(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         directions: Counter[str] = Counter()
@@ -82,14 +82,8 @@ def attach_jax(jax: Any, patched: PatchedFunctions) -> None:
         return Transfer("h2h" if _is_on_jax_host(array) else "d2h", array.nbytes, True, False)
 
     patched.wrap_functions(jax, ("device_put",), read_put)
-    for cls in array_classes:
-        patched.wrap_property(cls, "_value", read_values, lambda array: array._npy_value is None)
-
-
-def _find_jax_array_classes() -> list[Any]:
-    """Return JAX's class of arrays with values in a list. Subclasses of `jax.Array` do not include it."""
-    array_class = getattr(sys.modules.get("jax._src.array"), "ArrayImpl", None)
-    return [] if array_class is None else [array_class]
+    if array_class is not None and isinstance(vars(array_class).get("_value"), property):
+        patched.wrap_property(array_class, "_value", read_values, lambda array: array._npy_value is None)
 
 
 def _is_on_jax_host(array: Any) -> bool:

@@ -174,10 +174,8 @@ class Layers(Instrumentor):
         if not isinstance(forward, FunctionType) or hasattr(forward, "__instrument_layers__"):
             return
         self._patched.add(owner)
-        self._patches[owner] = replace(owner, "forward", self._wrap_forward(forward))
-
-    def _wrap_forward(self, forward: FunctionType) -> Any:
-        return wrapping.wrap_method(self._recorder, forward, self._sites, self._decide_site, self._evaluate)
+        wrapper = wrapping.wrap_method(self._recorder, forward, self._sites, self._decide_site, self._evaluate)
+        self._patches[owner] = replace(owner, "forward", wrapper)
 
     def _decide_site(self, module: Any) -> Site | None:
         """Return the site of a layer, None if no rule selects it. The decision is stored once the path is known."""

@@ -85,16 +85,12 @@ class LineageMember:
         resolved = self._lineage.recording_class(cls)
         return resolved is not None and resolved is not self._owner()
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Pickle as a test that is never True, for functions that are pickled by value to other processes."""
-        return _make_empty_test, ()
+        return functools.partial, (_return_false,)
 
 
-def _make_empty_test() -> Callable[[tuple[Any, ...]], bool]:
-    return _never_passes
-
-
-def _never_passes(args: tuple[Any, ...]) -> bool:
+def _return_false(args: tuple[Any, ...]) -> bool:
     return False
 
 

@@ -44,13 +44,24 @@ def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable
     def ready() -> bool:
         return not compiling() and used()
 
+    def read_pinning(out: Any, args: Any, kwargs: Any) -> Transfer:
+        return Transfer("h2h", _count_bytes(out), True, True)
+
+    def read_storage_pin(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+        return None if out is args[0] else Transfer("h2h", out.nbytes(), True, True)
+
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _find_private_backend(torch)
     patched.ready, patched.stream = ready, _find_device
     patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _skip_same(_read_conversion, fake))
     patched.wrap_methods(tensor, ("copy_",), _skip_fake(_read_copy, fake))
-    patched.wrap_methods(tensor, ("pin_memory",), _skip_same(_read_pinning, fake), _read_no_stream)
+    patched.wrap_methods(
+        tensor,
+        ("pin_memory",),
+        _skip_same(lambda out, *_: Transfer("h2h", _count_bytes(out), True, True), fake),
+        _read_no_stream,
+    )
     # Most calls read tensors that are on the host already.
     patched.wrap_methods(
         tensor, READING, _read_values, lambda args, kwargs: _find_device(args, kwargs) if args[0].is_cuda else NOWHERE
@@ -58,7 +69,7 @@ def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         patched.wrap_methods(storage, ("to", "cuda", "cpu"), _read_storage_move)
         patched.wrap_methods(storage, ("copy_",), _read_storage_copy)
-        patched.wrap_methods(storage, ("pin_memory",), _read_storage_pin, _read_no_stream)
+        patched.wrap_methods(storage, ("pin_memory",), read_storage_pin, _read_no_stream)
 
 
 def _read_no_stream(args: Any, kwargs: Any) -> Any:
@@ -123,10 +134,6 @@ def _make_transfer(source: Any, out: Any, target: Any, asynchronous: bool, overw
     return Transfer(direction, _count_bytes(source), not asynchronous, pinned)
 
 
-def _read_pinning(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    return Transfer("h2h", _count_bytes(out), True, True)
-
-
 def _read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     """Return the transfer of a method that reads a tensor's values into Python objects, and so waits for the device."""
     source = args[0]
@@ -147,10 +154,6 @@ def _read_storage_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     source = argument(args, kwargs, 1, "source")
     direction = device_direction(source.device, out.device)
     return None if direction is None else Transfer(direction, source.nbytes(), not _is_asynchronous(args[1:], kwargs))
-
-
-def _read_storage_pin(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    return None if out is args[0] else Transfer("h2h", out.nbytes(), True, True)
 
 
 def _skip_fake(facts: Facts, fake: Any) -> Facts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, call_before, replaces
@@ -31,7 +31,7 @@ from instrument.instrumentors.requests.exchange import (
 )
 from instrument.recorder.wrapping import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.cheap_start import NamedTuple, dataclass
 from instrument.runtime.faults import FAULTS
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
@@ -103,20 +103,18 @@ class _Service:
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """A call of a method: wraps its handler, deserializer and serializer, and ends its span."""
 
-    __slots__ = ("_arrivals", "_broken", "_details", "_is_async", "_is_begun", "_is_streamed", "_service", "exchange")
-
-    def __init__(self, service: _Service, arrivals: Arrivals, details: Any, is_streamed: bool, is_async: bool) -> None:
-        self._service = service
-        self._arrivals = arrivals
-        self._details = details
-        self._is_streamed = is_streamed
-        self._is_async = is_async
-        self._is_begun = False
-        self.exchange: Exchange | None = None
-        self._broken: BaseException | None = None
+    _service: _Service
+    _arrivals: Arrivals
+    _details: Any
+    _is_streamed: bool
+    _is_async: bool
+    _is_begun: bool = False
+    exchange: Exchange | None = None
+    _broken: BaseException | None = None
 
     def wrap_behaviour(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function of a handler so that it is recorded. A coroutine function remains one."""
@@ -288,15 +286,13 @@ class _Call:
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
 
+@dataclass(slots=True, eq=False)
 class _AnswerStream:
     """A proxy of the iterator of a stream's answers. Its end ends the call."""
 
-    __slots__ = ("_answers", "_call", "_context")
-
-    def __init__(self, call: _Call, answers: Any, context: Any) -> None:
-        self._call = call
-        self._answers: Iterator[Any] | None = answers
-        self._context = context
+    _call: _Call
+    _answers: Any
+    _context: Any
 
     def __iter__(self) -> _AnswerStream:
         return self
@@ -305,7 +301,7 @@ class _AnswerStream:
         call = self._call
         token = CURRENT.set(call.exchange)
         try:
-            return next(self._answers)  # type: ignore[arg-type]
+            return next(self._answers)
         except StopIteration:
             call.end(self._context)
             raise

@@ -218,7 +218,7 @@ class Requests(Instrumentor):
     def _set_rules(self, rules: Sequence[RequestsRule]) -> None:
         self.rules = tuple(rules)
         self._blocked_ns = rules[0].blocked_ns if rules else None
-        self._exchanges = [Exchanges(rule, self._recorder) for rule in rules]
+        self._exchanges = Exchanges(rules[0], self._recorder) if rules else None
         self._kinds = {kind for rule in rules for kind in rule.servers}
         self._known = {*ROUTERS, propagation.MODULE} if rules else set()
         if self._blocked_ns is not None:
@@ -245,9 +245,9 @@ class Requests(Instrumentor):
         try:
             self._met[name] = ""
             seam = self._find_seam(name)
-            if seam is not None:
+            if seam is not None and self._exchanges is not None:
                 kind, attach = seam
-                undos = attach(module, self._exchanges[0])
+                undos = attach(module, self._exchanges)
                 self._undos += undos
                 self._met[name] = kind if undos else ""
             if name == propagation.MODULE:
@@ -267,8 +267,8 @@ class Requests(Instrumentor):
         self._met.clear()
         before = self._exchanges
         self._set_rules(rules)
-        for exchanges in before:
-            exchanges.next = self._exchanges[0] if self._exchanges else None
+        if before is not None:
+            before.next = self._exchanges
         for module in modules:
             if self.may_match(module.__name__):
                 self.attach_to(module)
@@ -278,13 +278,13 @@ class Requests(Instrumentor):
 
     def undo(self) -> None:
         """Restore the functions of servers and routers. The verdicts still name them."""
-        for exchanges in self._exchanges:
-            exchanges.is_on = False
+        if self._exchanges is not None:
+            self._exchanges.is_on = False
         super().undo()
 
     def has_begun(self) -> bool:
         """Return True if this rule or a function rule has recorded the begin of a request."""
-        has_met = any(exchanges.sites() for exchanges in self._exchanges)
+        has_met = self._exchanges is not None and bool(self._exchanges.sites())
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
@@ -292,15 +292,13 @@ class Requests(Instrumentor):
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict on the rule, and verdicts on requests that were not recorded."""
-        pairs = zip(self.rules, self._exchanges, strict=True)
-        return [verdict for rule, exchanges in pairs for verdict in self._rule_verdicts(rule, exchanges)]
-
-    def _rule_verdicts(self, rule: RequestsRule, exchanges: Exchanges) -> list[Verdict]:
-        """Return the verdict on a rule, and verdicts on requests that it did not record or name."""
+        """Return the verdict on the rule, and verdicts on requests that it did not record or name."""
+        if self._exchanges is None:
+            return []
+        rule: RequestsRule = self.rules[0]
         met = {name: kind for name, kind in self._met.items() if kind in SERVERS}
         lacking = [text for text in self._met.values() if " " in text]
-        sites, calls_of = exchanges.sites(), calls_by_site(self._recorder)
+        sites, calls_of = self._exchanges.sites(), calls_by_site(self._recorder)
         calls = sum(calls_of.get(site, 0) for site in sites)
         if lacking:
             verdict = Verdict(rule.text, "unreachable", why="; ".join(lacking))

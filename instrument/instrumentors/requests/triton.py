@@ -21,6 +21,7 @@ from instrument.instrumentors.functions import Undo, replace, undo_all
 from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges
 from instrument.recorder.wrapping import CANCELLED
 from instrument.recording.spans import OUTCOME, Site
+from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
 
 MODULE = re.compile(r"\d+\.\w+")
@@ -37,16 +38,14 @@ DROPPED = "dropped"
 NONE = (None, None)
 
 
+@dataclass(slots=True, eq=False)
 class _Answer:
     """The answer that a response sender gives to a request. It is deleted together with the sender."""
 
-    __slots__ = ("context", "exchange", "is_left")
-
-    def __init__(self, exchange: Exchange, context: Context) -> None:
-        self.exchange = exchange
-        self.context = context
-        self.is_left = False
-        """True after `execute` has returned. Then only the sender can end the answer."""
+    exchange: Exchange
+    context: Context
+    is_left: bool = False
+    """True after `execute` has returned. Then only the sender can end the answer."""
 
     def __del__(self) -> None:
         """End the request if its sender is deleted without a final response."""
