@@ -54,7 +54,7 @@ class Service:
         self.intervals = IntervalRing(1 << 16)
         self.driver = TorchDriver(torch)
         totals: Any = SimpleNamespace(count_device=lambda *_: True)
-        self.timer = Timer(self.driver, self.intervals, totals, fake.now_ns)
+        self.timer = Timer(self.driver, self.intervals, totals, fake.now_ns, fake.now_ns)
         is_initialized, native = torch.cuda.is_initialized, torch._C
         device, stream = native._cuda_getDevice, native._cuda_getCurrentRawStream
         self.timer.sources.append(lambda: (device(), stream(device())) if is_initialized() else None)

@@ -8,7 +8,7 @@ time is computed from an anchor farther away.
 
 The host's clock does not run evenly: NTP may slew CLOCK_MONOTONIC by 500 ppm at any moment. CLOCK_MONOTONIC_RAW is not
 slewed. Both clocks are read with each anchor and for each event, and a change of their difference adds to the
-uncertainty. Without CLOCK_MONOTONIC_RAW, the largest slew of NTP is added.
+uncertainty.
 """
 
 from __future__ import annotations
@@ -107,22 +107,17 @@ class Anchor:
 class Anchors:
     """The anchors of one context. Only the thread to which the context is bound uses them.
 
-    `now` is the host's clock, `raw` a clock that is never slewed, or None. `reading` reads an anchor by the host's
+    `now` is the host's clock, `raw` a clock that is never slewed. `reading` reads an anchor by the host's
     clock without the interpreter's lock, or is None if the driver cannot do that.
     """
 
     def __init__(
-        self,
-        driver: Any,
-        now: Callable[[], int],
-        raw: Callable[[], int] | None = None,
-        reading: Reading | None = None,
+        self, driver: Any, now: Callable[[], int], raw: Callable[[], int], reading: Reading | None = None
     ) -> None:
         self._driver = driver
         self._reading = reading
         self._now = now
         self._raw = raw
-        self._change = SLEW if raw is None else WANDER
         self._stream: Any = None
         self._anchors: list[Anchor] = []
         self._spare: list[Any] = []
@@ -198,14 +193,12 @@ class Anchors:
 
     def _take_tightest_reading(self) -> Lead:
         """Read the lead several times. Return the reading with the least uncertainty."""
-        best: Lead | None = None
-        for _ in range(READINGS if self._raw is not None else 0):
-            before_ns = self._now()
-            raw_ns = self._raw() if self._raw is not None else 0
+        readings = []
+        for _ in range(READINGS):
+            before_ns, raw_ns = self._now(), self._raw()
             half_ns = (self._now() - before_ns + 1) // 2
-            if best is None or half_ns < best.uncertainty_ns:
-                best = Lead(before_ns + half_ns, before_ns + half_ns - raw_ns, half_ns)
-        return best or Lead(self._now(), 0, 0)
+            readings.append(Lead(before_ns + half_ns, before_ns + half_ns - raw_ns, half_ns))
+        return min(readings, key=lambda lead: lead.uncertainty_ns)
 
     def _keep_anchor(self, anchor: Anchor) -> int:
         if self._anchors and anchor.host_ns - self._anchors[-1].host_ns <= FARTHEST_NS:
@@ -253,7 +246,7 @@ class Anchors:
         rate, rate_error, _ = self._find_rate(len(self._anchors) - 1, 1)
         uncertainty_ns, wander = float(newest.uncertainty_ns + RESOLUTION_NS), rate_error
         if rate_error != DRIFT:
-            uncertainty_ns, wander = uncertainty_ns + self._measure_deviation(), rate_error + self._change
+            uncertainty_ns, wander = uncertainty_ns + self._measure_deviation(), rate_error + WANDER
         return Ahead(newest.host_ns, rate, uncertainty_ns, wander)
 
     def place_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
@@ -277,7 +270,7 @@ class Anchors:
             next_anchor = anchors[index + (1 if offset_ns > 0 else -1)]
             uncertainty_ns = max(uncertainty_ns, next_anchor.uncertainty_ns + RESOLUTION_NS)
             distance_ns = max(min(distance_ns, abs(next_anchor.host_ns - anchor.host_ns) - distance_ns), 0)
-            uncertainty_ns += distance_ns * self._change + (anchor if offset_ns > 0 else next_anchor).bend_ns
+            uncertainty_ns += distance_ns * WANDER + (anchor if offset_ns > 0 else next_anchor).bend_ns
         elif rate_error == DRIFT:
             uncertainty_ns += distance_ns * DRIFT
         else:
@@ -289,8 +282,6 @@ class Anchors:
 
     def _measure_deviation(self) -> float:
         """Return the ns by which the host's clock has deviated from its earlier rate since the newest anchor."""
-        if self._raw is None:
-            return 0.0  # the distance accounts for it
         anchor_lead, now = self._anchors[-1].lead, self._take_tightest_reading()
         usual = self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         passed_ns = now.at_ns - anchor_lead.at_ns

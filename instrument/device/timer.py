@@ -45,7 +45,7 @@ class Timer:
         intervals: IntervalRing,
         recorder: Recorder,
         now: Callable[[], int],
-        raw: Callable[[], int] | None = None,
+        raw: Callable[[], int],
     ) -> None:
         self.driver = driver
         self._raw = raw

@@ -32,9 +32,7 @@ current stream."""
 LOOK_S = 0.002
 """Seconds between two polls of a thread that waits for device times."""
 
-raw_clock: Callable[[], int] | None = None
-if hasattr(time, "CLOCK_MONOTONIC_RAW"):
-    raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
+raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
 
 
 class Timing:

@@ -147,6 +147,7 @@ def compare(current: Any) -> None:
     """The three tables."""
     from instrument.device.cuda import CudaDriver
     from instrument.device.timer import Timer
+    from instrument.device.timing import raw_clock
     from instrument.recorder.recorder import Recorder
     from instrument.recording.slot_ring import IntervalRing
     from instrument.recording.spans import Site
@@ -161,7 +162,7 @@ def compare(current: Any) -> None:
     for name, holds_gil in (("device span, lock let go", False), ("device span, lock kept", True)):
         recorder = Recorder(1 << 22)
         recorder.on = True
-        timer = Timer(CudaDriver(holds_gil=holds_gil), IntervalRing(1 << 22), recorder, recorder.now_ns)
+        timer = Timer(CudaDriver(holds_gil=holds_gil), IntervalRing(1 << 22), recorder, recorder.now_ns, raw_clock)
         timer.sources.append(current)
         recorder.begin_device = timer.begin
         runs[name] = recorder.wrap(nothing, Site(name, device=True))
@@ -196,13 +197,14 @@ def soak(current: Any, spans: int) -> None:
     """Memory over many spans, and what one costs with everything in it."""
     from instrument.device.cuda import CudaDriver
     from instrument.device.timer import Timer
+    from instrument.device.timing import raw_clock
     from instrument.recorder.recorder import Recorder
     from instrument.recording.slot_ring import IntervalRing
     from instrument.recording.spans import Site
 
     recorder = Recorder(1 << 22)
     recorder.on = True
-    timer = Timer(CudaDriver(), IntervalRing(1 << 22), recorder, recorder.now_ns)
+    timer = Timer(CudaDriver(), IntervalRing(1 << 22), recorder, recorder.now_ns, raw_clock)
     timer.sources.append(current)
     recorder.begin_device = timer.begin
 
