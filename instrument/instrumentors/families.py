@@ -13,6 +13,28 @@ from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.runtime.cheap_start import NamedTuple, replace
 
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "web": (
+        *("starlette", "litestar", "flask", "quart", "django", "falcon", "bottle", "blacksheep", "aiohttp.web"),
+        *("tornado.web", "fastapi"),
+    ),
+    "server": (
+        *("uvicorn", "hypercorn", "daphne.server", "granian", "gunicorn", "waitress", "grpc", "grpclib.server"),
+        *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
+    ),
+    "unrouted": ("pyramid.router", "cherrypy"),
+    "unmet": ("robyn", "twisted.web.server"),
+    "queue": ("huey.bin.huey_consumer",),
+    "engine": (*ENGINES, "bentoml"),
+    "library": (
+        *("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba"),
+        *("sklearn", "sentence_transformers", "torch", "transformers"),
+    ),
+}
+"""The import names of known packages, by role. Requests of `web` frameworks are recorded, and requests of `unrouted`
+ones have no route. Those of `unmet` servers and jobs of `queue` packages are not recorded. A `server` runs apps of
+other packages. An `engine` is a complete model server."""
+
 
 class Family(NamedTuple):
     """The class that instruments a key of a profile, by module and name, and the packages that its rules can select.
@@ -25,6 +47,12 @@ class Family(NamedTuple):
     packages: frozenset[str]
 
 
+def _list_served_packages() -> str:
+    """Return the packages that serve requests, or that the verdict on requests names."""
+    roles = ("web", "server", "unrouted", "unmet", "queue")
+    return " ".join(name.partition(".")[0] for role in roles for name in PACKAGES[role])
+
+
 def _make_family(module: str, name: str, packages: str) -> Family:
     return Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
 
@@ -35,12 +63,8 @@ FAMILIES: Mapping[str, Family] = {
     "requests": _make_family(
         "requests.servers",
         "Requests",
-        "uvicorn hypercorn daphne granian gunicorn waitress wsgiref werkzeug gevent cheroot bjoern aiohttp grpc ray"
-        " litserve mosec starlette fastapi litestar flask quart django channels falcon bottle tornado sanic"
-        " websockets grpclib bentoml gradio"
-        # The last are servers without instrumentation, which the verdict names.
-        " http.server socketserver robyn twisted blacksheep pyramid cherrypy celery rq dramatiq arq huey"
-        " taskiq faststream",
+        "http.server socketserver wsgiref werkzeug channels sanic websockets ray litserve mosec bentoml gradio"
+        f" celery rq dramatiq arq taskiq faststream {_list_served_packages()}",
     ),
     "layers": _make_family("layers", "Layers", "torch"),
     "copies": _make_family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
@@ -93,37 +117,6 @@ def rules_of(profile: Profile, key: str) -> tuple[Any, ...]:
         return tuple(replace(rule, blocked_ns=profile.limits.blocked_ns) for rule in rules)
     return rules if isinstance(rules, tuple) else () if rules == "off" else (rules,)
 
-
-PACKAGES: Mapping[str, tuple[str, ...]] = {
-    "web": (
-        "starlette",
-        "litestar",
-        "flask",
-        "quart",
-        "django",
-        "falcon",
-        "bottle",
-        "blacksheep",
-        "aiohttp.web",
-        "tornado.web",
-        "fastapi",
-    ),
-    "server": (
-        *("uvicorn", "hypercorn", "daphne.server", "granian", "gunicorn", "waitress", "grpc", "grpclib.server"),
-        *("gevent.pywsgi", "cheroot.wsgi", "bjoern"),
-    ),
-    "unrouted": ("pyramid.router", "cherrypy"),
-    "unmet": ("robyn", "twisted.web.server"),
-    "queue": ("huey.bin.huey_consumer",),
-    "engine": (*ENGINES, "bentoml"),
-    "library": (
-        *("numpy", "jax", "tensorflow", "keras", "onnxruntime", "cupy", "numba"),
-        *("sklearn", "sentence_transformers", "torch", "transformers"),
-    ),
-}
-"""The import names of known packages, by role. Requests of `web` frameworks are recorded, and requests of `unrouted`
-ones have no route. Those of `unmet` servers and jobs of `queue` packages are not recorded. A `server` runs apps of
-other packages. An `engine` is a complete model server."""
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
 """The packages that have a preset, with its name."""

@@ -324,7 +324,7 @@ class Regions:
         key = id(module)
         weakref.finalize(module, self._sites.pop, key, None)
         self._sites[key] = site
-        if self._region_kind(module) == "compiled" and site is not None:
+        if site is not None and self._describe(module)[1] == "compiled":
             inner = (vars(module).get("_modules") or {}).get("_orig_mod")
             root = module if inner is None else inner
             self._roots[id(root)] = root
@@ -336,7 +336,7 @@ class Regions:
         return id(module) in self._roots
 
     def _find_site(self, module: Any, path: str) -> Site | None:
-        name, kind = self._name(module), self._region_kind(module)
+        name, kind = self._describe(module)
         selection = self._first(name, path)
         if selection is None:
             return None
@@ -349,19 +349,14 @@ class Regions:
 
     # ---------------------------------------------------------------- kinds of region
 
-    def _region_kind(self, module: Any) -> str:
+    def _describe(self, module: Any) -> tuple[str, str]:
+        """Return the class name by which rules select a module, such as a compiled one, and the kind of region."""
         if isinstance(module, self._torch.jit.ScriptModule):
-            return "scripted"
-        return "graph" if isinstance(module, self._torch.fx.GraphModule) else "compiled"
-
-    def _name(self, module: Any) -> str:
-        """Return the class name by which rules select a module: the compiled or scripted module's."""
-        if isinstance(module, self._torch.jit.ScriptModule):
-            return str(getattr(module, "original_name", type(module).__name__))
+            return str(getattr(module, "original_name", type(module).__name__)), "scripted"
         if isinstance(module, self._torch.fx.GraphModule):
-            return "GraphModule"
+            return "GraphModule", "graph"
         inner = (vars(module).get("_modules") or {}).get("_orig_mod")
-        return name_for_rules(type(module if inner is None else inner))
+        return name_for_rules(type(module if inner is None else inner)), "compiled"
 
     def _why_children_unseen(self, module: Any) -> str:
         """Return the reason why the children of a module are not called from Python, "" if they are."""
@@ -405,7 +400,7 @@ class Regions:
         self._paths.find_unregistered()
         counts: Counter[tuple[str, str]] = Counter()
         for module, path, reason in self._walk_models():
-            selection = self._first(self._name(module), path)
+            selection = self._first(self._describe(module)[0], path)
             if selection is not None:
                 why = reason or self._why_missed(module)
                 counts[selection[0].text, why] += bool(why)

@@ -69,11 +69,19 @@ class _Service:
 
     def record_handler(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
         """Wrap the handler of a call so that it is recorded. Never raises."""
+        if handler is None:
+            self.record_refusal(details, arrivals, "UNIMPLEMENTED")
+            return None
         try:
-            if handler is None:
-                self.record_refusal(details, arrivals, "UNIMPLEMENTED")
-                return None
-            return self._wrap_handler(handler, details, arrivals, is_async)
+            is_streamed = bool(handler.response_streaming)
+            kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if is_streamed else 'unary'}"
+            behaviour = getattr(handler, kind)
+            if getattr(behaviour, "experimental_non_blocking", False):  # it may send and end from any thread
+                arrivals.exchanges.recorder.count(UNSEEN)
+                return handler
+            call = _Call(self, arrivals, details, is_streamed, is_async)
+            wrapped, deserialize = call.wrap_behaviour(behaviour), call.deserializer(handler.request_deserializer)
+            return getattr(self.grpc, f"{kind}_rpc_method_handler")(wrapped, deserialize, call.serializer(handler))
         except Exception as fault:
             FAULTS.note("gRPC call", fault)
             return handler
@@ -89,18 +97,6 @@ class _Service:
         """Return the name of the status that the service has set for a call, OK by default."""
         code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
-
-    def _wrap_handler(self, handler: Any, details: Any, arrivals: Arrivals, is_async: bool) -> Any:
-        is_streamed = bool(handler.response_streaming)
-        kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if is_streamed else 'unary'}"
-        behaviour = getattr(handler, kind)
-        if getattr(behaviour, "experimental_non_blocking", False):  # it may send and end from any thread
-            arrivals.exchanges.recorder.count(UNSEEN)
-            return handler
-        call = _Call(self, arrivals, details, is_streamed, is_async)
-        return getattr(self.grpc, f"{kind}_rpc_method_handler")(
-            call.wrap_behaviour(behaviour), call.deserializer(handler.request_deserializer), call.serializer(handler)
-        )
 
 
 @dataclass(slots=True, eq=False)
