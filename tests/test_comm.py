@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.comm import OPERATIONS, Comm
+from instrument.instrumentors.training import OPERATIONS, Comm
 from instrument.recorder.recorder import Recorder
 from instrument.runtime.faults import FAULTS
 

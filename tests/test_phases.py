@@ -17,8 +17,8 @@ from readback import spans_in
 from trees import outline, tree
 
 from instrument import scope
-from instrument.instrumentors.phases import Phases
 from instrument.instrumentors.selection import Selection
+from instrument.instrumentors.training import Phases
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import Span

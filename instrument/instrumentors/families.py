@@ -69,8 +69,8 @@ FAMILIES: Mapping[str, Family] = {
     "layers": _make_family("layers", "Layers", "torch"),
     "copies": _make_family("copies", "Copies", "torch numpy cupy numba cuda jax onnxruntime"),
     "loaders": _make_family("loaders", "Loaders", "torch"),
-    "phases": _make_family("phases", "Phases", "torch"),
-    "comm": _make_family("comm", "Comm", "torch"),
+    "phases": _make_family("training", "Phases", "torch"),
+    "comm": _make_family("training", "Comm", "torch"),
     "frameworks": _make_family(
         "frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"
     ),

@@ -163,31 +163,31 @@ class _FactPath(NamedTuple):
         return None if value is None else self.take(value)
 
 
-class _FactsReader:
+class _FactsReader(NamedTuple):
     """A reader of facts below one parameter or the result, for the request of a call.
 
     The reader in C calls it with a value and the index of a fact that it cannot read itself. If a call omits the
     argument, it passes the call's arguments, and the facts are read from the default.
     """
 
-    def __init__(
-        self, parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
-    ) -> None:
-        self._parameter, self._facts, self._names, self._before = parameter, facts, names, before
+    parameter: Parameter | None
+    facts: Sequence[_FactPath]
+    names: Values
+    before: Callable[..., Any] | None
 
     def __call__(self, value: Any, place: Any) -> Any:
         if type(place) is int:
             return self._read(value, place)
-        attributes: Values = self._before(value, place) or {} if self._before else {}
-        default = LEFT_OUT if self._parameter is None else self._parameter.default
+        attributes: Values = self.before(value, place) or {} if self.before else {}
+        default = LEFT_OUT if self.parameter is None else self.parameter.default
         reads = (
-            [] if default is LEFT_OUT else [(fact.name, self._read(default, at)) for at, fact in enumerate(self._facts)]
+            [] if default is LEFT_OUT else [(fact.name, self._read(default, at)) for at, fact in enumerate(self.facts)]
         )
         facts = {name: fact for name, fact in reads if fact is not None}
-        return {**attributes, **facts, **self._names} if facts else attributes
+        return {**attributes, **facts, **self.names} if facts else attributes
 
     def _read(self, value: Any, place: int) -> AttributeValue | None:
-        fact = self._facts[place]
+        fact = self.facts[place]
         try:
             return fact.read_below(value)
         except Exception as error:

@@ -78,7 +78,7 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
                 _count_parts(self.wfile, exchange)
         return is_whole
 
-    def note_status(handler: Any, code: Any, *_: Any) -> None:
+    def note_status(handler: Any, code: Any, *_: Any, **__: Any) -> None:
         if code >= 200 and (exchange := exchange_of(handler)) is not None:
             exchange.begin_answer(code, None)
 

@@ -1,0 +1,501 @@
+"""Record training loops with torch: their phases, and the communication between their processes.
+
+The phases are forward, backward and optimizer, each a span of kind `phase`. Forward is the outermost call of a module
+on a thread. Backward is a run of the autograd engine (`backward`, `grad`). Optimizer is the `step` of any optimizer. A
+call inside a phase has no span, except in two cases. Forward and backward inside an optimizer's closure (LBFGS,
+Lightning) are phases of their own. A module called inside backward recomputes activations that a checkpoint did not
+store, so its span is `recompute`. Compiled models are recorded, too.
+
+Each call of torch.distributed is a span of kind `comm`. A synchronous collective is one span, such as `all_reduce`. An
+asynchronous collective has two spans: `all_reduce` for the call, and `all_reduce.wait` for the wait. Its attribute
+`in_flight_ns` is the time from the call to the end of the wait. Sends and receives always have both spans, because a
+call does not show if it is asynchronous. Methods of process groups are replaced. The functions of `torch.distributed`
+are not, because compilers and torch compare them by identity. A span has attributes for the operation, bytes (the
+larger of this rank's input and output), backend, group, rank and world size. Its device time is the time that the
+calling stream waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from instrument.errors import error_name
+from instrument.instrumentors.execution import exclude_from_compiler, get_compiling_test, get_evaluator_setter
+from instrument.instrumentors.functions import Switch, replace
+from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.targets import site_of
+from instrument.instrumentors.verdict import Verdict
+from instrument.instrumentors.work import CallWork
+from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recording.spans import AttributeValue, Site
+from instrument.runtime.faults import FAULTS
+
+# phases
+
+FORWARD, BACKWARD, OPTIMIZER, RECOMPUTE = "forward", "backward", "optimizer", "recompute"
+
+PASSES: Mapping[str, frozenset[str]] = {
+    FORWARD: frozenset({FORWARD, RECOMPUTE}),
+    BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
+    OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
+}
+"""The phases that suppress the span of a call if they are open on its thread, by the phase of the call."""
+
+_WRAPPED_IN: Mapping[str, str] = {
+    "OptimizedModule": "_orig_mod",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+"""The attribute that holds the wrapped model, by the name of the wrapper's class."""
+
+UNSEEN_PHASES = (
+    "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
+)
+
+
+class _Inside(threading.local):
+    """The phase that is open on each thread."""
+
+    phase: str | None = None
+
+
+class Phases(Switch):
+    """The instrumentor of `phases: auto`. `hits` maps each recorded phase to the names of its classes."""
+
+    key = "phases"
+    module = "torch"
+
+    def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
+        super().__init__(rules, recorder)
+        self.hits: dict[str, set[str]] = {}
+        self._inside = _Inside()
+        self._recordings: dict[tuple[str, int, int], Any] = {}
+        self._sites: dict[tuple[str, str, str], Site] = {}
+        self._lacking: list[str] = []
+        self._has_device = False
+        self._graph_task: Callable[[], int] = lambda: -1
+        self._evaluate: Callable[[Any], Any] = lambda evaluate: None
+        self._exclude_functions: Callable[[Iterable[Any]], None] = lambda functions: None
+
+    def attach_to(self, torch: Any) -> None:
+        """Wrap the calls of modules, of the autograd engine and of optimizers, after the import of torch."""
+        if self._attached:
+            return
+        self._attach()
+        version = getattr(torch, "version", None)
+        self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
+        self._is_compiling = get_compiling_test(torch)
+        self._graph_task = getattr(torch._C, "_current_graph_task_id", self._graph_task)
+        self._evaluate = get_evaluator_setter(torch)
+        self._exclude_functions = functools.partial(exclude_from_compiler, torch)
+        self._exclude_functions((self._run_call, _unwrap_model))
+        module_type = torch.nn.Module
+        self._undos.append(replace(module_type, "__call__", self._wrap_call(module_type.__call__)))
+        autograd = torch.autograd
+        # Both backward() and grad() call it. Compilers know those two by identity, but not this one.
+        engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
+        self._undos.append(replace(autograd, engine, self._wrap_function(BACKWARD, getattr(autograd, engine))))
+        self._watch_optimizers(torch.optim.Optimizer)
+
+    def undo(self) -> None:
+        super().undo()
+        self._recordings.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdicts on the recorded phases, and on calls that cannot be recorded."""
+        if not self.hits:
+            why = "no module, backward or optimizer has run" if self._met else "torch not imported"
+            return [Verdict("phases", "waiting", why=why)]
+        verdicts = [
+            Verdict("phases", "attached", phase, ", ".join(sorted(filter(None, names))))
+            for phase, names in sorted(self.hits.items())
+        ]
+        verdicts += [Verdict("phases", "unreachable", name, "its step is no function") for name in self._lacking]
+        return [*verdicts, Verdict("phases", "partly", "torch", f"not seen: {UNSEEN_PHASES}")]
+
+    # ---------------------------------------------------------------- wrappers
+
+    def _wrap_call(self, method: Callable[..., Any]) -> Any:
+        """Return the wrapper of `Module.__call__`. No other function may use it.
+
+        torch.profiler (`with_stack`) recognises calls of modules by the code of `Module.__call__`, now the wrapper's,
+        and reads the module from its local `self`. Without such a local, or with an optimizer, the process would crash.
+        """
+        recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[FORWARD]
+        is_compiling = self._is_compiling
+
+        @functools.wraps(method)
+        def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            # A compiler evaluates this line alone, with a known result, and continues with the method.
+            if is_compiling() or not recorder.on or inside.phase in passes:
+                return method(self, *args, **kwargs)
+            return run(FORWARD, method, self, (self, *args), kwargs)
+
+        wrapper.__instrument_phase__ = FORWARD  # type: ignore[attr-defined]
+        self._exclude_functions((wrapper,))
+        return wrapper
+
+    def _wrap_function(self, phase: str, function: Callable[..., Any]) -> Any:
+        """Return the wrapper of an optimizer's `step`, or of the function that runs the autograd engine."""
+        recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[phase]
+        is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on or inside.phase in passes:
+                return function(*args, **kwargs)
+            return run(phase, function, args[0] if of_object else None, args, kwargs)
+
+        wrapper.__instrument_phase__ = phase  # type: ignore[attr-defined]
+        self._exclude_functions((wrapper,))
+        return wrapper
+
+    def _run_call(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call, and record it as a phase. A thread that runs a task of autograd is inside backward."""
+        if not self._attached:  # a compiled model still calls its wrapper afterwards
+            return function(*args, **kwargs)
+        inside = self._inside
+        before = inside.phase
+        if before == BACKWARD or self._graph_task() != -1:
+            if phase != FORWARD:
+                return function(*args, **kwargs)
+            phase = RECOMPUTE
+        try:
+            subject = None if thing is None else type(_unwrap_model(thing))
+            recording = self._recordings.get((phase, id(subject), id(function)))
+            if recording is None:
+                evaluate = self._evaluate(None)
+                try:
+                    recording = self._make_recording(phase, function, subject)
+                finally:
+                    self._evaluate(evaluate)
+        except Exception as fault:
+            FAULTS.note(f"phase {phase}", fault)
+            return function(*args, **kwargs)
+        inside.phase = phase
+        try:
+            return recording(*args, **kwargs)
+        finally:
+            inside.phase = before
+
+    def _make_recording(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
+        """Make the function that records a phase for objects of a class, at their first call."""
+        key = phase, id(subject), id(function)
+        site = self._find_site(phase, function, subject)
+        works = CallWork(self._recorder, is_method=False) if site.device else None
+        is_first = key not in self._recordings
+        recording = self._record_once(function, site, self._recordings, key, works)
+        if is_first and subject is not None:
+            weakref.finalize(subject, self._recordings.pop, key, None)
+        self.hits.setdefault(phase, set()).add(site.instance)
+        return recording
+
+    def _find_site(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Site:
+        owner, name = ("torch.autograd", "backward") if subject is None else (subject.__module__, subject.__qualname__)
+        inner = inspect.unwrap(getattr(subject, "step" if phase == OPTIMIZER else "forward", function))
+        kind, attributes = ("op", ()) if phase == RECOMPUTE else ("phase", (("phase", phase),))
+        new = dataclasses.replace(
+            site_of(inner, name=phase, kind=kind, device=self._has_device),
+            module=owner,
+            qualname=name,
+            instance="" if subject is None else subject.__name__,
+            attributes=attributes,
+            suspends=False,
+        )
+        return self._sites.setdefault((phase, owner, name), new)
+
+    # ---------------------------------------------------------------- optimizers
+
+    def _watch_optimizers(self, base: type[Any]) -> None:
+        """Wrap the `step` of each optimizer class when its first object is made.
+
+        torch itself wraps `step` at that moment. The wrapper here is around torch's, and is removed at the end.
+        """
+        patch = getattr(base, "_patch_step_function", None)
+        if not isinstance(patch, FunctionType):
+            self._lacking.append("Optimizer")
+            return
+        attach = self._attach_step
+
+        @functools.wraps(patch)
+        def _patch_step_function(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            out = patch(self, *args, **kwargs)
+            try:
+                attach(type(self))
+            except Exception as fault:
+                FAULTS.note("step of an optimizer", fault)
+            return out
+
+        self._undos.append(replace(base, "_patch_step_function", _patch_step_function))
+        for cls in subclasses(base):
+            if hasattr(vars(cls).get("step"), "hooked"):
+                attach(cls)
+
+    def _attach_step(self, cls: type[Any]) -> None:
+        owner = next((base for base in cls.__mro__ if "step" in vars(base)), None)
+        if owner is None or not self._attached:
+            return
+        step = vars(owner)["step"]
+        if hasattr(step, "__instrument_phase__"):
+            return
+        if not isinstance(step, FunctionType):
+            if cls.__qualname__ not in self._lacking:
+                self._lacking.append(cls.__qualname__)
+            return
+        self._undos.append(replace(owner, "step", self._wrap_function(OPTIMIZER, step)))
+
+
+def _unwrap_model(thing: Any) -> Any:
+    """Return the model inside wrappers of torch.compile and of distributed training."""
+    while (attribute := _WRAPPED_IN.get(type(thing).__name__)) is not None:
+        inner = (vars(thing).get("_modules") or {}).get(attribute)
+        if inner is None:
+            break
+        thing = inner
+    return thing
+
+
+# communication
+
+DISTRIBUTED = "torch.distributed.distributed_c10d"
+
+_METHODS: Mapping[str, Sequence[str]] = {
+    **{name: (name,) for name in ("broadcast", "reduce", "gather", "scatter", "barrier", "monitored_barrier", "send")},
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+    "all_gather": ("allgather", "allgather_coalesced"),
+    "all_gather_into_tensor": (
+        *("_allgather_base", "all_gather_single"),
+        *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+    ),
+    "reduce_scatter": ("reduce_scatter",),
+    "reduce_scatter_tensor": (
+        *("_reduce_scatter_base", "reduce_scatter_single"),
+        *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    ),
+    "all_to_all": ("alltoall",),
+    "all_to_all_single": ("alltoall_base", "all_to_all_single"),
+    "recv": ("recv", "recv_anysource"),
+    "coalesced": ("_end_coalescing",),
+}
+OPERATIONS: Mapping[str, str] = {method: name for name, methods in _METHODS.items() for method in methods}
+"""The name in `torch.distributed` of the operation of each method of process groups, in all versions of torch."""
+
+PEERS = frozenset({"send", "recv"})
+
+UNSEEN_COMM = (
+    "what C++ starts by itself: the all-reduce of DistributedDataParallel's reducer within backward, functional "
+    "collectives (DTensor, compiled regions), and what NCCL does on its own streams while nobody waits for it"
+)
+
+
+@dataclass(slots=True)
+class _Issued:
+    """A communication that has begun. `waits` is True if one span covers call and wait: it is synchronous."""
+
+    site: Site
+    wait_site: Site
+    attributes: dict[str, AttributeValue]
+    waits: bool
+    start_ns: int
+    pair: Any
+    wait_ns: int = 0
+
+    def __del__(self) -> None:
+        if self.pair is not None:
+            self.pair.cancel()
+
+
+class Comm(Switch):
+    """The instrumentor of `comm: auto`. `hits` counts calls by operation."""
+
+    key = "comm"
+    module = DISTRIBUTED
+
+    def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
+        super().__init__(rules, recorder)
+        self.hits: Counter[str] = Counter()
+        self._sites: dict[tuple[str, int, bool], tuple[Site, Site]] = {}
+        self._issued: weakref.WeakKeyDictionary[Any, _Issued] = weakref.WeakKeyDictionary()
+        self._why = "torch.distributed not imported"
+
+    def attach_to(self, module: Any) -> None:
+        """Replace the methods of process groups and of `Work`, after the import of torch.distributed."""
+        if self._attached:
+            return
+        group, work = getattr(module, "ProcessGroup", None), getattr(module, "Work", None)
+        if group is None or work is None:
+            self._why = "this torch.distributed has no process groups"
+            return
+        self._attach()
+        self._is_compiling = get_compiling_test(module.torch)
+        around = [
+            (group, name, self._wrap(getattr(group, name), partial(self._begin_call, operation), self._end_call))
+            for name, operation in OPERATIONS.items()
+            if hasattr(group, name)
+        ]
+        around.append((work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait)))
+        functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _group_attributes, _measure_largest)
+        exclude_from_compiler(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
+        self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
+
+    def undo(self) -> None:
+        super().undo()
+        self._issued.clear()
+
+    def verdicts(self) -> list[Verdict]:
+        """Return the verdicts on the recorded operations and on those that cannot be recorded."""
+        if not self._met:
+            return [Verdict("comm", "waiting", why=self._why)]
+        if not self.hits:
+            return [Verdict("comm", "waiting", why="no process group has been used")]
+        calls = ", ".join(f"{count} {operation}" for operation, count in sorted(self.hits.items()))
+        return [Verdict("comm", "attached", why=calls), Verdict("comm", "partly", "torch", f"not seen: {UNSEEN_COMM}")]
+
+    # ---------------------------------------------------------------- calls
+
+    def _wrap(self, method: Callable[..., Any], begin: Callable[..., _Issued | None], end: Callable[..., Any]) -> Any:
+        """Wrap a method so that `begin` is called before each call, and `end` after it."""
+        recorder, is_compiling = self._recorder, self._is_compiling
+
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.on:
+                return method(*args, **kwargs)
+            issued = _try_call(begin, args, kwargs)
+            try:
+                out = method(*args, **kwargs)
+            except BaseException as error:
+                _try_call(end, issued, None, error)
+                raise
+            _try_call(end, issued, out, None)
+            return out
+
+        return wrapper
+
+    def _begin_call(self, operation: str, args: Any, kwargs: Any) -> _Issued:
+        """Begin the communication of a call, with its site and attributes."""
+        waits = any(getattr(argument, "asyncOp", None) is False for argument in (*args, *kwargs.values()))
+        moved_bytes, on_device = _measure_largest(args[1:])
+        attributes: dict[str, AttributeValue] = {"bytes": moved_bytes} if moved_bytes else {}
+        if operation in PEERS and len(args) > 2 and isinstance(args[2], int):
+            attributes["peer"] = args[2]
+        site, wait_site = self._find_sites(operation, args[0], on_device)
+        self.hits[operation] += 1
+        pair = self._start_timer(site) if waits else None
+        return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
+
+    def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None) -> None:
+        """Record a call that has returned, unless its span ends with the wait."""
+        if issued is None:
+            return
+        may_wait = error is None and hasattr(work, "wait")
+        if not (may_wait and issued.waits):
+            self._record_span(issued, issued.start_ns, issued.attributes, error)
+        if may_wait:
+            self._issued[work] = issued
+
+    def _begin_wait(self, args: Any, kwargs: Any) -> _Issued | None:
+        """Begin the wait for a communication, and return it, None if it is unknown."""
+        issued = self._issued.pop(args[0], None)
+        if issued is not None:
+            if not issued.waits:
+                issued.pair = self._start_timer(issued.site)
+            issued.wait_ns = time.monotonic_ns()
+        return issued
+
+    def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
+        """Record a wait that has ended: in one span with a synchronous call, or as a span of its own."""
+        if issued is None:
+            return
+        if issued.waits:
+            self._record_span(issued, issued.start_ns, issued.attributes, error)
+            return
+        issued.site = issued.wait_site
+        self._record_span(issued, issued.wait_ns, {"in_flight_ns": time.monotonic_ns() - issued.start_ns}, error)
+
+    def _record_span(
+        self, issued: _Issued, start_ns: int, attributes: dict[str, AttributeValue], error: BaseException | None
+    ) -> None:
+        if error is not None:
+            attributes = {**attributes, "error": error_name(error)}
+        pair, issued.pair = issued.pair, None
+        self._recorder.record(issued.site, start_ns, attributes or None, pair)
+
+    def _start_timer(self, site: Site) -> Any:
+        """Start a device timer on the current stream, None if device time is off."""
+        begin = self._recorder.begin_device
+        return begin(None, None, 0) if site.device and begin is not None else None
+
+    # ---------------------------------------------------------------- sites
+
+    def _find_sites(self, operation: str, group: Any, on_device: bool) -> tuple[Site, Site]:
+        """Return the sites of an operation in a process group: of its calls, and of its waits."""
+        key = operation, id(group), on_device
+        sites = self._sites.get(key)
+        if sites is None:
+            weakref.finalize(group, self._sites.pop, key, None)
+            facts = _group_attributes(group)
+            instance = " ".join(str(fact) for _, fact in facts[:2])
+            call = Site(
+                operation,
+                "comm",
+                "torch.distributed",
+                operation,
+                "",
+                0,
+                instance,
+                on_device,
+                (("op", operation), *facts),
+            )
+            wait = dataclasses.replace(call, name=f"{operation}.wait", qualname="Work.wait")
+            # Two threads may be first: setdefault keeps one site per key, or the tally would split.
+            sites = self._sites.setdefault(key, (call, wait))
+        return sites
+
+
+def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued | None:
+    """Call a function of this module. If it raises, count the fault and return None."""
+    try:
+        return call(*arguments)
+    except Exception as fault:
+        FAULTS.note("communication probe", fault)
+        return None
+
+
+def _group_attributes(group: Any) -> tuple[tuple[str, AttributeValue], ...]:
+    """Return the attributes of a process group's spans, without the addresses of its processes."""
+    name = getattr(group, "group_desc", None) or getattr(group, "group_name", None)
+    return (
+        ("backend", str(group.name())),
+        ("group", str(name or "group").replace("undefined", "group")),
+        ("rank", int(group.rank())),
+        ("world_size", int(group.size())),
+    )
+
+
+def _measure_largest(arguments: Sequence[Any]) -> tuple[int, bool]:
+    """Return the bytes of the tensors in the largest argument, and True if any tensor is on a device."""
+    most, on_device = 0, False
+    for argument in arguments:
+        size, waiting = 0, [argument]
+        while waiting:
+            thing = waiting.pop()
+            if isinstance(thing, (list, tuple)):
+                waiting.extend(thing)
+            elif hasattr(thing, "element_size"):
+                size += int(thing.numel() * thing.element_size())
+                on_device = on_device or thing.device.type != "cpu"
+        most = max(most, size)
+    return most, on_device
