@@ -99,7 +99,7 @@ class _TaskReports:
         return create_task
 
 
-MODULE = "concurrent.futures.thread"
+POOL_MODULE = "concurrent.futures.thread"
 
 QUEUE = Site(EXECUTOR_QUEUE, "phase")
 """The site of a request's waits in the queue of a thread pool executor."""
@@ -122,10 +122,10 @@ def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
     for name in STARTS:
         if hasattr(threading, name):
             wrap_start(threading, name, "start")
-    if MODULE in sys.modules:
-        attach_to(sys.modules[MODULE])
+    if POOL_MODULE in sys.modules:
+        attach_to(sys.modules[POOL_MODULE])
     else:
-        undos.append(imports.install(lambda name: name == MODULE, attach_to))
+        undos.append(imports.install(lambda name: name == POOL_MODULE, attach_to))
     return lambda: undo_all(undos)
 
 

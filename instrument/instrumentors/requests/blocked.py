@@ -33,7 +33,7 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import get_ident, sleep
 
-MODULE = "asyncio.events"
+ASYNCIO = "asyncio.events"
 """The module of asyncio's `Handle`, which runs the callbacks of a loop."""
 
 UVLOOP = "uvloop"
@@ -51,7 +51,7 @@ BLOCKERS_KNOWN = 100
 NEVER_NS = 1 << 62
 
 
-def attach(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
+def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
     """Record callbacks of asyncio's loops that take longer than `limit_ns`, from now on.
 
     Raises `AttributeError` or `TypeError` in a version without `Handle._run`.

@@ -23,7 +23,7 @@ from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, noted, remote_of, state_of
 from instrument.runtime.faults import FAULTS
 
-MODULE = "opentelemetry.trace"
+OPENTELEMETRY = "opentelemetry.trace"
 """The module of OpenTelemetry that defines `get_current_span`."""
 
 Header = bytes | str
@@ -105,10 +105,12 @@ def inject(headers: MutableMapping[str, str]) -> None:
             headers["tracestate"] = state
 
 
-def attach(module: ModuleType, has_request: Callable[[], bool], recorder: Recorder = RECORDER) -> list[Undo]:
+def attach_opentelemetry(
+    module: ModuleType, has_request: Callable[[], bool], recorder: Recorder = RECORDER
+) -> list[Undo]:
     """Make OpenTelemetry's `get_current_span` return the current span of `instrument` during a request."""
     # The last one has imported the function under its own name if the service has imported the SDK before.
-    places = [module, sys.modules[f"{MODULE}.propagation"], sys.modules.get("opentelemetry.sdk.trace.sampling")]
+    places = [module, sys.modules[f"{OPENTELEMETRY}.propagation"], sys.modules.get("opentelemetry.sdk.trace.sampling")]
     original: Callable[..., Any] = module.get_current_span
 
     @functools.wraps(original)

@@ -196,7 +196,7 @@ KINDS: Mapping[str, tuple[str, Any]] = {
 """The kind of server of each package or module, and the adapter that has the kind in its `SEAMS`."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
-    blocked.MODULE: blocked.attach,
+    blocked.ASYNCIO: blocked.attach_asyncio,
     blocked.UVLOOP: blocked.attach_uvloop,
     blocked.COLLECTOR: blocked.attach_collector,
 }
@@ -220,7 +220,7 @@ class Requests(Instrumentor):
         self._blocked_ns = rules[0].blocked_ns if rules else None
         self._exchanges = Exchanges(rules[0], self._recorder) if rules else None
         self._kinds = {kind for rule in rules for kind in rule.servers}
-        self._known = {*ROUTERS, propagation.MODULE} if rules else set()
+        self._known = {*ROUTERS, propagation.OPENTELEMETRY} if rules else set()
         if self._blocked_ns is not None:
             self._known.update(STALLS)
 
@@ -229,8 +229,8 @@ class Requests(Instrumentor):
 
     def _find_seam(self, module_name: str) -> tuple[str, Attach] | None:
         """Return the kind of a module's server, and the function that instruments it. Return None for other modules."""
-        if module_name[:1].isdigit() and "triton" in self._kinds and triton.MODULE.fullmatch(module_name):
-            return "triton", triton.attach
+        if module_name[:1].isdigit() and "triton" in self._kinds and triton.TRITON_MODEL.fullmatch(module_name):
+            return "triton", triton.attach_triton
         kind, adapter = KINDS.get(module_name) or KINDS.get(module_name.partition(".")[0], ("", None))
         if kind in self._kinds and module_name in adapter.SEAMS[kind]:
             return kind, adapter.SEAMS[kind][module_name]
@@ -250,8 +250,10 @@ class Requests(Instrumentor):
                 undos = attach(module, self._exchanges)
                 self._undos += undos
                 self._met[name] = kind if undos else ""
-            if name == propagation.MODULE:
-                self._undos += propagation.attach(module, lambda: current_exchange() is not None, self._recorder)
+            if name == propagation.OPENTELEMETRY:
+                self._undos += propagation.attach_opentelemetry(
+                    module, lambda: current_exchange() is not None, self._recorder
+                )
             if name in STALLS and self._blocked_ns is not None:
                 self._undos += STALLS[name](module, self._blocked_ns, self._recorder)
             if name in ROUTERS:

@@ -24,7 +24,7 @@ from instrument.recording.spans import OUTCOME, Site
 from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
 
-MODULE = re.compile(r"\d+\.\w+")
+TRITON_MODEL = re.compile(r"\d+\.\w+")
 """The pattern of the name under which the backend imports a model: version and file, such as `1.model`."""
 
 FINAL = 1
@@ -231,7 +231,7 @@ def _find_error(response: Any) -> str | None:
     return "TritonError" if has_error is not None and has_error() else None
 
 
-def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the requests of the model that a module defines, if it defines one."""
     model = getattr(module, "TritonPythonModel", None)
     execute = getattr(model, "execute", None)

@@ -31,7 +31,7 @@ ROUTE = "__instrument_route__"
 """The attribute of a connection for the route that its router has found."""
 
 
-def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
+def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     """Record the connections that the servers of a module accept, and those that they refuse."""
     arrivals = exchanges.get_arrivals("websocket", *READS)
     is_older = hasattr(module, "Serve")
@@ -213,7 +213,7 @@ def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "websockets": {
-        **{f"websockets.{name}.server": attach for name in ("asyncio", "sync", "trio", "legacy")},
+        **{f"websockets.{name}.server": attach_server for name in ("asyncio", "sync", "trio", "legacy")},
         **{f"websockets.{name}.router": attach_router for name in ("asyncio", "sync")},
     }
 }
