@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_620, 11),
     "docs": (0, 0),
     "fleet": (136, 1),
-    "instrumentors": (12_553, 41),
+    "instrumentors": (12_523, 40),
     "native": (9_222, 29),
     "otlp": (5_517, 21),
     "profile": (2_614, 8),
