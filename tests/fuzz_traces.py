@@ -45,7 +45,7 @@ from instrument.recording.spans import (
 )
 from instrument.recording.tally import Tally
 from instrument.report.explanation import RequestChoice, explain
-from instrument.report.summary import summary, summary_document
+from instrument.report.section import summary, summary_document
 from instrument.report.view import Options, Recording, document
 from instrument.sessions.window import Windows
 from instrument.trace.trace import Allocation, Trace

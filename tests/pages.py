@@ -13,7 +13,7 @@ from typing import Any
 from interval_lists import assign_self_times
 
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Origin, Site, Span
-from instrument.report.page.html_page import page_document, render_page
+from instrument.report.html_page import page_document, render_page
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 

@@ -21,7 +21,7 @@ from instrument import chrome
 from instrument.recorder import wrapping
 from instrument.recording.paths import OVERFLOW
 from instrument.recording.spans import DeviceInterval, Site, Span
-from instrument.report.summary import summary
+from instrument.report.section import summary
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import DeviceIntervals
 from instrument.trace.trace import Trace

@@ -25,8 +25,8 @@ from instrument.report.brief_view import MOST_LINES, Brief, brief
 from instrument.report.device_view import device
 from instrument.report.phases_view import phases
 from instrument.report.requests_view import requests
+from instrument.report.section import summary
 from instrument.report.self_times_view import ops
-from instrument.report.summary import summary
 from instrument.report.table import LINE, columns
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace

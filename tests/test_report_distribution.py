@@ -12,7 +12,7 @@ from paddle_golden import golden_trace
 from raw_spans import changed, points, traces
 
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
-from instrument.report.distribution_view import (
+from instrument.report.overview_view import (
     COMPUTES,
     PAUSES,
     DistributionUse,

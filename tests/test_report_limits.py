@@ -17,7 +17,7 @@ from instrument.chrome import slices
 from instrument.profile.keys import loads
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import Origin
-from instrument.report.summary import summary
+from instrument.report.section import summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.trace import Trace

@@ -16,8 +16,7 @@ from instrument import chrome
 from instrument.instrumentors.targets import site_of
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import Origin, Site
-from instrument.report.event_rows import Overhead, split_overhead
-from instrument.report.events_view import events
+from instrument.report.events_view import Overhead, events, split_overhead
 from instrument.report.self_times_view import SelfTimes, classes, instances, ops
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace

@@ -21,18 +21,18 @@ from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.profile.model import KINDS
 from instrument.recording.spans import KEY, Origin, Site, Span
-from instrument.report.page import html_page, kept_spans
-from instrument.report.page.html_page import ON_PAGE, SCRIPTS, write_page
-from instrument.report.page.kept_spans import steps
+from instrument.report import html_page, kept_spans
+from instrument.report.html_page import ON_PAGE, SCRIPTS, write_page
+from instrument.report.kept_spans import steps
 from instrument.report.request_groups import joined_requests, request_ledger
 from instrument.report.requests_view import requests
-from instrument.report.summary import VIEW_OF
+from instrument.report.section import VIEW_OF
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.trace import Trace
 
-ASSETS = resources.files("instrument.report.page")
+ASSETS = resources.files("instrument.report").joinpath("page")
 HOSTILE = [
     "</script><script>document.title='broken'</script>", "<img src=x onerror=alert(1)>", "a\u2028b\u2029c", "]]>",
     "<!--<script>", "&lt;b&gt;&amp;", '"quoted" \'single\'', "${1+1} `tick` {{data}} {{style}}", "\ud800", "</style>",

@@ -13,7 +13,7 @@ from pages import engine_trace
 from test_report_page import HOSTILE, hostile
 from test_report_views import TRACES
 
-from instrument.report.page.html_page import write_page
+from instrument.report.html_page import write_page
 from instrument.report.table import compact, safe
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace

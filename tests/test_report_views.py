@@ -35,7 +35,7 @@ from instrument.recording.spans import (
     Span,
     Startup,
 )
-from instrument.report.summary import VIEW_OF, make_views, summary, summary_document
+from instrument.report.section import VIEW_OF, make_views, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, named_table, safe, section_title
 from instrument.report.view import UNITS, InstrumentationStats, Options, Recording
 from instrument.trace.trace import Allocation, Trace

@@ -26,8 +26,8 @@ from instrument.profile.model import Capture, FunctionRule, Limits, Profile, Req
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, Origin, Site, Span, is_blocked_loop
 from instrument.report.requests_view import requests
+from instrument.report.section import summary
 from instrument.report.self_times_view import ops
-from instrument.report.summary import summary
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 

@@ -26,7 +26,7 @@ from instrument import chrome
 from instrument.errors import TraceError
 from instrument.recording.spans import HOST, Kernel, Origin, Site, Span
 from instrument.recording.tally import Tally
-from instrument.report.summary import summary
+from instrument.report.section import summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.layout import GatheredAttributes, decode_texts

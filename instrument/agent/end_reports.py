@@ -449,7 +449,7 @@ def combined_report(
 ) -> dict[str, str]:
     """Return one report on all processes of a run, with a list of the processes. Raises `InstrumentError`."""
     from instrument.errors import TraceError
-    from instrument.report.summary import summary
+    from instrument.report.section import summary
     from instrument.report.view import Options, Recording
     from instrument.trace import file
     from instrument.trace.merge import merge

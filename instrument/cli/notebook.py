@@ -47,7 +47,7 @@ class LoadedTrace:
 
     def view(self, name: str, **options: Any) -> View:
         """Return a view of `instrument report`, such as `requests`. The options are those of `instrument.summary`."""
-        from instrument.report.summary import make_views
+        from instrument.report.section import make_views
         from instrument.report.view import Options
 
         return make_views([name], self.recording, Options.of({"most": MOST, **options}))[name]

@@ -120,7 +120,7 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
             f"report: --with needs one file of ours, and there are {problem}; give the file of the same process"
         )
     load_libraries()
-    from instrument.report.summary import import_views
+    from instrument.report.section import import_views
 
     import_views(tuple(VIEWS) if options.html is not None else options.view or ("brief", "events"))
     if run is not None:
@@ -144,7 +144,7 @@ def _read_named_run(options: argparse.Namespace) -> RunRead | None:
 
 def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> int:
     from instrument.report.request_groups import refuse_unknown_group
-    from instrument.report.summary import default_views, summary, summary_document
+    from instrument.report.section import default_views, summary, summary_document
     from instrument.report.view import Options, document
 
     values = {field.name: getattr(options, field.name, None) for field in fields(Options)}
@@ -178,7 +178,7 @@ def _print_report(options: argparse.Namespace, run: RunRead | None = None) -> in
 
 
 def _write_page(options: argparse.Namespace, chosen: Options, run: RunRead | None) -> int:
-    from instrument.report.page.html_page import write_page
+    from instrument.report.html_page import write_page
 
     for name in ("json", "by", "view"):
         if getattr(options, name) and (name != "by" or options.by == PROCESS):

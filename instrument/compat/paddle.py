@@ -26,7 +26,7 @@ from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.tally import Tally
 from instrument.report.benchmark_view import show_benchmark
-from instrument.report.summary import summary
+from instrument.report.section import summary
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
 from instrument.sessions import torch_profiler

@@ -31,7 +31,7 @@ from instrument.native import OFF
 from instrument.recording.paths import NOT_BELOW, CallPath
 from instrument.recording.spans import Site, is_operator
 from instrument.recording.tally import Tally, Totals, total_of
-from instrument.report.summary import make_views
+from instrument.report.section import make_views
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS, logger

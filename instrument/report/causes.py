@@ -17,8 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, Site, is_blocked_loop, is_collection
-from instrument.report.comparison import size_names, size_numbers
-from instrument.report.request_groups import joined_requests
+from instrument.report.request_groups import joined_requests, size_names, size_numbers
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
 from instrument.trace.blame import called

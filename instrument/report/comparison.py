@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +27,14 @@ import numpy as np
 from instrument.recording.distributions import percentiles_of
 from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, measure_effect, p99_limits
 from instrument.report.endpoint_times import EndpointTimes
-from instrument.report.request_groups import ENDPOINT, complete_requests, joined_requests, request_groups
+from instrument.report.request_groups import (
+    ENDPOINT,
+    complete_requests,
+    joined_requests,
+    request_groups,
+    size_names,
+    size_numbers,
+)
 from instrument.report.requests_view import request_table
 from instrument.report.section import Section, View
 from instrument.report.table import bounded, in_unit, name_of_site, safe, wrapped
@@ -54,12 +59,6 @@ MAJOR_SHARE = 0.05
 
 LEAST_CHANGE = 1e-4
 """The relative change up to which clocks and rounding may be the cause, so that it counts as no change."""
-
-SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
-"""A pattern for names of attributes that give the amount of work of a call or request."""
-
-SEARCHED_ROWS = 2_000
-"""The number of rows that are searched for names of sizes. They are spread evenly over the recording."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
 DEVICE = " (device)"
@@ -445,14 +444,6 @@ def _join_samples(samples: Sequence[CallSample]) -> CallSample:
     )
 
 
-def size_names(trace: Columns) -> set[str]:
-    """Return the names of the attributes that give an amount of work."""
-    rows = trace.attributes.rows()
-    some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), SEARCHED_ROWS)).astype(np.int64))]
-    names = set(chain.from_iterable(trace.attributes.distinct(some)[1]))
-    return {name for name in names if SIZE.search(name)}
-
-
 def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
     """Return the numbers by which calls are matched: a row for each number, a column for each span."""
     requests, served = joined.rows, joined.served
@@ -469,17 +460,6 @@ def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
         numbers = np.log1p(np.maximum(size_numbers(trace, name), 0))
         columns.append(np.where(numbers > 0, numbers, np.append(numbers, 0)[joined.owner]))
     return np.array(columns)
-
-
-def size_numbers(trace: Columns, name: str, among: Int64s | None = None) -> Floats:
-    rows = trace.attributes.having(name)
-    rows = rows if among is None else rows[np.isin(rows, among)]
-    numbers = np.zeros(len(trace))
-    numbers[rows] = [
-        value if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e18 else 0
-        for value in trace.attributes.values(name, rows)
-    ]
-    return np.nan_to_num(numbers)
 
 
 def _mean_batch_size(runs: Sequence[Recording]) -> float | None:

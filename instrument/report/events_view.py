@@ -13,6 +13,10 @@ differ from fluid's where fluid is wrong:
   ended on another thread, does not count as a call, but the rows below it count.
 - Rows are sums of work. So parallel children may exceed their parent, and device work may go on after its launching
   call has returned. The Total time of all threads may exceed the elapsed time.
+- The Total time is split into computation and framework, and for a service a third part, waiting. A service spends most
+  of its time waiting: in queues, for I/O, and for its turn on the event loop. So the time in which coroutines are
+  suspended is waiting, not overhead. The time of a call is divided among the calls below it, on any thread or task, and
+  the remaining time is the call's own. If the calls below took longer, their times are scaled down.
 - A row is identified by a list of names, so names may contain any character.
 
 Lines have 100 columns (160 in fluid). Times have six significant digits as in fluid, or fewer if names would not fit.
@@ -26,23 +30,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from instrument.report.event_rows import CopySum, EventRow, EventsBlock, Overhead, copy_sums, event_blocks
-from instrument.report.event_rows import split_overhead as split_of
+import numpy as np
+
+from instrument.recording.paths import KIND
+from instrument.recording.spans import Site, is_interruption, is_operator
+from instrument.recording.tally import Tally, Totals
 from instrument.report.section import Section, Text, View, value_of
 from instrument.report.table import (
     GAP,
     LINE,
     MISSING,
+    Ratio,
     columns,
     compact,
     in_unit,
     safe,
     section_title,
+    share,
     shorten,
     six_digits,
     table,
     title,
 )
+from instrument.report.tree import TIMES, EventRow, EventsBlock, event_blocks, sum_topmost
 from instrument.report.view import UNITS, Options, Recording
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
@@ -87,6 +97,121 @@ SAMPLE = 100
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 """The number of decimals that a time in each unit needs to show single nanoseconds."""
+
+
+_COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
+_WAITING = frozenset({"queue", "wait"})
+"""The phases that count as waiting, and the names of spans that count as waiting if they declare no phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """The Total time of all threads, split into computation and framework, and for a service also into waiting.
+
+    Computation is the time of topmost layers, of spans named `compute`, and of phases declared as `compute`, `forward`,
+    `backward` or `optimizer`. If torch.profiler recorded torch's operators, it is their time instead. `computation_ns`
+    and `framework_ns` are None if no such span exists. `waiting_ns` is None without a service. Parallel computation may
+    exceed the Total time. `framework_ns` is None then, except in a service, where computation is scaled down to fit.
+    """
+
+    total_ns: int
+    computation_ns: int | None
+    waiting_ns: int | None = None
+
+    computation_ratio = Ratio("computation_ns", of="total_ns")
+    waiting_ratio = Ratio("waiting_ns", of="total_ns")
+
+    @property
+    def framework_ns(self) -> int | None:
+        """The Total time that is neither computation nor waiting, None if unknown."""
+        if self.computation_ns is None or self.computation_ns > self.total_ns:
+            return None
+        return self.total_ns - self.computation_ns - (self.waiting_ns or 0)
+
+    framework_ratio = Ratio("framework_ns", of="total_ns")
+
+
+def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
+    """Return the split of a state's Total time. Programs with requests or coroutines also wait."""
+    kinds = tally.tree.by_site(KIND)
+    # Most processes have no such site. Then no site is checked.
+    may_compute = any(site.attributes for site in tally.tree.sites) or "layer" in kinds or "phase" in kinds
+    has_operators = "op" in kinds and any(tally.tree.by_site(is_operator))
+    computes = _is_operation if has_operators else _is_computation
+    is_known = has_operators or (may_compute and any(tally.tree.by_site(computes)))
+    is_service = "request" in kinds or tally.has("waiting_ns") or any(site.suspends for site in tally.tree.sites)
+    if state == "GPU" or not is_service:
+        return Overhead(total_ns, getattr(sum_topmost(tally, computes), TIMES[state]) if is_known else None)
+    whole_ns, computation_ns, waiting_ns = _split_service_time(tally, state, computes)
+    if whole_ns != total_ns:  # a row of several paths has calls in some of them alone
+        computation_ns, waiting_ns = (
+            part_ns * total_ns // whole_ns if whole_ns else 0 for part_ns in (computation_ns, waiting_ns)
+        )
+    return Overhead(total_ns, computation_ns if is_known else None, waiting_ns)
+
+
+def _split_service_time(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
+    """Return the total time of the topmost calls, and the computation and the waiting time within it."""
+    count = len(tally.parents)
+    sums = tally.by(np.arange(count), count)
+    calls, times, waited = (sums[name].tolist() for name in ("calls", TIMES[state], "waiting_ns"))
+    sites, site_of, parents = tally.tree.sites, tally.site_of.tolist(), tally.parents.tolist()
+    # The time, computation and waiting of each node's children; the last place has those of the topmost nodes.
+    below = [[0, 0, 0] for _ in range(count + 1)]
+    for node in reversed(range(count)):  # a parent comes before its children
+        site, time_ns = sites[site_of[node]], times[node]
+        of_children_ns, computation_ns, waiting_ns = below[node]
+        if is_interruption(site):
+            continue  # its time is a part of the interrupted span
+        if calls[node]:
+            if computes(site):
+                computation_ns, waiting_ns = time_ns, 0
+            elif _is_waiting(site):
+                computation_ns, waiting_ns = 0, time_ns
+            else:
+                if of_children_ns > time_ns:
+                    computation_ns = computation_ns * time_ns // of_children_ns
+                    waiting_ns = waiting_ns * time_ns // of_children_ns
+                waiting_ns += min(waited[node], max(time_ns - of_children_ns, 0))
+            of_children_ns = time_ns
+        into = below[parents[node] if parents[node] >= 0 else count]
+        for part, part_ns in enumerate((of_children_ns, computation_ns, waiting_ns)):
+            into[part] += part_ns
+    whole_ns, computation_ns, waiting_ns = below[count]
+    return whole_ns, computation_ns, waiting_ns
+
+
+def _declared_phase(site: Site) -> object:
+    return dict(site.attributes).get("phase") if site.attributes else None
+
+
+def _is_computation(site: Site) -> bool:
+    declared = _declared_phase(site)
+    return declared in _COMPUTING or (
+        declared is None and (site.kind == "layer" or (site.kind == "phase" and site.name == "compute"))
+    )
+
+
+def _is_operation(site: Site) -> bool:
+    return is_operator(site) or (_declared_phase(site) or (site.name if site.kind == "phase" else None)) == "compute"
+
+
+def _is_waiting(site: Site) -> bool:
+    declared = _declared_phase(site)
+    return declared in _WAITING or (declared is None and site.name in _WAITING)
+
+
+@dataclass(frozen=True, slots=True)
+class CopySum:
+    """The sum of the copies between devices and host at any depth: of all, of asynchronous or of synchronous copies.
+
+    `ratio` is their share of the Total time of all threads.
+    """
+
+    label: str
+    calls: int
+    total_ns: int
+    ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +307,37 @@ def events(recording: Recording, options: Options) -> Events:
     return Events(
         window_ns=recording.window_ns,
         blocks=blocks,
-        overhead=split_of(tally, total_ns, options.state) if of_all else None,
+        overhead=split_overhead(tally, total_ns, options.state) if of_all else None,
         copies=copy_sums(tally, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
         has_device_time=tally.has("device_ns"),
         _options=options,
     )
+
+
+def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
+    """Return the sum of all copies except those within the host, then those of asynchronous and synchronous copies."""
+    copies: list[tuple[object, Totals]] = []
+    if "copy" in tally.tree.by_site(KIND):
+        ways, by_site = tally.tree.by_site(_sync_of_copy), tally.by_site()
+        of_ways = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
+        copies = [(way[0], totals) for way, totals in of_ways if way is not None]
+    sums = []
+    for label, sync in (("GpuMemcpy", None), ("GpuMemcpyAsync", False), ("GpuMemcpySync", True)):
+        chosen = [totals for way, totals in copies if sync is None or way is sync]
+        calls = sum(totals.calls for totals in chosen)
+        if calls or sync is None:
+            copied_ns = sum(getattr(totals, TIMES[state]) for totals in chosen)
+            sums.append(CopySum(label, calls, copied_ns, share(copied_ns, total_ns)))
+    return tuple(sums)
+
+
+def _sync_of_copy(site: Site) -> tuple[object] | None:
+    """Return whether a site's copies are synchronous, in a tuple; None unless it copies to, from or within devices."""
+    if site.kind != "copy":
+        return None
+    attributes = dict(site.attributes)
+    return (attributes.get("sync"),) if attributes.get("direction") != "h2h" else None
 
 
 # The text.

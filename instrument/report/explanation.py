@@ -26,17 +26,18 @@ from instrument.errors import TraceError
 from instrument.recording.spans import EXECUTOR_QUEUE
 from instrument.report import causes as listed
 from instrument.report.causes import CAUSES, CauseTimes, Proof, host_gauges, measure_pressure
-from instrument.report.like_requests import (
+from instrument.report.request_groups import (
     ENOUGH,
     NEAREST,
     POOL,
     choose_evenly,
+    joined_requests,
     mask_endpoint,
     median_requests,
     similar_requests,
     slow_from_ns,
+    values_of,
 )
-from instrument.report.request_groups import joined_requests, values_of
 from instrument.report.request_life import find_request
 from instrument.report.requests_view import A_REQUEST
 from instrument.report.section import Section, View

@@ -20,7 +20,7 @@ from instrument.report.benchmark_view import Loops
 from instrument.report.device_view import DeviceView
 from instrument.report.endpoint_times import BlockedLoops, EndpointTimes
 from instrument.report.phases_view import PhasesView
-from instrument.report.request_groups import joined_requests
+from instrument.report.request_groups import have_name, joined_requests
 from instrument.report.requests_view import RequestTimes, request_table
 from instrument.report.table import LINE, in_unit, safe, shorten, tenths
 from instrument.report.view import Options, Recording
@@ -183,8 +183,7 @@ def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatc
     served = joined.served
     if not len(served.batch):
         return None
-    is_endpoint = np.array([site.name == endpoint.name for site in trace.sites] or [False])[trace.site[joined.rows]]
-    is_served = np.append(is_endpoint, False)[served.request]
+    is_served = np.append(have_name(recording, endpoint.name), False)[served.request]
     counts = Counter(trace.sites[site].name for site in trace.site[served.batch[is_served]].tolist())
     if not counts:
         return None

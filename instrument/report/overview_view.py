@@ -1,27 +1,44 @@
 """The `overview` view: the share of the window in which each kind of work ran, on the host and on each device.
 
-It is the Overview Summary of `paddle.profiler`. A moment counts once, also if several threads or streams work. Rows may
-overlap, so they do not add up. Ratios are shares of the first row, the window. If there are steps, a second ratio is
-the row's time within steps as a share of the time of steps. (`paddle.profiler` also counts time between steps.)
+The `overview` view is the Overview Summary of `paddle.profiler`. A moment counts once, also if several threads or
+streams work. Rows may overlap, so they do not add up. Ratios are shares of the first row, the window. If there are
+steps, a second ratio is the row's time within steps as a share of the time of steps. (`paddle.profiler` also counts
+time between steps.)
 
 Device times are intervals between pairs of events on a stream. Compute is all work except copies, so it includes
 memsets and communication. Communication is the intervals of spans of kind `comm` and of the spans below them.
+
+The `distribution` view shows how much communication runs at the same time as computation. It is the Distribution
+Summary of `paddle.profiler`. In all times parallel work counts once. Only time within steps counts, or the whole window
+if there are no steps, and ratios are shares of that time. On the host, communication is the time in spans of kind
+`comm`. An asynchronous communication lasts from its call to the end of its wait. On a device, communication is the work
+of such spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a device is all other work except
+copies. Computation on the host is the time in operators, layers and phases, without communication, copies and loading
+on the same thread.
+
+The row `together` compares all communication with computation on the devices (on the host if no device computed).
+Unlike in `paddle.profiler`, work of a communication is no computation, and computation on one device during the
+communication of another device is no overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from instrument.profile.model import KINDS
-from instrument.recording.spans import Interval, is_interruption
+from instrument.recording.spans import Interval, Site, is_interruption
+from instrument.report.copies_view import sizes_of_copies
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import share
+from instrument.report.table import Ratio, bounded, in_unit, share
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.columns import Columns
+from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int64s
 from instrument.trace.forest import NONE
-from instrument.trace.groups import distinct
-from instrument.trace.intervals import Union, clipped, overlap, shared_ns, union, unite
+from instrument.trace.groups import Groups, distinct
+from instrument.trace.intervals import NOTHING, Union, clipped, intersect, overlap, shared_ns, subtract, union, unite
 
 ALL_DEVICES = -1
 """The device number of rows that combine all devices."""
@@ -185,16 +202,23 @@ def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretche
 def _intervals_of_devices(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]:
     """Return the device intervals of each device and kind of work."""
     intervals = trace.device.only(trace.device.timed).within(window)
-    is_copy = trace.of_kind("copy")[intervals.row]
-    communicates = trace.owners(trace.of_kind("comm"))[intervals.row] != NONE
-    stretches = {}
-    for number in distinct(intervals.device).tolist():
-        works = {"compute": ~is_copy, "copies": is_copy, "communication": communicates & ~is_copy}
-        for work, of_work in works.items():
-            chosen = intervals.only(of_work & (intervals.device == number))
-            if len(chosen):
-                stretches[number, work] = _Stretches(len(chosen), chosen.union())
-    return stretches
+    is_copy, is_comm = trace.of_kind("copy")[intervals.row], are_in_communication(trace, intervals)
+    return divide_by_device(intervals, {"compute": ~is_copy, "copies": is_copy, "communication": is_comm & ~is_copy})
+
+
+def are_in_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
+    """Return True for each device interval of a span of kind `comm`, or of a span below one."""
+    return np.asarray(trace.owners(trace.of_kind("comm"))[intervals.row] != NONE)
+
+
+def divide_by_device(intervals: DeviceIntervals, works: Mapping[str, Bools]) -> dict[tuple[int, str], _Stretches]:
+    """Return the intervals of each device and kind of work, without those that have none."""
+    return {
+        (device, work): _Stretches(len(chosen), chosen.union())
+        for device in distinct(intervals.device).tolist()
+        for work, of_work in works.items()
+        if len(chosen := intervals.only(of_work & (intervals.device == device)))
+    }
 
 
 def _combine_intervals(stretches: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
@@ -207,3 +231,224 @@ def _combine_intervals(stretches: Mapping[tuple[int, str], _Stretches]) -> Itera
             if pieces:
                 merged = unite([piece.union for piece in pieces])
                 yield device, work, _Stretches(sum(piece.count for piece in pieces), merged)
+
+
+COMPUTES = frozenset({"op", "layer", "phase"})
+"""The kinds of span that are computation on the host."""
+
+PAUSES = frozenset({"comm", "copy", "loader"})
+"""The kinds of span during which their thread does not compute."""
+
+KERNELS = ("nccl", "xccl")
+"""The communication libraries by whose names kernels are recognised in traces of other profilers."""
+
+HOST, TOGETHER = "host", "together"
+
+NO_COMMUNICATION = (
+    "No communication was recorded: `comm: auto` in the profile records that of torch.distributed; `kind: comm` in a "
+    "function rule or a scope declares any other."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DistributionView(View):
+    """The `distribution` view. `of` is `step` or `window`. Ratios are shares of its time, `base_ns`."""
+
+    coverage: Coverage
+    of: str
+    base_ns: int
+    places: tuple[DistributionUse, ...]
+    operations: tuple[OperationUse, ...]
+    _options: Options = field(repr=False)
+
+    TITLE = "Distribution"
+
+    def sections(self) -> list[Section]:
+        return [
+            Section(
+                "Communication", self.places,
+                "name=Place|communication_ns=Communication|communication_ratio=|computation_ns=Computation|"
+                "computation_ratio=|overlap_ns=Overlap|overlap_ratio=|exposed_ns=Exposed|exposed_ratio=",
+                ("Exposed: communication while nothing computes.",),
+            ),
+            Section(
+                "Operations", self.operations,
+                "name=Operation|calls=Calls|moved_mb=MB|host_ns=In calls|waited_ns=In waits|device_ns=Device",
+                ("MB: 10^6 bytes, the larger of the bytes that a rank sends and receives. Times are sums over calls.",),
+                widths=10,
+            ),
+        ]  # fmt: skip
+
+    def head(self) -> list[str]:
+        unit, base = self._options.unit, "the time in steps" if self.of == "step" else "the window"
+        ratios = f"ratios are of {base}, {in_unit(self.base_ns, unit)}"
+        return [*self.coverage.lines(), f"Time unit: {unit}; unions; {ratios}"]
+
+    def nothing(self) -> list[str]:
+        return [] if self.places else self.coverage.none_held("communication", NO_COMMUNICATION)
+
+
+@dataclass(frozen=True, slots=True)
+class DistributionUse:
+    """Communication and computation of the `host`, of one device, or `together`. Ratios are shares of `base_ns`."""
+
+    name: str
+    base_ns: int
+    communication_ns: int
+    computation_ns: int
+    overlap_ns: int
+
+    @property
+    def exposed_ns(self) -> int:
+        """The time of communication during which nothing computes."""
+        return self.communication_ns - self.overlap_ns
+
+    communication_ratio = Ratio("communication_ns", of="base_ns")
+    """The share of the base time with communication, None if the base time is zero."""
+    computation_ratio = Ratio("computation_ns", of="base_ns")
+    overlap_ratio = Ratio("overlap_ns", of="base_ns")
+    """The share of the base time with communication and computation at the same time."""
+    exposed_ratio = Ratio("exposed_ns", of="base_ns")
+    """The share of the base time with communication alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationUse:
+    """The calls of one operation in one process group: sums over the calls, and over the waits for asynchronous calls.
+
+    `device_ns` is None if no call has device time.
+    """
+
+    name: str
+    calls: int
+    moved_bytes: int
+    host_ns: int
+    waited_ns: int
+    device_ns: int | None
+
+    def moved_mb(self) -> float:
+        return self.moved_bytes / 1e6
+
+
+def distribution(recording: Recording, options: Options) -> DistributionView:
+    """Return the view of the kept spans. It uses `state`, `rows`, `least_ns` and `unit`.
+
+    `rows` and `least_ns` limit the operations by the time of their calls and waits.
+    """
+    trace, window = recording.columns, recording.trace.coverage
+    coverage, calls = Coverage.of_recording(recording), np.flatnonzero(trace.of_kind("comm"))
+    steps = _intervals_of_kinds(trace, window).get("step")
+    of, base = ("step", steps.union) if steps else ("window", union(np.array(window[:1]), np.array(window[1:])))
+    base_ns, (communicates, computes) = base.length_ns(), _divide_communication(trace, window, calls, base)
+    if not communicates:
+        return DistributionView(coverage, of, base_ns, (), (), options)
+    on_host, by_host = communicates.pop(HOST, NOTHING), computes.pop(HOST, NOTHING)
+    devices = sorted({*communicates, *computes}, key=lambda device: (len(device), device))
+    of_devices = [(communicates.get(device, NOTHING), computes.get(device, NOTHING)) for device in devices]
+
+    def use(name: str, communicating: Union, computing: Union, overlaps: Union | None = None) -> DistributionUse:
+        overlap_ns = shared_ns(communicating, computing) if overlaps is None else overlaps.length_ns()
+        return DistributionUse(name, base_ns, communicating.length_ns(), computing.length_ns(), overlap_ns)
+
+    places = [use(HOST, on_host, by_host)] if options.state != "GPU" else []
+    if options.state != "CPU":
+        places += [use(device, *unions) for device, unions in zip(devices, of_devices, strict=True)]
+    if devices and options.state == "All":
+        overlaps = unite(
+            [intersect(unite([on_host, communicating]), computing) for communicating, computing in of_devices]
+        )
+        everywhere = unite([on_host, *communicates.values()])
+        computing = unite([computing for _, computing in of_devices])
+        if len(computing.starts):
+            places.append(use(TOGETHER, everywhere, computing, overlaps))
+        else:
+            places.append(use(TOGETHER, everywhere, by_host))
+    operations = tuple(_operation_uses(trace, calls, options))
+    return DistributionView(coverage, of, base_ns, tuple(places), operations, options)
+
+
+def _divide_communication(
+    trace: Columns, window: Interval, calls: Int64s, base: Union
+) -> tuple[dict[str, Union], dict[str, Union]]:
+    """Return the communication and the computation of the host and of each device within the base time."""
+    present = set(distinct(trace.site).tolist())
+    is_named = [
+        place in present and (site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS))
+        for place, site in enumerate(trace.sites)
+    ]  # fmt: skip
+    if not any(is_named):
+        return {}, {}  # there is nothing to compare
+    intervals = trace.device.only(trace.device.timed).within(window)
+    is_comm = are_in_communication(trace, intervals) | trace.of_sites(is_named)[intervals.row]
+    computes = ~is_comm & ~trace.of_kind("copy")[intervals.row]
+    places: dict[bool, dict[str, Union]] = {True: {}, False: {}}
+    if len(calls):
+        places[True][HOST] = union(*_flight_times(trace, calls))
+    for (device, work), stretches in divide_by_device(intervals, {"comm": is_comm, "": computes}).items():
+        places[bool(work)][f"device {device}"] = stretches.union
+    if places[True]:
+        places[False][HOST] = _computation_of_host(trace, window)
+    communication, computation = (
+        {place: intersect(work, base) for place, work in places[is_comm].items()} for is_comm in (True, False)
+    )
+    return communication, computation
+
+
+def _computation_of_host(trace: Columns, window: Interval) -> Union:
+    """Return the time in which any thread computes while it neither communicates nor copies nor loads."""
+    inside, (starts, ends) = (
+        overlap(trace.start_ns, trace.end_ns, window),
+        clipped(trace.start_ns, trace.end_ns, window),
+    )
+    computing, pausing = inside & trace.of_kind(*COMPUTES), inside & trace.of_kind(*PAUSES)
+    rows = np.flatnonzero(computing | pausing)
+    rows = rows[np.argsort(trace.thread_id[rows], kind="stable")]
+    unions = [NOTHING]
+    for of_thread in np.split(rows, np.flatnonzero(np.diff(trace.thread_id[rows])) + 1):
+        works, pauses = of_thread[computing[of_thread]], of_thread[pausing[of_thread]]
+        unions.append(subtract(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
+    return unite(unions)
+
+
+def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
+    """Return the begin and end of each communication. A wait with the attribute `in_flight_ns` begins with its call."""
+    starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
+    for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
+        if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
+            starts[place] = max(min(int(starts[place]), int(ends[place]) - flight_ns), -FARTHEST_NS)
+    return starts, ends
+
+
+def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
+    """Return the operations, the longest sum of calls and waits first, and one row that sums up the others."""
+    names, of_site = trace.numbered_sites(lambda site: _describe_operation(site)[0])
+    is_wait, total_ns = (
+        trace.of_sites([_describe_operation(site)[1] for site in trace.sites])[calls],
+        trace.total_ns[calls],
+    )
+    groups = Groups(of_site[trace.site[calls]], len(names))
+    columns = (
+        ~is_wait, sizes_of_copies(trace, calls), total_ns * ~is_wait, total_ns * is_wait, *trace.device_times(calls),
+        np.ones_like(calls),
+    )  # fmt: skip
+    sums = zip(names, *(groups.sums(column.astype(np.int64)).tolist() for column in columns), strict=True)
+    ordered = sorted((row for row in sums if row[-1]), key=lambda row: (-row[3] - row[4], row[0]))
+
+    def rest(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+        _, *added = zip(*rows, strict=True)
+        return f"(remaining {len(rows)})", *map(sum, added)
+
+    return [
+        OperationUse(name, count, moved_bytes, host_ns, waited_ns, device_ns if timed else None)
+        for name, count, moved_bytes, host_ns, waited_ns, device_ns, timed, _ in bounded(
+            ordered, options, lambda row: row[3] + row[4], rest
+        )
+    ]
+
+
+def _describe_operation(site: Site) -> tuple[str, bool]:
+    """Return the operation of a site with its process group, and True if the site is the wait for that operation."""
+    operation = dict(site.attributes).get("op")
+    if not isinstance(operation, str):
+        return site.name, False
+    return f"{operation} ({site.instance})" if site.instance else operation, site.name == f"{operation}.wait"

@@ -1,29 +1,34 @@
-"""Join the requests of a recording with the batches that served them, and group them by endpoint or attribute.
+"""Join the requests of a recording with the batches that served them, group them, and find similar ones.
 
 `instrument.trace.ledger` divides the time of a shared batch among its requests by their weights.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import attrgetter
 
 import numpy as np
 
-from instrument.errors import InstrumentError
+from instrument.errors import InstrumentError, TraceError
+from instrument.profile.document import nearest
 from instrument.recording.distributions import OTHER, group_of
 from instrument.report.section import Section
 from instrument.report.table import bounded, remaining_row, safe, share
 from instrument.report.utilisation import request_of_spans, requests_within
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Columns, Int64s
+from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups
-from instrument.trace.joined import Joined, join
+from instrument.trace.groups import Groups, distinct
+from instrument.trace.joined import THOUSANDTHS, Joined, join
 from instrument.trace.ledger import DeviceLedger, Ledger, Turns, device_ledger, ledger, turns_of
 from instrument.trace.request_facts import INPUT_TOKENS, OUTPUT_TOKENS
+from instrument.trace.step_costs import Floats
 
 ENDPOINT = "endpoint"
 """The value of `requests_by` that groups requests by endpoint. It is the default of views that need groups."""
@@ -185,3 +190,122 @@ def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:
             columns.append(f"{name}={heading}")
     notes = ("The shares of batches and of device time that the requests got, by their weights.",)
     return Section(f"Shares by {options.requests_by}", shares, "|".join(columns), notes)
+
+
+SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
+"""A pattern for names of attributes that give the amount of work of a call or request."""
+
+SEARCHED_ROWS = 2_000
+"""The number of rows that are searched for names of sizes. They are spread evenly over the recording."""
+
+NEAREST = 100
+"""The maximum number of requests to compare a request with, and of a window's requests to compare."""
+
+TRIALS = 5
+"""The number of similar requests outside of a window. The one with the median wall time is used."""
+
+POOL = 5_000
+"""The maximum number of requests outside of a window that are searched for similar ones."""
+
+ENOUGH = 10
+"""The minimum number of similar requests. If fewer exist, all requests of the endpoint are compared."""
+
+LIKE = 0.5
+"""The exponent of two that limits how much the work of similar requests differs: 0.5 is a factor of 1.4."""
+
+CHANCE = 0.01
+"""The expected number of typical requests per recording that are called slow by chance."""
+
+
+def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
+    """Return the indices of requests with similar work and True. If too few, return any of the endpoint and False."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    is_same = have_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
+    is_same[place] = False
+    places = np.flatnonzero(is_same)
+    work = recording.once(_measure_work)
+    if len(work):
+        distances = np.abs(work[:, places] - work[:, [place]]).max(axis=0)
+        near = np.argsort(distances, kind="stable")[:NEAREST]
+        near = near[distances[near] <= LIKE]
+        if len(near) >= ENOUGH:
+            return np.sort(places[near]), True
+    return choose_evenly(places, NEAREST), not len(work)
+
+
+def have_name(recording: Recording, name: str) -> Bools:
+    """Return True for each request with the name of an endpoint."""
+    trace = recording.columns
+    return trace.of_sites([site.name == name for site in trace.sites])[recording.once(joined_requests).rows]
+
+
+def mask_endpoint(recording: Recording, name: str) -> Bools:
+    """Return True for each request of an endpoint. Raises `TraceError` for an unknown endpoint."""
+    is_named = have_name(recording, name)
+    if not is_named.any():
+        trace, rows = recording.columns, recording.once(joined_requests).rows
+        names = sorted({trace.sites[site].name for site in distinct(trace.site[rows]).tolist()})
+        near = nearest(name, names)
+        hint = f"; nearest is {near!r}" if near else ""
+        raise TraceError(f"there is no endpoint {name!r:.80} among {len(names)} endpoints{hint}")
+    return is_named
+
+
+def choose_evenly(places: Int64s, most: int) -> Int64s:
+    """Return up to `most` of the given indices, evenly spread."""
+    chosen = np.unique(np.linspace(0, max(len(places) - 1, 0), min(len(places), most)).astype(np.int64))
+    return places[chosen]
+
+
+def median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
+    """Return, for each target, the one with the median time of the `TRIALS` requests `outside` most similar to it."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    walls, work = trace.total_ns[joined.rows], recording.once(_measure_work)
+    medians = []
+    for target in targets.tolist() if len(outside) else ():
+        distances = np.abs(work[:, outside] - work[:, [target]]).max(axis=0, initial=0.0)
+        near = outside[np.argsort(distances, kind="stable")[:TRIALS]]
+        medians.append(int(near[np.argsort(walls[near], kind="stable")[len(near) // 2]]))
+    return np.array(medians, dtype=np.int64)
+
+
+def _measure_work(recording: Recording) -> Floats:
+    """Return the base-2 logarithm of each measure of work: a row for each measure, a column for each request."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    served, count = joined.served, len(joined.rows)
+    columns = [size_numbers(trace, name, joined.rows)[joined.rows] for name in sorted(size_names(trace))]
+    pairs = np.flatnonzero(served.request != NONE)
+    if len(pairs):
+        columns.append(np.bincount(served.request[pairs], minlength=count).astype(np.float64))
+        weights = served.weight[pairs] / THOUSANDTHS
+        columns.append(np.bincount(served.request[pairs], weights, minlength=count).astype(np.float64))
+    used = [column for column in columns if column.any()]
+    return np.log2(1 + np.maximum(np.array(used), 0)) if used else np.zeros((0, count))
+
+
+def slow_from_ns(walls: Int64s, requests: int) -> float:
+    """Return the wall time above which a request is slow. By chance, `CHANCE` of all typical requests exceed it.
+
+    The distribution of long wall times is assumed to be exponential, as in a queue.
+    """
+    middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
+    return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))
+
+
+def size_names(trace: Columns) -> set[str]:
+    """Return the names of the attributes that give an amount of work."""
+    rows = trace.attributes.rows()
+    some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), SEARCHED_ROWS)).astype(np.int64))]
+    names = set(chain.from_iterable(trace.attributes.distinct(some)[1]))
+    return {name for name in names if SIZE.search(name)}
+
+
+def size_numbers(trace: Columns, name: str, among: Int64s | None = None) -> Floats:
+    rows = trace.attributes.having(name)
+    rows = rows if among is None else rows[np.isin(rows, among)]
+    numbers = np.zeros(len(trace))
+    numbers[rows] = [
+        value if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e18 else 0
+        for value in trace.attributes.values(name, rows)
+    ]
+    return np.nan_to_num(numbers)

@@ -17,7 +17,7 @@ from instrument.errors import TraceError
 from instrument.profile.document import nearest
 from instrument.recorder.span_attributes import key_text
 from instrument.report.endpoint_times import request_outcome
-from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger
+from instrument.report.request_groups import have_name, joined_requests, request_device_ledger, request_ledger
 from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (
     LINE,
@@ -165,8 +165,7 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
     row = int(joined.rows[place])
     begin_ns = int(trace.start_ns[row])
     site = trace.sites[trace.site[row]]
-    is_alike = trace.of_sites([other_site.name == site.name for other_site in trace.sites])
-    alike = np.flatnonzero(is_alike[joined.rows])
+    alike = np.flatnonzero(have_name(recording, site.name))
     cause = blame(trace, joined, ledger, place, typical_times(ledger, alike)) if len(alike) >= ENOUGH else None
     moments = timeline(trace, joined, place)
     error, devices = int(trace.error[row]), recording.once(request_device_ledger)

@@ -1,4 +1,6 @@
-"""The base class of views, and the tables of a view: each is declared once for both text and HTML.
+"""The base class of views, the tables of a view, and the printed summary of several views.
+
+Tables are declared once for both text and HTML.
 
 A table's columns are written as `field=Heading`, with `|` between them. A `+` before a column shows it only on the HTML
 page, which is wider. A field is an attribute or method of the row, an attribute of an attribute (`part.field`), or an
@@ -9,10 +11,15 @@ percentage. A row whose `remaining` is above 0 replaces that many rows, and its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
+from importlib import import_module
+from types import ModuleType
 from typing import Any, ClassVar
 
+from instrument.profile.document import nearest
+from instrument.profile.model import VIEWS
 from instrument.recording.spans import HOST, Cost
 from instrument.report.table import (
     DASHES,
@@ -31,7 +38,7 @@ from instrument.report.table import (
     title,
     wrapped,
 )
-from instrument.report.view import Options, Recording
+from instrument.report.view import Options, Recording, document
 
 NO_EVENTS = "no events"
 """The reason that is printed for a span without device time if no other reason is known."""
@@ -311,3 +318,84 @@ def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
         f"; up to {number(cost.most_ns / 1e9)} s ({number(cost.cold_call_ns)} ns a call), "
         f"{percent(cost.most_ns, base_ns)}, if other work uses the processor's caches between the calls"
     )
+
+
+MODULES = {
+    **dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators", "distribution": "overview",
+}  # fmt: skip
+"""The modules of views whose module has another name than the view."""
+
+
+def _import_view(name: str) -> ModuleType:
+    """Import the module of a view. It imports numpy, so a service calls this only when it prints the view."""
+    return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
+
+
+def _view_maker(name: str) -> Callable[[Recording, Options], View]:
+    def make(recording: Recording, options: Options) -> View:
+        view: View = getattr(_import_view(name), name)(recording, options)
+        return view
+
+    return make
+
+
+VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _view_maker(name) for name in VIEWS}
+"""The function that computes each view, by the view's name."""
+
+TABLE_OPTIONS = ("tracer_option", "threads")
+"""The options that only views with tables use. The one-screen view `brief` does not use them."""
+
+
+def import_views(views: Sequence[str]) -> None:
+    """Import the modules of views while the process may still allocate memory freely."""
+    for name in views:
+        if name in VIEW_OF:
+            with suppress(ImportError):  # the views report a missing numpy
+                _import_view(name)
+
+
+def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the default views for some options: `events` if an option for tables is set, else `brief`."""
+    return ("events",) if any(options.get(option) is not None for option in TABLE_OPTIONS) else ("brief",)
+
+
+def refuse_unknown_views(views: Sequence[str]) -> None:
+    """Raise `ValueError` for an unknown view, `TypeError` for a text in place of a list."""
+    if isinstance(views, str):
+        raise TypeError(f"views is {views!r}; allowed: a list of their names, such as [{views!r}]")
+    for view in views:
+        if view not in VIEW_OF:
+            near = nearest(view, VIEWS)
+            hint = f"; nearest is {near}" if near else ""
+            raise ValueError(f"view is {view!r}; allowed: {', '.join(VIEWS)}{hint}")
+
+
+def make_views(views: Sequence[str], recording: Recording, options: Options) -> dict[str, View]:
+    """Return the computed views in the given order, each once. Raises `ValueError` for an unknown view."""
+    refuse_unknown_views(views)
+    return {view: VIEW_OF[view](recording, options) for view in views}
+
+
+def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
+    """Return the views as one text in the given order, then the cost and losses of the instrumentation. These come last
+    only without the views `brief` and `cost`, which print them themselves. Raises `ValueError` for an unknown view."""
+    parts = [view.lines() for view in make_views(views, recording, options).values()]
+    if not {"brief", "cost"}.intersection(views):
+        parts.append(instrumentation_lines(recording))
+    if recording.died:
+        parts.insert(0, ["", *wrapped(safe(recording.died))])
+    return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
+
+
+def summary_document(views: Sequence[str], recording: Recording, options: Options) -> dict[str, Any]:
+    """Return the summary as JSON values: `views` by name with times in ns, and the numbers that all views share."""
+    return {
+        "window_ns": recording.window_ns,
+        "recorder": recording.recorder,
+        **({"died": recording.died} if recording.died else {}),
+        "options": document(options),
+        "views": {name: document(view) for name, view in make_views(views, recording, options).items()},
+        "cost": document(recording.cost),
+        "losses": recording.losses,
+        "notes": list(recording.notes),
+    }

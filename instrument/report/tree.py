@@ -1,6 +1,7 @@
-"""The tree of names behind the `events` view: its entries, their sums, and the choice of the entries to print.
+"""The tree of names behind the `events` view: its entries, their sums, and the rows of the entries to print.
 
-An entry is a list of names, identified by a number. Arrays hold the entries, and only printed ones become objects.
+An entry is a list of names, identified by a number. Arrays hold the entries, and only printed ones become objects. The
+sums of topmost calls by name are here, too.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import heapq
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND, NAME, CallTree
 from instrument.recording.spans import Site, is_interruption
-from instrument.recording.tally import Records, Tally, summed, total_of
-from instrument.report.table import where_of
+from instrument.recording.tally import Records, Tally, Totals, summed, total_of
+from instrument.report.table import Ratio, share, where_of
 from instrument.report.view import Options
 from instrument.trace.columns import Bools, Int32s, Int64s
 from instrument.trace.forest import NONE, least_below, nearest, nearest_above
@@ -396,3 +399,158 @@ def _copy_name(site: Site) -> str:
         return site.name
     peer = "Peer" if direction == "p2p" else ""
     return f"GpuMemcpy{peer}{'Sync' if sync else 'Async'}{ENDPOINTS[direction]}"
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """One row of the view. Times are in ns and are sums over the row's calls.
+
+    `name` is complete and unescaped. `depth` is 0 for topmost rows. `thread` is the thread's id, None for all threads
+    merged. `total_ns` is `elapsed_ns`, `host_ns` or `device_ns`, depending on the state, and `ratio` is its share of
+    the block's Total time. Extremes and percentiles are of `elapsed` times, and None if the total is another time or if
+    `remaining` is above 0. `instance` is, with `AllOpDetail`, the path of a layer or else the place in the code.
+    `self_ns` is host time outside the row's children. It includes the self time of hidden phases and, in the row of a
+    type, of its instances. `waiting_ns` is the part of it in suspended calls. A row with `remaining` replaces that many
+    rows of its level.
+    """
+
+    name: str
+    depth: int
+    thread: int | None
+    kind: str
+    instance: str
+    calls: int
+    errors: int
+    total_ns: int
+    host_ns: int
+    device_ns: int
+    elapsed_ns: int
+    self_ns: int
+    waiting_ns: int
+    min_ns: int | None
+    max_ns: int | None
+    p50_ns: int | None
+    p99_ns: int | None
+    ratio: float | None
+    remaining: int = 0
+
+    ave_ns = Ratio("total_ns", of="calls")
+    host_ratio = Ratio("host_ns", of="elapsed_ns")
+    device_ratio = Ratio("device_ns", of="elapsed_ns")
+
+
+@dataclass(frozen=True, slots=True)
+class EventsBlock:
+    """The rows of one thread, or of all threads merged if `thread` is None.
+
+    `total_ns` is the Total time, the base of the rows' ratios. `number` counts the threads from 0, by their first call.
+    """
+
+    thread: int | None
+    number: int | None
+    name: str
+    total_ns: int
+    rows: tuple[EventRow, ...]
+
+
+def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
+    """Return a block of all threads, if the options ask for it, then a block for each thread, the newest first."""
+    by_thread: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
+    shown: list[int | None] = []
+    if options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1):
+        shown = [None] if by_thread else []
+    if options.threads != "merged":
+        shown += by_thread
+    if not shown:
+        return ()
+    tree = NameTree(tally, options.tracer_option)
+    full = tree if options.tracer_option == "OpDetail" else None
+    numbers = {thread: number for number, thread in enumerate(tally.threads)}
+    blocks = []
+    for thread in shown:
+        total_ns = tree.total_ns(thread, options.state)
+        if total_ns is None:
+            full = full or NameTree(tally, "OpDetail")
+            total_ns = full.total_below_ns(thread, options.state)
+            full.drop_sums(thread)
+        number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
+        blocks.append(EventsBlock(thread, number, name, total_ns, _event_rows(tree, thread, total_ns, options)))
+        tree.drop_sums(thread)
+    return tuple(blocks)
+
+
+def _event_rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
+    selection, sums = ShownEntries(tree, thread, options), tree.sums(thread)
+    rows: list[EventRow] = []
+    # Pairs of a depth and an entry, or the omitted entries of a level.
+    pending: list[tuple[int, int | list[int]]] = [(-1, ROOT)]
+    while pending:
+        depth, item = pending.pop()
+        if item != ROOT:
+            rows.append(_event_row(tree, item, depth, thread, sums, base_ns, options.state))
+        if isinstance(item, int):
+            children, left_out = selection.below(item)
+            if left_out:
+                pending.append((depth + 1, left_out))
+            pending += [(depth + 1, child) for child in reversed(children)]
+    return tuple(rows)
+
+
+def _event_row(
+    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Records, base_ns: int, state: str
+) -> EventRow:
+    """Return the row of an entry of the tree, or one row that adds up a list of omitted entries."""
+    totals = Totals._make(sums[item].tolist()) if isinstance(item, int) else total_of(sums[item])
+    called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
+    # No call's time of a state exceeds its elapsed time, so with equal sums each is the same.
+    exact = called and total_ns == totals.elapsed_ns
+    exact = exact and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
+    p50_ns = p99_ns = None
+    # Percentiles over many functions have no meaning, and cost a third of the time of a summary of thousands.
+    if exact and isinstance(item, int):
+        histogram = tree.histogram([item], thread)
+        p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
+    return EventRow(
+        name=tree.label(item) if isinstance(item, int) else f"(remaining {len(item)})",
+        depth=depth,
+        thread=thread,
+        kind=tree.site(item).kind if isinstance(item, int) else "",
+        instance=tree.detail(item) if isinstance(item, int) else "",
+        calls=totals.calls,
+        errors=totals.errors,
+        total_ns=total_ns,
+        host_ns=totals.total_ns,
+        device_ns=totals.device_ns,
+        elapsed_ns=totals.elapsed_ns,
+        self_ns=totals.self_ns,
+        waiting_ns=totals.waiting_ns,
+        min_ns=totals.min_ns if exact else None,
+        max_ns=totals.max_ns if exact else None,
+        p50_ns=p50_ns,
+        p99_ns=p99_ns,
+        ratio=share(total_ns, base_ns) if called else None,
+        remaining=0 if isinstance(item, int) else len(item),
+    )
+
+
+def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
+    """Return an array over the tally's nodes: True for nodes that `say` accepts and that are below no such node."""
+    marked = np.array([*tally.tree.by_site(say), False], dtype=np.bool_)[tally.site_of]
+    return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
+
+
+def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
+    """Return, by name, the totals of the topmost nodes whose site `say` accepts."""
+    numbers: dict[str, int] = {}
+    of_site = [numbers.setdefault(site.name, len(numbers)) for site in tally.tree.sites]
+    groups = np.where(mask_topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
+    sums = map(Totals._make, tally.by(groups, len(numbers)).tolist())
+    return {name: totals for name, totals in zip(numbers, sums, strict=True) if totals.calls}
+
+
+def sum_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
+    """Return the total of the topmost nodes whose site `say` accepts."""
+    groups = np.where(mask_topmost(tally, say), 0, NONE)
+    totals = Totals._make(tally.by(groups, 1)[0].tolist())
+    below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)
+    return totals._replace(device_ns=totals.device_ns + below_ns)

@@ -21,8 +21,7 @@ from instrument.errors import ExportError, ProfileError
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.spans import BATCH_KEYS, Sample, Span
-from instrument.report.section import View
-from instrument.report.summary import make_views, refuse_unknown_views, summary
+from instrument.report.section import View, make_views, refuse_unknown_views, summary
 from instrument.report.view import Options, Recording
 from instrument.runtime import atomic
 from instrument.runtime.cheap_start import dataclass, replace

@@ -31,8 +31,8 @@ from instrument.profile.keys import load
 from instrument.profile.model import EVERYTHING, STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.recording.spans import HOST, Sample
 from instrument.report.benchmark_view import benchmark_line, show_benchmark
+from instrument.report.section import summary
 from instrument.report.step_counts import Benchmark, LoopTimes
-from instrument.report.summary import summary
 from instrument.report.view import Options
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS, logger

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from instrument import otlp
     from instrument.otlp import export_facts, metrics
     from instrument.recording.tally import Tally
-    from instrument.report import summary as report
+    from instrument.report import section as report
     from instrument.report import view
     from instrument.report.section import View
     from instrument.trace.trace import Trace
@@ -57,7 +57,7 @@ else:
     otlp = LazyModule("instrument.otlp")
     export_facts, metrics = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.metrics")
     view = LazyModule("instrument.report.view")
-    report = LazyModule("instrument.report.summary")
+    report = LazyModule("instrument.report.section")
 
 HEALTH_PROBES = late_pattern(
     r"(?<![a-z])(?:health(?:[_-]?checks?)?|healthz|live|livez|liveness|ready|readyz|readiness|ping|heartbeat|probe"

@@ -54,7 +54,7 @@ from instrument import chrome
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import HOST, DeviceInterval, Flops, Kernel, Origin, Site, Span
-from instrument.report.summary import import_views
+from instrument.report.section import import_views
 from instrument.trace import file
 from instrument.trace.self_times import self_times_of
 from instrument.trace.trace import Allocation, Trace, columns_of_spans

@@ -29,7 +29,7 @@ from oracle.recordings import ALL, Made, bench
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
-from instrument.report.summary import summary, summary_document
+from instrument.report.section import summary, summary_document
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 

@@ -1,10 +1,12 @@
-"""One HTML file of a report: its data as packed JSON, with the style and the scripts of this folder.
+"""One HTML file of a report: its data as packed JSON, with the style, the scripts and d3 in the folder `page`.
 
 The file loads nothing else. Its content security policy allows its own scripts and style by their digests, and nothing
 from a network. Names and values of the service are only in the JSON, which is compressed and encoded as base64. So they
 cannot end the HTML element. The scripts insert them as text, never as markup.
 
-The JSON has the tables of the views, charts, and notes on omitted data. Each cell has a number and its text.
+The JSON has the tables of the views, charts, and notes on omitted data. Each cell has a number and its text. Python
+computes every number. The scripts show, sort and draw the numbers. The size of a page is bounded, and the page names
+each bound that left something out.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from instrument.errors import TraceError
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import GAUGES, HOST, NO_DEVICE_TIME
 from instrument.report.brief_view import Brief, brief
-from instrument.report.event_rows import EventRow
 from instrument.report.events_view import events
-from instrument.report.page.kept_spans import MOST_SPANS, KeptSpans, steps
+from instrument.report.kept_spans import MOST_SPANS, KeptSpans, steps
 from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes, list_parts
 from instrument.report.section import (
     DEVICE,
@@ -39,6 +40,7 @@ from instrument.report.section import (
     TEXT,
     TEXTS,
     TIME,
+    VIEW_OF,
     Section,
     View,
     device_name,
@@ -47,7 +49,6 @@ from instrument.report.section import (
     special_name,
     value_of,
 )
-from instrument.report.summary import VIEW_OF
 from instrument.report.table import (
     MISSING,
     WHOLE_DIGITS,
@@ -59,6 +60,7 @@ from instrument.report.table import (
     shorten,
     tenths,
 )
+from instrument.report.tree import EventRow
 from instrument.report.view import UNITS, Options, Recording
 from instrument.runtime import atomic
 from instrument.trace.columns import Int64s
@@ -558,7 +560,7 @@ def pack_document(document: Any) -> str:
 
 
 def _read_asset(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8")
+    return (resources.files(__package__) / "page" / name).read_text("utf-8")
 
 
 def _digest(text: str) -> str:
