@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import call_trees_by_hand
@@ -16,10 +17,11 @@ from oracle.recordings import any_parents, deep, program, wide
 from raw_spans import points, traces
 
 from instrument.recording.spans import DeviceInterval, Site, Span
-from instrument.report.operator_rows import PlaceCalls, build_call_tree, iterate_places
+from instrument.report.operator_rows import CallTable
 from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
+from instrument.trace.columns import Columns
 from instrument.trace.forest import NONE, count_ancestors, nearest, rows_of, topmost_rows
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.self_times import self_times_of, turns
@@ -259,30 +261,48 @@ TIMES = (
 )  # fmt: skip
 
 
-def facts(place: Any) -> list[Any]:
-    """All that is known of a place, but for what is around it and below."""
-    times = [*place.host, *place.device] if isinstance(place, PlaceCalls) else [getattr(place, name) for name in TIMES]
-    streams = {key: tuple(sums) for key, sums in sorted(place.streams.items())}
-    return [place.site.key, streams, place.thread_id, place.first_ns, place.inside, place.again, *times]
+def facts_of_nodes(trace: Columns, calls: CallTable) -> list[str]:
+    """All that is known of the nodes with calls, in any order, and the caller of each on its track."""
+    paths, sites = calls.paths, trace.sites
+    parts = [getattr(times, name) for times in (paths.host, paths.device) for name in times.__slots__]
+    columns = (paths.site, paths.thread_id, paths.first_ns, calls.inside, calls.again, calls.around, *parts)
+    found = []
+    for node, (site, thread_id, first_ns, inside, again, around, *times) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
+    ):
+        streams = {(row.device, row.stream): tuple(row[3:]) for row in calls.streams.get(node, ())}
+        above = None if around == NONE else sites[paths.site[around]].key
+        found.append([sites[site].key, above, sorted(streams.items()), thread_id, first_ns, inside, again, *times])
+    return sorted(repr(facts) for facts in found if facts[7])
+
+
+def facts_of_places(places: Iterable[Any]) -> list[str]:
+    found = [
+        [
+            place.site.key, place.parent and place.parent.site.key,
+            sorted((key, tuple(sums)) for key, sums in place.streams.items()), place.thread_id, place.first_ns,
+            place.inside, place.again, *(getattr(place, name) for name in TIMES),
+        ]
+        for place in places
+    ]  # fmt: skip
+    return sorted(map(repr, found))
 
 
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
     window = trace.coverage if is_bounded else None
-    ours = list(iterate_places(build_call_tree(trace.columns, kinds, window)))
-    theirs = list(call_trees_by_hand.every_place(call_trees_by_hand.call_tree(trace.spans, kinds, window)))
-    assert list(map(facts, ours)) == list(map(facts, theirs))
-    assert [one.parent and one.parent.site.key for one in ours] == [
-        one.parent and one.parent.site.key for one in theirs
-    ]
+    ours = CallTable.of(trace.columns, kinds, window)
+    theirs = call_trees_by_hand.every_place(call_trees_by_hand.call_tree(trace.spans, kinds, window))
+    assert facts_of_nodes(trace.columns, ours) == facts_of_places(theirs)
 
 
 @given(SOME, st.randoms())
 def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace: Trace, chance: Any) -> None:
     columns = trace.columns
     some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
-    ours = list(iterate_places(build_call_tree(columns, OPERATORS, among=some)))
-    assert list(map(facts, ours)) == list(map(facts, iterate_places(build_call_tree(columns.only(some), OPERATORS))))
+    alone = columns.only(some)
+    ours, theirs = CallTable.of(columns, OPERATORS, among=some), CallTable.of(alone, OPERATORS)
+    assert facts_of_nodes(columns, ours) == facts_of_nodes(alone, theirs)
 
 
 @pytest.mark.parametrize("levels_of_it", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])

@@ -6,17 +6,21 @@ caller's time. The device time of a call is the union of the device intervals at
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from instrument.recording.spans import Interval, Site
+import numpy as np
+
+from instrument.recording.spans import Interval
 from instrument.report.section import Section
 from instrument.report.table import LINE, bounded, in_unit, safe, share, shorten
 from instrument.report.view import Options, SortKey
-from instrument.trace.call_tree import call_tree
-from instrument.trace.columns import FARTHEST_NS, Bools, Columns
+from instrument.trace.call_tree import CallPaths, NodeTimes, StreamTimes, call_tree
+from instrument.trace.columns import Bools, Columns, Int32s, Int64s
+from instrument.trace.forest import NONE, nearest_above
+from instrument.trace.groups import Groups, Members, distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,107 +33,86 @@ class CallTimes:
     min_ns: int
 
 
-class PlaceTimes(NamedTuple):
-    """The number, sum, maximum and minimum of the times of some calls."""
+@dataclass(frozen=True)
+class CallTable:
+    """The call tree as columns: each node has the calls of one site below the same callers on one track.
 
-    calls: int
-    total_ns: int
-    most_ns: int
-    least_ns: int
-
-
-@dataclass(slots=True, eq=False)
-class PlaceCalls:
-    """The calls of one site below the same callers on one track. `parent` is the same for their caller.
-
-    `inside` is True if a caller has one of the chosen kinds, `again` if one has the same name and kind. `elsewhere` has
-    the calls that these calls started on other tracks.
+    `name` is an index into `names`, pairs of a name and a kind. `around` is the node's caller on the same track.
+    `inside` is True if a caller has one of the chosen kinds, `again` if one has the same name and kind.
     """
 
-    site: Site
-    thread_id: int
-    parent: PlaceCalls | None
-    inside: bool
-    first_ns: int
-    host: PlaceTimes
-    device: PlaceTimes
-    again: bool = False
-    children: dict[Site, PlaceCalls] = field(default_factory=dict)
-    elsewhere: dict[tuple[Site, int], PlaceCalls] = field(default_factory=dict)
-    streams: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    paths: CallPaths
+    names: Sequence[tuple[str, str]]
+    name: Int64s
+    around: Int32s
+    inside: Bools
+    again: Bools
 
-    @property
-    def calls(self) -> int:
-        return self.host.calls
+    @classmethod
+    def of(
+        cls, trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
+    ) -> CallTable:
+        """Return the call tree of all spans, or of the spans that `among` selects.
 
+        Calls of `kinds` and their direct children have device times. With a `window`, only the time within it counts.
+        """
+        paths = call_tree(trace, kinds, window, among)
+        names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
+        name, around = of_site[paths.site], np.where(paths.is_elsewhere, NONE, paths.parent).astype(np.int32)
+        inside = nearest_above(around, np.array([kind in kinds for _, kind in names], dtype=np.bool_)[name]) != NONE
+        again = inside & (find_outermost(around, name) != np.arange(len(name)))
+        return cls(paths, names, name, around, inside, again)
 
-def sum_times(places: Sequence[PlaceCalls], on: str) -> CallTimes | None:
-    """Return the times of all calls on `host` or `device`, None without any. A missing time counts as 0."""
-    times: list[PlaceTimes] = [getattr(place, on) for place in places]
-    calls, timed = (sum(part.calls for part in parts) for parts in (places, times))
-    if not timed:
-        return None
-    total_ns, least_ns = sum(part.total_ns for part in times), min(part.least_ns for part in times)
-    most_ns = max(part.most_ns for part in times)
-    return CallTimes(total_ns, share(total_ns, calls), most_ns, least_ns if timed == calls else 0)
+    def calls_of(self, kinds: Collection[str]) -> Int64s:
+        """Return the nodes of some kinds that have calls."""
+        is_of = np.array([kind in kinds for _, kind in self.names], dtype=np.bool_)
+        return np.flatnonzero((self.paths.host.calls > 0) & is_of[self.name])
 
+    @cached_property
+    def below(self) -> Members:
+        """The nodes with calls right below each node on the same track."""
+        return Members(np.where(self.paths.host.calls > 0, self.around, NONE), len(self.name))
 
-def build_call_tree(
-    trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
-) -> PlaceCalls:  # fmt: skip
-    """Return the root of the call tree of all spans, or of the spans that `among` selects.
+    @cached_property
+    def streams(self) -> dict[int, list[StreamTimes]]:
+        """The times on each stream, by node."""
+        by_node = defaultdict[int, list[StreamTimes]](list)
+        for times in self.paths.streams:
+            by_node[times.node].append(times)
+        return by_node
 
-    Calls of `kinds` and their direct children have device times. With a `window`, only the time within it counts.
-    """
-    tree, no_calls = call_tree(trace, kinds, window, among), PlaceTimes(0, 0, 0, FARTHEST_NS)
-    root = PlaceCalls(Site("(root)"), 0, None, False, FARTHEST_NS, no_calls, no_calls)
-    places: list[PlaceCalls] = []
-    times = [(of.calls, of.total_ns, of.most_ns, of.least_ns) for of in (tree.host, tree.device)]
-    columns = (tree.parent, tree.site, tree.thread_id, tree.is_elsewhere, tree.first_ns, *times[0], *times[1])
-    for around, number, thread_id, is_elsewhere, first_ns, *of_place in zip(
-        *(part.tolist() for part in columns), strict=True
-    ):
-        above, site = root if around < 0 else places[around], trace.sites[number]
-        inside = not is_elsewhere and (above.inside or (above is not root and above.site.kind in kinds))
-        parent, host, device = None if is_elsewhere else above, PlaceTimes(*of_place[:4]), PlaceTimes(*of_place[4:])
-        place = PlaceCalls(site, thread_id, parent, inside, first_ns, host, device)
-        if is_elsewhere:
-            above.elsewhere[site, thread_id] = place
-        else:
-            above.children[site] = place
-        places.append(place)
-    for number, on_device, stream, *sums in tree.streams:
-        places[number].streams[on_device, stream] = tuple(sums)
-    for place in places:
-        if place.parent is None:
-            _mark_recursive_calls(place)
-    return root
+    def by_name(self, nodes: Int64s) -> dict[tuple[str, str], Int64s]:
+        """Return the given nodes by name and kind."""
+        groups = Groups(self.name[nodes], len(self.names)).members()
+        return {self.names[self.name[nodes[places[0]]]]: nodes[places] for places in groups}
 
+    def sum_times(self, nodes: Int64s, on: str) -> CallTimes | None:
+        """Return the times of all calls on `host` or `device`, None without any. A missing time counts as 0."""
+        times: NodeTimes = getattr(self.paths, on)
+        calls, timed = (int(counts[nodes].sum()) for counts in (self.paths.host.calls, times.calls))
+        if not timed:
+            return None
+        total_ns, least_ns = sum(times.total_ns[nodes].tolist()), int(times.least_ns[nodes].min())
+        return CallTimes(
+            total_ns, share(total_ns, calls), int(times.most_ns[nodes].max()), least_ns if timed == calls else 0
+        )
 
-def _mark_recursive_calls(first: PlaceCalls) -> None:
-    """Set `again` for the calls of a track that have a caller of the same name and kind."""
-    around = Counter[tuple[str, str]]()
-    pending = [(first, False)]
-    while pending:
-        place, is_left = pending.pop()
-        key = place.site.name, place.site.kind
-        if is_left:
-            around[key] -= 1
-            continue
-        place.again = place.inside and around[key] > 0
-        around[key] += 1
-        pending.append((place, True))
-        pending += [(child, False) for child in place.children.values()]
+    def total_ns(self, nodes: Int64s, on: str) -> int:
+        """Return the time of all calls on `host` or `device`."""
+        times: NodeTimes = getattr(self.paths, on)
+        return sum(times.total_ns[nodes].tolist())
 
 
-def iterate_places(root: PlaceCalls) -> Iterator[PlaceCalls]:
-    """Yield all places with calls below the root, parents first."""
-    pending = [*reversed([*root.children.values(), *root.elsewhere.values()])]
-    while pending:
-        place = pending.pop()
-        if place.calls:
-            yield place
-        pending += [*place.children.values(), *place.elsewhere.values()]
+def find_outermost(around: Int32s, name: Int64s) -> Int64s:
+    """Return the outermost node of the same name at or above each node. `around` has each node's parent."""
+    outermost, up = np.arange(len(name)), around.copy()
+    inner = np.flatnonzero(up != NONE)
+    while len(inner):
+        alike = inner[name[up[inner]] == name[inner]]
+        outermost[alike] = up[alike]
+        up[inner] = around[up[inner]]
+        inner = inner[up[inner] != NONE]
+    return outermost
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,60 +145,49 @@ class CallBlock:
 
 
 def make_blocks(
-    places: Sequence[PlaceCalls],
+    calls: CallTable,
+    nodes: Int64s,
     names: Mapping[int, str],
     options: Options,
-    block: Callable[[int | None, str, Sequence[PlaceCalls], Options], CallBlock],
+    block: Callable[[int | None, str, Int64s], CallBlock],
 ) -> tuple[CallBlock, ...]:
     """Return a block of all threads, if the options ask for it and there are several, and a block for each thread."""
-    by_thread: dict[int, list[PlaceCalls]] = {}
-    for place in places:
-        by_thread.setdefault(place.thread_id, []).append(place)
-    blocks = []
-    if by_thread and (options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1)):
-        blocks.append(block(None, "", places, options))
+    thread_id = calls.paths.thread_id[nodes]
+    threads, blocks = distinct(thread_id).tolist(), list[CallBlock]()
+    if threads and (options.threads == "merged" or (options.threads == "both" and len(threads) > 1)):
+        blocks.append(block(None, "", nodes))
     if options.threads != "merged":
         blocks += [
-            block(thread, names.get(thread, f"thread {thread}"), by_thread[thread], options)
-            for thread in sorted(by_thread)
+            block(thread, names.get(thread, f"thread {thread}"), nodes[thread_id == thread]) for thread in threads
         ]
     return tuple(blocks)
 
 
-def group_by_name(places: Iterable[PlaceCalls]) -> dict[tuple[str, str], list[PlaceCalls]]:
-    places_by_name: dict[tuple[str, str], list[PlaceCalls]] = {}
-    for place in places:
-        places_by_name.setdefault((place.site.name, place.site.kind), []).append(place)
-    return places_by_name
-
-
 def call_rows(
-    groups: Mapping[tuple[str, str], Sequence[PlaceCalls]],
-    depth: int,
-    cpu_base_ns: int,
-    gpu_base_ns: int,
-    options: Options,
+    calls: CallTable, nodes: Int64s, depth: int, cpu_base_ns: int, gpu_base_ns: int, options: Options
 ) -> tuple[CallRow, ...]:
     """Return a row for each name and kind of a level, as the options sort and limit them, and one row that sums up the
     others. In the topmost level, nested calls of a row count once in its ratio."""
+    groups = calls.by_name(nodes)
 
-    def row(name: str, kind: str, places: Sequence[PlaceCalls], once: Sequence[PlaceCalls]) -> CallRow:
-        gpu = sum_times(places, "device")
+    def row(name: str, kind: str, nodes: Int64s, once: Int64s) -> CallRow:
+        cpu, gpu = calls.sum_times(nodes, "host"), calls.sum_times(nodes, "device")
         return CallRow(
             name,
             kind,
             depth,
-            sum(place.calls for place in places),
-            sum_times(places, "host"),
+            int(calls.paths.host.calls[nodes].sum()),
+            cpu,
             gpu,
-            share(sum(place.host.total_ns for place in once), cpu_base_ns),
-            None if gpu is None else share(sum(place.device.total_ns for place in once), gpu_base_ns),
+            share(calls.total_ns(once, "host"), cpu_base_ns),
+            None if gpu is None else share(calls.total_ns(once, "device"), gpu_base_ns),
         )
 
     def rest(omitted: Sequence[CallRow]) -> CallRow:
-        names = {(row.name, row.kind) for row in omitted}
-        places = [place for name in names for place in groups[name]]
-        total = row(f"(remaining {len(omitted)})", "", places, [row for row in places if not _has_caller(row, names)])
+        nodes = np.concatenate([groups[row.name, row.kind] for row in omitted])
+        is_omitted = np.isin(calls.name, calls.name[nodes])
+        outermost = nodes[nearest_above(calls.around, is_omitted)[nodes] == NONE]
+        total = row(f"(remaining {len(omitted)})", "", nodes, outermost)
         if depth:
             total = replace(
                 total,
@@ -238,10 +210,7 @@ def call_rows(
         cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
         return {"CPU": cpu_ns, "GPU": gpu_ns}.get(options.state, max(cpu_ns, gpu_ns))
 
-    rows = [
-        row(name, kind, places, places if depth else [place for place in places if not place.again])
-        for (name, kind), places in groups.items()
-    ]
+    rows = [row(*key, nodes, nodes if depth else nodes[~calls.again[nodes]]) for key, nodes in groups.items()]
     rows.sort(key=lambda row: (sign * weight(row), -heaviest_ns(row), row.name, row.kind))
     return bounded(rows, options, heaviest_ns, rest)
 
@@ -249,14 +218,6 @@ def call_rows(
 def _sum_ratios(ratios: Iterable[float | None]) -> float | None:
     known_ratios = [ratio for ratio in ratios if ratio is not None]
     return sum(known_ratios) if known_ratios else None
-
-
-def _has_caller(place: PlaceCalls, names: Collection[tuple[str, str]]) -> bool:
-    """Return True if a caller on the same track has one of the names."""
-    above = place.parent
-    while above is not None and (above.site.name, above.site.kind) not in names:
-        above = above.parent
-    return above is not None
 
 
 REMAINING = "Ratio of the remaining rows: without calls that are inside each other."

@@ -21,7 +21,7 @@ Their sum may exceed 100 % if several threads work.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,14 +30,12 @@ from instrument.recording.spans import FLOPS, flops_in
 from instrument.report.operator_rows import (
     CallBlock,
     CallRow,
+    CallTable,
     CallTimes,
-    PlaceCalls,
     block_section,
-    build_call_tree,
     call_rows,
     describe_order,
-    group_by_name,
-    iterate_places,
+    find_outermost,
     make_blocks,
     remaining_note,
 )
@@ -57,10 +55,10 @@ from instrument.report.table import (
 )
 from instrument.report.units import innermost_rows
 from instrument.report.view import Options, Recording
-from instrument.trace.call_tree import lengths_below
-from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.forest import NONE, are_at_or_above
-from instrument.trace.groups import distinct, places_of
+from instrument.trace.call_tree import StreamTimes, lengths_below
+from instrument.trace.columns import Bools, Columns, Int32s, Int64s
+from instrument.trace.forest import NONE, are_at_or_above, nearest
+from instrument.trace.groups import Groups, Members, by_first_sight, distinct, places_of
 from instrument.trace.self_times import Clock
 from instrument.trace.watched import KernelColumns
 
@@ -168,61 +166,41 @@ class _Tree:
 
     def __init__(self, trace: Columns, flops_of_rows: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
         rows, self._around = _add_callers(trace, [row for row, _ in flops_of_rows])
-        numbers = {row: number for number, row in enumerate(rows)}
+        numbers = {row: number for number, row in enumerate(rows.tolist())}
         self._own_flops = [0] * len(rows)
         for row, count in flops_of_rows:
             self._own_flops[numbers[row]] += count
-        names: dict[tuple[str, str], int] = {}
-        places = trace.site[rows].tolist()
-        sites = {place: trace.sites[place] for place in dict.fromkeys(places)}
-        number_by_place = {place: names.setdefault((site.name, site.kind), len(names)) for place, site in sites.items()}
-        self._names = names
-        self._name_of = [number_by_place[place] for place in places]
+        names, of_site = trace.numbered_sites(lambda site: (site.name, site.kind))
+        self._names, self._name = names, of_site[trace.site[rows]]
         self._is_asked = [kind in kinds for _, kind in names]
         below = self._own_flops.copy()
-        for number, around in reversed(list(enumerate(self._around))):
+        for number, around in reversed(list(enumerate(self._around.tolist()))):
             if around != NONE:
                 below[around] += below[number]
         sums, calls = [0] * len(names), [dict[int, None]() for _ in names]
-        for number, (name, outermost) in enumerate(zip(self._name_of, self._find_outermost(), strict=True)):
-            if self._is_asked[name]:
-                counted = below[number] if outermost == number else 0
-                calls[name][outermost] = None
-            elif counted := self._own_flops[number]:
-                calls[name][outermost] = None
+        outermost = find_outermost(self._around, self._name).tolist()
+        for number, (name, first) in enumerate(zip(self._name.tolist(), outermost, strict=True)):
+            counted = below[number] * (first == number) if self._is_asked[name] else self._own_flops[number]
+            if self._is_asked[name] or counted:
+                calls[name][first] = None
             sums[name] += counted
-        self.flops = {name: sums[at] for name, at in names.items()}
-        self.calls = {name: [rows[number] for number in calls[at]] for name, at in names.items() if calls[at]}
-
-    def _find_outermost(self) -> list[int]:
-        """Return, for each span, its outermost caller of the same name, or the span itself without such a caller."""
-        name, around = np.array(self._name_of, dtype=np.int64), np.array(self._around, dtype=np.int64)
-        outermost, up = np.arange(len(name)), around.copy()
-        inner = np.flatnonzero(up != NONE)
-        while len(inner):
-            alike = inner[name[up[inner]] == name[inner]]
-            outermost[alike] = up[alike]
-            up[inner] = around[up[inner]]
-            inner = inner[up[inner] != NONE]
-        numbers: list[int] = outermost.tolist()
-        return numbers
+        self.flops = dict(zip(names, sums, strict=True))
+        self.calls = {name: rows[list(calls[at])].tolist() for at, name in enumerate(names) if calls[at]}
 
     def sum_flops(self, names: Collection[tuple[str, str]]) -> int:
         """Return the operations of all spans of the given names and kinds, including the spans below them."""
-        is_wanted = [name in names for name in self._names]
-        flops, inside = 0, list[bool]()
-        for name, around, count in zip(self._name_of, self._around, self._own_flops, strict=True):
-            inside.append((around != NONE and inside[around]) or (is_wanted[name] and self._is_asked[name]))
-            flops += count if is_wanted[name] or inside[-1] else 0
-        return flops
+        is_wanted = np.array([name in names for name in self._names], dtype=np.bool_)
+        is_inside = nearest(self._around, (is_wanted & self._is_asked)[self._name]) != NONE
+        counted = np.flatnonzero(is_wanted[self._name] | is_inside)
+        return sum(map(self._own_flops.__getitem__, counted.tolist()))
 
 
-def _add_callers(trace: Columns, some: Sequence[int]) -> tuple[list[int], list[int]]:
+def _add_callers(trace: Columns, some: Sequence[int]) -> tuple[Int64s, Int32s]:
     """Return the given rows and all their callers on the same track, parents first, and the index of each one's parent
     (`NONE` without one)."""
     rows = np.flatnonzero(are_at_or_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
-    return rows.tolist(), places_of(rows, len(trace))[trace.around[rows]].tolist()
+    return rows, places_of(rows, len(trace))[trace.around[rows]].astype(np.int32)
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
@@ -359,45 +337,44 @@ def operators(recording: Recording, options: Options) -> Operators:
     `rows` and `least_ns` bound the operators, and the rows below each of them.
     """
     facts = recording.trace
-    root = build_call_tree(recording.columns, OPERATORS, facts.coverage)
-    places = [place for place in iterate_places(root) if place.site.kind in OPERATORS]
-    blocks = make_blocks(places, facts.threads, options, _make_block)
+    calls = CallTable.of(recording.columns, OPERATORS, facts.coverage)
+
+    def block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
+        outermost = nodes[~calls.inside[nodes]]
+        cpu_ns, gpu_ns = (calls.total_ns(outermost, on) for on in ("host", "device"))
+        groups, shown = calls.by_name(nodes), list[CallRow]()
+        for row in call_rows(calls, nodes, 0, cpu_ns, gpu_ns, options):
+            shown.append(row)
+            if options.tracer_option != "Default" and not row.remaining:
+                shown += _child_rows(calls, row, groups[row.name, row.kind], options)
+        return CallBlock(thread, name, cpu_ns, gpu_ns, tuple(shown))
+
+    blocks = make_blocks(calls, calls.calls_of(OPERATORS), facts.threads, options, block)
     in_order = _execution_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
     operations = flop_table(recording, OPERATORS, options)
     return Operators(Coverage.of_recording(recording), blocks, in_order, operations, options)
 
 
-def _make_block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
-    outermost = [place for place in places if not place.inside]
-    cpu_ns, gpu_ns = (sum(getattr(place, on).total_ns for place in outermost) for on in ("host", "device"))
-    groups = group_by_name(places)
-    shown: list[CallRow] = []
-    for row in call_rows(groups, 0, cpu_ns, gpu_ns, options):
-        shown.append(row)
-        if options.tracer_option != "Default" and not row.remaining:
-            shown += _child_rows(row, groups[row.name, row.kind], options)
-    return CallBlock(thread, name, cpu_ns, gpu_ns, tuple(shown))
-
-
-def _child_rows(row: CallRow, places: Sequence[PlaceCalls], options: Options) -> Iterator[CallRow]:
+def _child_rows(calls: CallTable, row: CallRow, nodes: Int64s, options: Options) -> Iterator[CallRow]:
     """Yield the rows below an operator, each followed by its streams, and then the operator's own streams."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
-    children = group_by_name(child for place in places for child in place.children.values() if child.calls)
-    for child_row in call_rows(children, 1, cpu_ns, gpu_ns, options):
+    below = np.concatenate([calls.below[node] for node in nodes.tolist()])
+    children = calls.by_name(below)
+    for child_row in call_rows(calls, below, 1, cpu_ns, gpu_ns, options):
         yield child_row
         if not child_row.remaining and child_row.gpu and options.state != "CPU":
-            yield from _stream_rows(2, children[child_row.name, child_row.kind], child_row.gpu.total_ns)
+            yield from _stream_rows(2, calls, children[child_row.name, child_row.kind], child_row.gpu.total_ns)
     if row.gpu and options.state != "CPU":
-        yield from _stream_rows(1, places, gpu_ns)
+        yield from _stream_rows(1, calls, nodes, gpu_ns)
 
 
-def _stream_rows(depth: int, places: Iterable[PlaceCalls], base_ns: int) -> Iterator[CallRow]:
-    sums_by_stream: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for place in places:
-        for key, sums in place.streams.items():
-            sums_by_stream.setdefault(key, []).append(sums)
-    for (device, stream), all_sums in sorted(sums_by_stream.items()):
-        counts, totals_ns, greatest_ns, least_ns = zip(*all_sums, strict=True)
+def _stream_rows(depth: int, calls: CallTable, nodes: Int64s, base_ns: int) -> Iterator[CallRow]:
+    times_by_stream: dict[tuple[int, int], list[StreamTimes]] = {}
+    for node in nodes.tolist():
+        for times in calls.streams.get(node, ()):
+            times_by_stream.setdefault((times.device, times.stream), []).append(times)
+    for (device, stream), all_times in sorted(times_by_stream.items()):
+        *_, counts, totals_ns, greatest_ns, least_ns = zip(*all_times, strict=True)
         count, total_ns = sum(counts), sum(totals_ns)
         gpu = CallTimes(total_ns, share(total_ns, count), max(greatest_ns), min(least_ns))
         name = f"device {device}, stream {stream}"
@@ -419,8 +396,7 @@ def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
     timed = whole[options.skip_first :]
     is_timed = np.zeros(len(trace) + 1, dtype=np.bool_)
     is_timed[timed] = True
-    root = build_call_tree(trace, IN_ORDER, among=is_timed[owner])
-    executed = list(_ordered_operators(root, len(timed)))
+    executed = list(_ordered_operators(trace, CallTable.of(trace, IN_ORDER, among=is_timed[owner]), len(timed)))
     shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.bound]
     shown_numbers = {operator.number for operator in shown}
     return ExecutionOrder(
@@ -434,32 +410,32 @@ def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
     )
 
 
-def _ordered_operators(root: PlaceCalls, timed: int) -> Iterator[OrderedOperator]:
-    """Yield the operators below a root, parents first, each level by first call. All threads and tasks are merged."""
-    number = 0
-    pending = [(0, group) for group in _child_groups([root])]
+def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator[OrderedOperator]:
+    """Yield the operators, parents first, each level by first call. All threads and tasks are merged."""
+    paths, number = calls.paths, 0
+    _, key_of_site = trace.numbered_sites(lambda site: site.key)
+    key, below = key_of_site[paths.site], Members(paths.parent, len(paths))
+
+    def group_by_site(nodes: Int64s) -> list[Int64s]:
+        """Return some nodes, grouped by site. The group with the latest first call comes first."""
+        groups = [nodes[places] for places in Groups(by_first_sight(key[nodes])[0], len(nodes)).members()]
+        return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
+
+    pending = [(0, group) for group in group_by_site(np.flatnonzero(paths.parent == NONE))]
     while pending:
         depth, group = pending.pop()
-        site = group[0].site
+        site = trace.sites[paths.site[group[0]]]
         listed = site.kind in IN_ORDER
         if listed:
-            on_device = any(place.device.calls for place in group)
-            total_ns = sum((place.device if on_device else place.host).total_ns for place in group)
-            calls = sum(place.calls for place in group)
+            on_device = bool(paths.device.calls[group].any())
+            total_ns = calls.total_ns(group, "device" if on_device else "host")
+            count = int(paths.host.calls[group].sum())
             yield OrderedOperator(
-                number, site.name, site.instance, site.kind, depth, calls, on_device, total_ns, total_ns / timed
+                number, site.name, site.instance, site.kind, depth, count, on_device, total_ns, total_ns / timed
             )
             number += 1
-        pending += [(depth + listed, below) for below in _child_groups(group)]
-
-
-def _child_groups(places: Iterable[PlaceCalls]) -> list[list[PlaceCalls]]:
-    """Return the children of some calls, grouped by site. The group with the latest first call comes first."""
-    places_by_site: dict[tuple[object, ...], list[PlaceCalls]] = {}
-    for place in places:
-        for child in (*place.children.values(), *place.elsewhere.values()):
-            places_by_site.setdefault(child.site.key, []).append(child)
-    return sorted(places_by_site.values(), key=lambda group: -min(place.first_ns for place in group))
+        children = np.concatenate([below[node] for node in group.tolist()])
+        pending += [(depth + listed, group) for group in group_by_site(children)]
 
 
 # The text.
@@ -524,11 +500,10 @@ def user(recording: Recording, options: Options) -> User:
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
 
-    def block(thread: int | None, name: str, places: Sequence[PlaceCalls], options: Options) -> CallBlock:
-        rows = call_rows(group_by_name(places), 0, window_ns, window_ns, options)
-        return CallBlock(thread, name, window_ns, window_ns, rows)
+    calls = CallTable.of(recording.columns, ("user",), window)
 
-    root = build_call_tree(recording.columns, ("user",), window)
-    places = [place for place in iterate_places(root) if place.site.kind == "user"]
-    blocks = make_blocks(places, recording.trace.threads, options, block)
+    def block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
+        return CallBlock(thread, name, window_ns, window_ns, call_rows(calls, nodes, 0, window_ns, window_ns, options))
+
+    blocks = make_blocks(calls, calls.calls_of(("user",)), recording.trace.threads, options, block)
     return User(Coverage.of_recording(recording), window_ns, blocks, options)
