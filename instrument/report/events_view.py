@@ -53,26 +53,14 @@ from instrument.report.table import (
     title,
 )
 from instrument.report.tree import TIMES, EventRow, EventsBlock, event_blocks, sum_topmost
-from instrument.report.view import UNITS, Options, Recording
+from instrument.report.view import UNITS, Options, Recording, SortKey
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}
-ORDERS = {
-    "default": "first call in ascending order",
-    "calls": "number of calls in descending order",
-    "total": "total time in descending order",
-    "max": "maximum time in descending order",
-    "min": "minimum time in descending order",
-    "ave": "average time in descending order",
-    "cpu_total": "host time in descending order",
-    "cpu_max": "maximum time in descending order",
-    "cpu_min": "minimum time in ascending order",
-    "cpu_ave": "average host time in descending order",
-    "gpu_total": "device time in descending order",
-    "gpu_max": "maximum time in descending order",
-    "gpu_min": "minimum time in ascending order",
-    "gpu_ave": "average device time in descending order",
-}
-"""The printed order for each sort key. Keys of `max` and `min` sort by `elapsed` times, the only ones with extremes."""
+COLUMNS = {
+    "default": "first call", "calls": "number of calls", "total": "total time", "max": "maximum time",
+    "min": "minimum time", "ave": "average time",
+}  # fmt: skip
+"""The printed name of each sort key's column. Keys of `max` and `min` sort by `elapsed` times, the only extremes."""
 
 WIDE = 160
 """The width of fluid's lines, in columns."""
@@ -352,7 +340,7 @@ def _heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
         *(["Note! This Report merge all thread info into one."] if merged else []),
         f"Place: {PLACES[options.state]}",
         f"Time unit: {options.unit}",
-        f"Sorted by {ORDERS[options.sorted_by]}{'' if merged else ' in the same thread'}",
+        f"Sorted by {_describe_order(options)}{'' if merged else ' in the same thread'}",
         *([] if view.window_ns is None else [f"Window: {in_unit(view.window_ns, options.unit)}"]),
         f"Ratio: of {base}, the sum of the top rows; work at the same time is",
         "  summed, so it may be longer than the window",
@@ -364,6 +352,15 @@ def _heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
             "Self: host time outside of the row's children" + (f", {cost_text}" if view.probes_ns else f"; {unknown}")
         )
     return [*lines, ""]
+
+
+def _describe_order(options: Options) -> str:
+    key, (part, _, _) = SortKey.of(options), options.sorted_by.rpartition("_")
+    column = COLUMNS[key.column]
+    if part and key.column in ("total", "ave"):
+        device = {"cpu": "host time", "gpu": "device time"}[part]
+        column = device if key.column == "total" else f"average {device}"
+    return f"{column} in {'ascending' if key.ascending or key.column == 'default' else 'descending'} order"
 
 
 def _summary_lines(view: Events) -> list[str]:

@@ -338,7 +338,9 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     trace, window = recording.columns, recording.trace.coverage
     coverage, calls = Coverage.of_recording(recording), np.flatnonzero(trace.of_kind("comm"))
     steps = _intervals_of_kinds(trace, window).get("step")
-    of, base = ("step", steps.union) if steps else ("window", union(np.array(window[:1]), np.array(window[1:])))
+    of, base = "window", union(np.array(window[:1]), np.array(window[1:]))
+    if steps is not None and len(steps.union.starts):
+        of, base = "step", steps.union
     base_ns, (communicates, computes) = base.length_ns(), _divide_communication(trace, window, calls, base)
     if not communicates:
         return DistributionView(coverage, of, base_ns, (), (), options)

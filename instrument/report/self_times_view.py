@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import groupby
@@ -49,7 +49,7 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
 from instrument.trace.forest import NONE, are_at_or_above, nearest, nearest_above, topmost_rows
-from instrument.trace.groups import by_first_sight, numbered
+from instrument.trace.groups import Members, by_first_sight, numbered
 
 NO_CALL = "No call was counted: name functions or layers in the profile, or open a scope."
 
@@ -270,27 +270,16 @@ def class_of(site: Site) -> str:
 
 def _make_view(of: str, recording: Recording, options: Options) -> SelfTimes:
     tally = recording.tally.corrected().merged() if options.corrected else recording.totals(merged=True)
-    tree, lines = tally.tree, _lines_without_interruptions(tally)
-    keys = np.asarray(tree.keys(), dtype=np.int64)
-    kinds = np.array(tree.by_site(KIND)[: len(keys)], dtype=np.str_)
-    rows = keys if of == "ops" else np.full(len(keys), NONE, dtype=np.int64)
-    if of == "classes":
-        rows = np.asarray(tree.numbered(class_of)[: len(keys)], dtype=np.int64)
-    column = SortKey.of(options).column
-    order = column if column in ORDERS else ORDERS[0]
-    sites = SiteFacts(kinds == "request", np.isin(kinds, WORKING), keys, rows)
-    table = sum_functions(lines["node"], lines, tally.parents, tally.site_of, sites, order)
-    times, counts = table.column("time_ns"), table.column("lines")
+    table = _FunctionTable(of, tally, options)
+    times, counts = (table.functions[:, FunctionSums._fields.index(name)].tolist() for name in ("time_ns", "lines"))
     # A function without calls of others has no report, unless it is the only one.
-    shown = [number for number in range(1, len(table)) if counts[number] > 1 or len(table) == 2]
+    shown = [number for number in range(1, len(times)) if counts[number] > 1 or len(times) == 2]
     most = len(shown) if options.bound is None else options.bound
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
-    rows_table = _Table(of, tally, lines, sites, table, options)
-    omitted = len(table) - 1 - len(shown)
     left_ns = times[0] - sum(times[number] for number in shown)
-    together = [0] if len(table) > 2 else []
-    reports = tuple(rows_table.make_function(number) for number in together + shown)
-    return SelfTimes(of, reports, omitted, left_ns, options.corrected, options)
+    together = [0] if len(times) > 2 else []
+    reports = tuple(table.make_function(number) for number in together + shown)
+    return SelfTimes(of, reports, len(times) - 1 - len(shown), left_ns, options.corrected, options)
 
 
 def _lines_without_interruptions(tally: Tally) -> Records:
@@ -307,29 +296,90 @@ def _site_label(site: Site) -> str:
     return f"{site.name} [{site.instance}]" if site.instance else site.name
 
 
-class _Table:
-    """The printed rows of functions, from a merged tally with one line for each call path."""
+class Group(NamedTuple):
+    """A row of a function: the sums of `lines` tally lines. `first` is the number of the first line.
 
-    def __init__(
-        self,
-        of: str,
-        tally: Tally,
-        lines: Records,
-        sites: SiteFacts,
-        table: FunctionTable,
-        options: Options,
-    ) -> None:
-        self._of, self._table_of, self._options = of, table, options
-        self._lines, self._histogram = lines, tally.histogram
+    Waiting time is a row of its own, in which `waiting` equals `lines`; in other rows it is 0. `number` is the row's
+    index before the rows are sorted.
+    """
+
+    first: int
+    lines: int
+    time_ns: int
+    calls: int
+    on_device: int
+    waiting: int
+    number: int
+
+
+class FunctionSums(NamedTuple):
+    """The sums of one function. `node` is its topmost call node, `NONE` for the sum of all functions.
+
+    `outer_ns` is the time of its `calls`, and `own_ns` the part of it outside of inner spans. `work_ns` is the self
+    time of the work inside it, and `time_ns` the self time of all its lines. `first` and `rows` select its groups.
+    """
+
+    node: int
+    lines: int
+    calls: int
+    outer_ns: int
+    own_ns: int
+    work_ns: int
+    time_ns: int
+    first: int
+    rows: int
+
+
+class _FunctionTable:
+    """The functions of a merged tally, by number. Number 0 is the sum of all others, which are in the order of their
+    first calls. `functions` has the fields of `FunctionSums` as columns."""
+
+    def __init__(self, of: str, tally: Tally, options: Options) -> None:
+        self._of, self._options, self._histogram = of, options, tally.histogram
+        self._lines = lines = _lines_without_interruptions(tally)
         self._every: list[Site] = tally.tree.sites
-        self._nodes, self._parents = lines["node"].tolist(), tally.parents.tolist()
-        self._site_of: list[int] = tally.site_of.tolist()
+        nodes, parents, site_of = lines["node"], tally.parents, tally.site_of
+        self._nodes, self._parents = nodes.tolist(), parents.tolist()
+        self._site_of: list[int] = site_of.tolist()
+        keys = np.asarray(tally.tree.keys(), dtype=np.int64)
+        kinds = np.array(tally.tree.by_site(KIND)[: len(keys)], dtype=np.str_)
         # The number of keys per label, for the keys of the lines and of their parents.
-        keys = np.unique(sites.keys[tally.site_of[are_at_or_above(tally.parents, lines["node"])]]).tolist()
-        called = tally.tree.by_site(_site_label)
-        self._same = Counter(map(called.__getitem__, keys))
+        used = np.unique(keys[site_of[are_at_or_above(parents, nodes)]]).tolist()
+        self._same = Counter(map(tally.tree.by_site(_site_label).__getitem__, used))
         self._names: dict[int, str] = {}
-        self._is_request = sites.is_request.tolist()
+        self._is_request = (kinds == "request").tolist()
+        # The row that a site's lines share, or a row for each line.
+        rows = np.arange(len(nodes))
+        if of != "instances":
+            row_of_site = keys if of == "ops" else np.asarray(tally.tree.numbered(class_of), dtype=np.int64)
+            rows = row_of_site[site_of[nodes]]
+        function_of, root_of = _find_functions(parents, (kinds == "request")[site_of])
+        its_function, its_root = function_of[nodes], root_of[nodes]
+        key_of_node = keys[site_of]
+        is_called = np.zeros(len(parents), dtype=np.bool_)
+        is_called[nodes] = True
+        is_around = (its_root != nodes) & is_called[its_root]
+        in_same = is_around & (key_of_node[function_of[its_root]] == key_of_node[its_function])
+        # Each line counts in its function, and once more in number 0, all functions together.
+        numbers, firsts = by_first_sight(key_of_node[its_function])
+        number = np.concatenate([numbers + 1, np.zeros(len(nodes), dtype=np.int64)])
+        is_own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
+        is_work = np.concatenate([np.isin(kinds, WORKING)[site_of[nodes]]] * 2) & ~is_own
+        lines, at = np.concatenate([lines, lines]), np.concatenate([np.arange(len(nodes))] * 2)
+        counted = np.stack([lines[name] for name in ("calls", "total_ns", "self_ns", "self_ns", "self_ns")], axis=1)
+        counted[~is_own, :3] = 0
+        counted[~is_work, 3] = 0
+        ones = np.ones((len(lines), 1), dtype=np.int64)
+        count = len(firsts) + 1
+        sums = _sum_by_group(np.concatenate([ones, counted], axis=1), number, count)
+        groups, of_groups, of_line, at = _group_lines(lines, number, np.concatenate([rows, rows]), at)
+        column = SortKey.of(options).column
+        self._groups = groups[_order_rows(groups, of_groups, column)]
+        self._lines_of_group = Members(of_line, len(groups), at)
+        sizes = np.bincount(of_groups, minlength=count)
+        edges = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
+        node = np.concatenate([[NONE], its_function[firsts]])[:, None]
+        self.functions: Int64s = np.concatenate([node, sums, edges], axis=1)
 
     def _label_of_node(self, node: int) -> str:
         """Return a node's name and instance, and where it is in the code if another site has that label."""
@@ -360,7 +410,7 @@ class _Table:
         return path[::-1]
 
     def make_function(self, number: int) -> FunctionTimes:
-        sums = self._table_of[number]
+        sums = FunctionSums._make(self.functions[number].tolist())
         rows, remaining = self._make_rows(sums)
         is_one = sums.node != NONE
         return FunctionTimes(
@@ -383,7 +433,7 @@ class _Table:
 
     def _call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
         """Return the median, the 99th percentile and the maximum of a row's calls."""
-        at = self._table_of.lines(group)
+        at = self._lines_of_group[group.number]
         total = total_of(self._lines[at])
         if not total.calls:
             return None, None, None
@@ -395,7 +445,8 @@ class _Table:
         """Return the first rows that the options allow, and the sum of the others, None if there are none."""
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0
-        for group in self._table_of.groups(sums):
+        groups = self._groups[sums.first : sums.first + sums.rows]
+        for group in (Group._make(row.tolist()) for row in groups):
             if len(shown) == self._options.bound:
                 break
             if group.time_ns < self._options.least_ns:
@@ -425,126 +476,8 @@ class _Table:
             return tuple(shown), None
         left_ns = sums.time_ns - sum_ns
         ratio = share(left_ns, sums.time_ns)
-        all_calls, all_instances = self._table_of.count_calls(sums)
-        return tuple(shown), Remaining(omitted, left_ns, ratio, all_calls - calls, all_instances - instances)
-
-
-ORDERS = ("total", "calls", "ave")
-"""The possible orders of a function's rows, the largest first: by self time, by calls, or by self time per call."""
-
-
-class Group(NamedTuple):
-    """A row of a function: the sums of `lines` tally lines. `first` is the number of the first line.
-
-    Waiting time is a row of its own, in which `waiting` equals `lines`; in other rows it is 0. `number` is the index
-    for `FunctionTable.lines`.
-    """
-
-    first: int
-    lines: int
-    time_ns: int
-    calls: int
-    on_device: int
-    waiting: int
-    number: int
-
-
-class FunctionSums(NamedTuple):
-    """The sums of one function. `node` is its topmost call node, `NONE` for the sum of all functions.
-
-    `outer_ns` is the time of its `calls`, and `own_ns` the part of it outside of inner spans. `work_ns` is the self
-    time of the work inside it, and `time_ns` the self time of all its lines. `first` and `rows` select its groups.
-    """
-
-    node: int
-    lines: int
-    calls: int
-    outer_ns: int
-    own_ns: int
-    work_ns: int
-    time_ns: int
-    first: int
-    rows: int
-
-
-class FunctionTable:
-    """The functions by number. Number 0 is the sum of all others, which are in the order of their first calls."""
-
-    def __init__(self, functions: Int64s, groups: Int64s, of_group: Int64s, at: Int64s) -> None:
-        self._functions, self._groups = functions, groups
-        order = np.argsort(of_group, kind="stable")
-        self._at, self._ends = at[order], np.cumsum(np.bincount(of_group, minlength=len(groups)))
-
-    def __len__(self) -> int:
-        return len(self._functions)
-
-    def __getitem__(self, number: int) -> FunctionSums:
-        return FunctionSums._make(self._functions[number].tolist())
-
-    def column(self, field: str) -> list[int]:
-        """Return one field of all functions."""
-        values: list[int] = self._functions[:, FunctionSums._fields.index(field)].tolist()
-        return values
-
-    def groups(self, function: FunctionSums) -> Iterator[Group]:
-        """Yield the rows of a function in their order."""
-        for group in self._groups[function.first : function.first + function.rows]:
-            yield Group._make(group.tolist())
-
-    def lines(self, group: Group) -> Int64s:
-        """Return the numbers of a row's tally lines."""
-        begin = self._ends[group.number - 1] if group.number else 0
-        return self._at[begin : self._ends[group.number]]
-
-    def count_calls(self, function: FunctionSums) -> tuple[int, int]:
-        """Return the calls and tally lines of a function. A line with running and waiting time counts twice."""
-        groups = self._groups[function.first : function.first + function.rows]
-        sums = Group._make(groups.sum(axis=0).tolist())
-        return sums.calls, sums.lines
-
-
-class SiteFacts(NamedTuple):
-    """Arrays by the number of a site. `is_request` and `is_work` are True for requests and for work. `keys` numbers the
-    keys of sites. `rows` is the number of the row that a site's tally lines share, `NONE` if each line has its own."""
-
-    is_request: Bools
-    is_work: Bools
-    keys: Int64s
-    rows: Int64s
-
-
-def sum_functions(
-    nodes: Int64s, lines: Records, parents: Int32s, site_of: Int32s, sites: SiteFacts, order: str
-) -> FunctionTable:
-    """Return the functions of merged tally lines. `nodes` has the node of each line."""
-    function_of, root_of = _find_functions(parents, sites.is_request[site_of])
-    its_site, its_function, its_root = site_of[nodes], function_of[nodes], root_of[nodes]
-    key_of_node = sites.keys[site_of]
-    keys = key_of_node[its_function]
-    own_row = sites.rows[its_site]
-    rows = np.where(own_row == NONE, np.arange(len(nodes)), own_row)
-    is_called = np.zeros(len(parents), dtype=np.bool_)
-    is_called[nodes] = True
-    is_around = (its_root != nodes) & is_called[its_root]
-    in_same = is_around & (key_of_node[function_of[its_root]] == keys)
-    # Each line counts in its function, and once more in number 0, all functions together.
-    numbers, firsts = by_first_sight(keys)
-    number = np.concatenate([numbers + 1, np.zeros(len(nodes), dtype=np.int64)])
-    is_own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
-    is_work = np.concatenate([sites.is_work[its_site]] * 2) & ~is_own
-    lines, at = np.concatenate([lines, lines]), np.concatenate([np.arange(len(nodes))] * 2)
-    counted = np.stack([lines[name] for name in ("calls", "total_ns", "self_ns", "self_ns", "self_ns")], axis=1)
-    counted[~is_own, :3] = 0
-    counted[~is_work, 3] = 0
-    ones = np.ones((len(lines), 1), dtype=np.int64)
-    count = len(firsts) + 1
-    sums = _sum_by_group(np.concatenate([ones, counted], axis=1), number, count)
-    groups, of_groups, of_line, at = _group_lines(lines, number, np.concatenate([rows, rows]), at)
-    in_order = _order_rows(groups, of_groups, order)
-    sizes = np.bincount(of_groups, minlength=count)
-    edges = np.stack([np.cumsum(sizes) - sizes, sizes], axis=1)
-    node = np.concatenate([[NONE], its_function[firsts]])[:, None]
-    return FunctionTable(np.concatenate([node, sums, edges], axis=1), groups[in_order], of_line, at)
+        total = Group._make(groups.sum(axis=0).tolist())  # a line with running and waiting time counts twice
+        return tuple(shown), Remaining(omitted, left_ns, ratio, total.calls - calls, total.lines - instances)
 
 
 def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
@@ -585,7 +518,10 @@ def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
 
 
 def _order_rows(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """Return the order of rows: by function, then the largest first. Of equal rows the latest comes first."""
+    """Return the order of rows: by function, then the largest first. Of equal rows the latest comes first.
+
+    `order` is `calls`, or `ave` for the self time per call. Any other order is by self time.
+    """
     first, lines, time_ns, calls, *_ = groups.T
     weight = {"calls": calls, "ave": time_ns / calls}.get(order, time_ns)
     return np.lexsort((-first, -lines, -calls, -time_ns, -weight, function))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from instrument.recording.paths import KIND, NAME, CallTree
 from instrument.recording.spans import Site, is_interruption
 from instrument.recording.tally import Records, Tally, Totals, summed, total_of
 from instrument.report.table import Ratio, share, where_of
-from instrument.report.view import Options
+from instrument.report.view import Options, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
 from instrument.trace.forest import NONE, least_below, nearest, nearest_above
 from instrument.trace.groups import Members, numbered
@@ -33,22 +33,6 @@ INSTANTIATED = ("op", "layer")
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
 """The field of the tally that the Total column adds up, by state."""
-
-WEIGHTS: Mapping[str, tuple[str, bool, bool]] = {
-    "calls": ("calls", False, False),
-    "max": ("max_ns", False, False),
-    "min": ("min_ns", False, False),
-    "cpu_total": ("total_ns", False, False),
-    "cpu_max": ("max_ns", False, False),
-    "cpu_min": ("min_ns", False, True),
-    "cpu_ave": ("total_ns", True, False),
-    "gpu_total": ("device_ns", False, False),
-    "gpu_max": ("max_ns", False, False),
-    "gpu_min": ("min_ns", False, True),
-    "gpu_ave": ("device_ns", True, False),
-}
-"""The field of each sort key, True if the field is divided by the number of calls, and True if the smallest comes
-first. The key `ave` sorts by `Total` per call, and other keys by `Total`."""
 
 ROOT = 0
 
@@ -142,8 +126,6 @@ class NameTree:
         self._nodes = Members(np.where(self._names.visible, self._names.entry_of, NONE), len(self))
         self._instances = np.flatnonzero((self._names.levels & ROLES == INSTANCE) & (self._names.levels != NONE))
         self._numbers: dict[int, dict[int, int]] = {}
-        self._sums: dict[int | None, Records] = {}
-        self._below: dict[int | None, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -152,19 +134,19 @@ class NameTree:
         """Return the children of an entry, in the order of the tally lines."""
         return self._children[entry]
 
-    def sums(self, thread: int | None) -> Records:
-        """Return the sums of a thread, or of all threads (None), by entry. Device time includes the calls below."""
-        if thread not in self._sums:
-            sums = self._add_hidden(self._sum_entries(thread), thread)
-            below: set[int] = set()
-            for node, more_ns in self._tally.device_below(thread).items():
-                entry = int(self._names.entry_of[node]) if self._names.visible[node] else NONE
-                while entry != NONE:
-                    sums["device_ns"][entry] += more_ns
-                    below.add(entry)
-                    entry = int(self.parents[entry]) if self._role(entry) == INSTANCE else NONE
-            self._sums[thread], self._below[thread] = sums, below
-        return self._sums[thread]
+    def sums(self, thread: int | None) -> tuple[Records, set[int]]:
+        """Return the sums of a thread, or of all threads (None), by entry.
+
+        Device time includes the calls below. The second result has the entries with device time of calls below.
+        """
+        sums, below = self._add_hidden(self._sum_entries(thread), thread), set[int]()
+        for node, more_ns in self._tally.device_below(thread).items():
+            entry = int(self._names.entry_of[node]) if self._names.visible[node] else NONE
+            while entry != NONE:
+                sums["device_ns"][entry] += more_ns
+                below.add(entry)
+                entry = int(self.parents[entry]) if self._role(entry) == INSTANCE else NONE
+        return sums, below
 
     def _sum_entries(self, thread: int | None) -> Records:
         """Return the sums by entry. The sums of an instance are also in the row of its type."""
@@ -185,15 +167,6 @@ class NameTree:
             if not sums["calls"][entry]:
                 sums["first_ns"][entry] = min(sums["first_ns"][entry] or first_ns, first_ns)
         return sums
-
-    def is_own_device(self, entries: Iterable[int], thread: int | None) -> bool:
-        """Return True if the device time of the entries includes no calls below them."""
-        return self._below[thread].isdisjoint(entries)
-
-    def drop_sums(self, thread: int | None) -> None:
-        """Drop the sums of a thread."""
-        self._sums.pop(thread, None)
-        self._below.pop(thread, None)
 
     def values(
         self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
@@ -246,9 +219,9 @@ class NameTree:
             entries = [*entries, *below]
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
-    def total_ns(self, thread: int | None, state: str) -> int | None:
+    def total_ns(self, sums: Records, state: str) -> int | None:
         """Return the sum of the topmost rows, None if one of them has only calls below it."""
-        sums, topmost = self.sums(thread), self._without_interruptions(self.children(ROOT))
+        topmost = self._without_interruptions(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._names.entry_of[~self._names.visible]  # the entries in which phases are hidden
         if any(len(self.children(entry)) or (hidden_in == entry).any() for entry in uncalled):
@@ -256,10 +229,9 @@ class NameTree:
         total_ns: int = getattr(total_of(sums[topmost]), TIMES[state])
         return total_ns
 
-    def total_below_ns(self, thread: int | None, state: str) -> int:
+    def total_below_ns(self, sums: Records, state: str) -> int:
         """Return the sum of the topmost calls. In the tree with phases it is equal for all tracer options."""
-        sums, total_ns = self.sums(thread), 0
-        pending = [ROOT]
+        total_ns, pending = 0, [ROOT]
         while pending:
             below = self._without_interruptions(self.children(pending.pop()))
             total_ns += int(sums[TIMES[state]][below].sum())
@@ -273,7 +245,7 @@ class NameTree:
     @cached_property
     def _first_calls(self) -> Int64s:
         """The begin of the first call at or below each entry."""
-        return self.values(self.sums(None), "first_ns", least=True)[0]
+        return self.values(self.sums(None)[0], "first_ns", least=True)[0]
 
     def _role(self, entry: int) -> int:
         return int(self._names.levels[entry]) & ROLES
@@ -294,13 +266,14 @@ class NameTree:
 class ShownEntries:
     """The entries of a tree that a block prints, in the order of the options."""
 
-    def __init__(self, tree: NameTree, thread: int | None, options: Options) -> None:
-        self._tree, self._options = tree, options
-        self._sums = tree.sums(thread)
-        total = TIMES[options.state], options.sorted_by == "ave", False
-        field, per_call, negative = WEIGHTS.get(options.sorted_by, total)
-        self._weight, self._known = tree.values(self._sums, field, per_call=per_call, negative=negative)
-        self._first_ns, _ = tree.values(self._sums, "first_ns", least=True)
+    def __init__(self, tree: NameTree, sums: Records, options: Options) -> None:
+        self._tree, self._options, self._sums = tree, options, sums
+        key, part = SortKey.of(options), options.sorted_by.rpartition("_")[0]
+        of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
+        field = {"calls": "calls", "max": "max_ns", "min": "min_ns"}.get(key.column, of_part)
+        is_mean = key.column == "ave"
+        self._weight, self._known = tree.values(sums, field, per_call=is_mean, negative=key.ascending)
+        self._first_ns, _ = tree.values(sums, "first_ns", least=True)
         self._kept = self._find_kept()
 
     def below(self, entry: int) -> tuple[list[int], list[int]]:
@@ -468,69 +441,68 @@ def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
     numbers = {thread: number for number, thread in enumerate(tally.threads)}
     blocks = []
     for thread in shown:
-        total_ns = tree.total_ns(thread, options.state)
+        sums, with_calls_below = tree.sums(thread)
+        total_ns = tree.total_ns(sums, options.state)
         if total_ns is None:
             full = full or NameTree(tally, "OpDetail")
-            total_ns = full.total_below_ns(thread, options.state)
-            full.drop_sums(thread)
+            total_ns = full.total_below_ns(full.sums(thread)[0], options.state)
         number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
-        blocks.append(EventsBlock(thread, number, name, total_ns, _event_rows(tree, thread, total_ns, options)))
-        tree.drop_sums(thread)
+        rows = _event_rows(tree, thread, sums, with_calls_below, total_ns, options)
+        blocks.append(EventsBlock(thread, number, name, total_ns, tuple(rows)))
     return tuple(blocks)
 
 
-def _event_rows(tree: NameTree, thread: int | None, base_ns: int, options: Options) -> tuple[EventRow, ...]:
-    selection, sums = ShownEntries(tree, thread, options), tree.sums(thread)
-    rows: list[EventRow] = []
-    # Pairs of a depth and an entry, or the omitted entries of a level.
-    pending: list[tuple[int, int | list[int]]] = [(-1, ROOT)]
+def _event_rows(
+    tree: NameTree, thread: int | None, sums: Records, with_calls_below: set[int], base_ns: int, options: Options
+) -> list[EventRow]:
+    """Return the rows of a block. A row is an entry of the tree, or the sum of a level's omitted entries."""
+    selection, state = ShownEntries(tree, sums, options), options.state
+
+    def row(depth: int, entries: Sequence[int], *, is_rest: bool) -> EventRow:
+        entry = entries[0]
+        totals = total_of(sums[entries]) if is_rest else Totals._make(sums[entry].tolist())
+        called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
+        # No call's time of a state exceeds its elapsed time, so with equal sums each is the same.
+        exact = called and total_ns == totals.elapsed_ns
+        exact = exact and (state != "GPU" or with_calls_below.isdisjoint(entries))
+        p50_ns = p99_ns = None
+        # Percentiles over many functions have no meaning, and cost a third of the time of a summary of thousands.
+        if exact and not is_rest:
+            histogram = tree.histogram(entries, thread)
+            p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
+        return EventRow(
+            name=f"(remaining {len(entries)})" if is_rest else tree.label(entry),
+            depth=depth,
+            thread=thread,
+            kind="" if is_rest else tree.site(entry).kind,
+            instance="" if is_rest else tree.detail(entry),
+            calls=totals.calls,
+            errors=totals.errors,
+            total_ns=total_ns,
+            host_ns=totals.total_ns,
+            device_ns=totals.device_ns,
+            elapsed_ns=totals.elapsed_ns,
+            self_ns=totals.self_ns,
+            waiting_ns=totals.waiting_ns,
+            min_ns=totals.min_ns if exact else None,
+            max_ns=totals.max_ns if exact else None,
+            p50_ns=p50_ns,
+            p99_ns=p99_ns,
+            ratio=share(total_ns, base_ns) if called else None,
+            remaining=len(entries) if is_rest else 0,
+        )
+
+    rows = []
+    pending: list[tuple[int, list[int], bool]] = [(-1, [ROOT], False)]
     while pending:
-        depth, item = pending.pop()
-        if item != ROOT:
-            rows.append(_event_row(tree, item, depth, thread, sums, base_ns, options.state))
-        if isinstance(item, int):
-            children, left_out = selection.below(item)
-            if left_out:
-                pending.append((depth + 1, left_out))
-            pending += [(depth + 1, child) for child in reversed(children)]
-    return tuple(rows)
-
-
-def _event_row(
-    tree: NameTree, item: int | list[int], depth: int, thread: int | None, sums: Records, base_ns: int, state: str
-) -> EventRow:
-    """Return the row of an entry of the tree, or one row that adds up a list of omitted entries."""
-    totals = Totals._make(sums[item].tolist()) if isinstance(item, int) else total_of(sums[item])
-    called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
-    # No call's time of a state exceeds its elapsed time, so with equal sums each is the same.
-    exact = called and total_ns == totals.elapsed_ns
-    exact = exact and (state != "GPU" or tree.is_own_device([item] if isinstance(item, int) else item, thread))
-    p50_ns = p99_ns = None
-    # Percentiles over many functions have no meaning, and cost a third of the time of a summary of thousands.
-    if exact and isinstance(item, int):
-        histogram = tree.histogram([item], thread)
-        p50_ns, p99_ns = percentiles(histogram, (0.5, 0.99), totals.calls, totals.min_ns, totals.max_ns)
-    return EventRow(
-        name=tree.label(item) if isinstance(item, int) else f"(remaining {len(item)})",
-        depth=depth,
-        thread=thread,
-        kind=tree.site(item).kind if isinstance(item, int) else "",
-        instance=tree.detail(item) if isinstance(item, int) else "",
-        calls=totals.calls,
-        errors=totals.errors,
-        total_ns=total_ns,
-        host_ns=totals.total_ns,
-        device_ns=totals.device_ns,
-        elapsed_ns=totals.elapsed_ns,
-        self_ns=totals.self_ns,
-        waiting_ns=totals.waiting_ns,
-        min_ns=totals.min_ns if exact else None,
-        max_ns=totals.max_ns if exact else None,
-        p50_ns=p50_ns,
-        p99_ns=p99_ns,
-        ratio=share(total_ns, base_ns) if called else None,
-        remaining=0 if isinstance(item, int) else len(item),
-    )
+        depth, entries, is_rest = pending.pop()
+        if depth >= 0:
+            rows.append(row(depth, entries, is_rest=is_rest))
+        if not is_rest:
+            children, left_out = selection.below(entries[0])
+            pending += [(depth + 1, left_out, True)] if left_out else []
+            pending += [(depth + 1, [child], False) for child in reversed(children)]
+    return rows
 
 
 def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
@@ -541,11 +513,10 @@ def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
 
 def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
     """Return, by name, the totals of the topmost nodes whose site `say` accepts."""
-    numbers: dict[str, int] = {}
-    of_site = [numbers.setdefault(site.name, len(numbers)) for site in tally.tree.sites]
-    groups = np.where(mask_topmost(tally, say), np.array([*of_site, NONE], dtype=np.int32)[tally.site_of], NONE)
-    sums = map(Totals._make, tally.by(groups, len(numbers)).tolist())
-    return {name: totals for name, totals in zip(numbers, sums, strict=True) if totals.calls}
+    numbers = np.array([*tally.tree.numbered(NAME), NONE], dtype=np.int32)
+    sums = tally.by(np.where(mask_topmost(tally, say), numbers[tally.site_of], NONE), len(numbers))
+    called = np.flatnonzero(sums["calls"]).tolist()
+    return {tally.tree.sites[number].name: Totals._make(sums[number].tolist()) for number in called}
 
 
 def sum_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
