@@ -101,8 +101,8 @@ class LaneChart {
     context.fillRect(0, 0, this.width, this.top);
     context.strokeStyle = colour("line");
     context.beginPath();
-    for (const tick of this.ticks(scale)) {
-      const x = Math.round(scale(tick)) + 0.5;
+    for (const [at] of this.ticks(scale)) {
+      const x = Math.round(at) + 0.5;
       context.moveTo(x, 0);
       context.lineTo(x, this.top);
     }
@@ -183,8 +183,11 @@ class LaneChart {
     return context;
   }
 
+  /** Return the x coordinate and the text of each tick. */
   ticks(scale) {
-    return scale.copy().domain(scale.domain().map((ns) => ns / unitNs)).ticks(Math.max(2, this.width / 110)).map((at) => at * unitNs);
+    const inUnit = scale.copy().domain(scale.domain().map((ns) => ns / unitNs)), count = Math.max(2, this.width / 110);
+    const text = inUnit.tickFormat(count);
+    return inUnit.ticks(count).map((tick) => [inUnit(tick), `${text(tick)} ${unit}`]);
   }
 
   drawAxis(scale) {
@@ -193,11 +196,8 @@ class LaneChart {
     context.fillRect(0, 0, this.width, AXIS_HEIGHT);
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
-    const inUnit = scale.copy().domain(scale.domain().map((ns) => ns / unitNs));
-    const tickText = inUnit.tickFormat(Math.max(2, this.width / 110));
-    context.fillStyle = colour("soft");
-    for (const tick of inUnit.ticks(Math.max(2, this.width / 110))) {
-      const x = inUnit(tick), text = `${tickText(tick)} ${unit}`, width = context.measureText(text).width;
+    for (const [x, text] of this.ticks(scale)) {
+      const width = context.measureText(text).width;
       context.fillStyle = colour("strong-line");
       context.fillRect(Math.round(x), AXIS_HEIGHT - 5, 1, 5);
       context.fillStyle = colour("soft");
@@ -206,18 +206,13 @@ class LaneChart {
   }
 
   barAt(event) {
-    const box = this.canvas.getBoundingClientRect();
-    return this.barAtPoint(event.clientX - box.left, event.clientY - box.top);
-  }
-
-  barAtPoint(x, y) {
-    const scale = this.scale();
+    const [x, y] = d3.pointer(event, this.canvas), scale = this.scale();
     for (const lane of this.lanes) {
       const row = Math.floor((y - lane.y - (lane.label ? LABEL_HEIGHT : 0)) / ROW_HEIGHT);
       if (row < 0 || row >= lane.rows.length) continue;
-      const bars = lane.rows[row], at = firstEndingAfter(bars, scale.invert(x - 2));
+      const bars = lane.rows[row];
       let best = null, distance = 3;
-      for (let next = at; next < bars.length && scale(bars[next].start) <= x + 3; next++) {
+      for (let next = firstEndingAfter(bars, scale.invert(x - 2)); next < bars.length && scale(bars[next].start) <= x + 3; next++) {
         const apart = Math.max(scale(bars[next].start) - x, x - scale(bars[next].end), 0);
         if (apart < distance) [best, distance] = [bars[next], apart];
       }
@@ -317,15 +312,7 @@ function searchableChart(options, placeholder, noun) {
 }
 
 /** Return the index of the first bar that ends after a time. The bars of a row do not overlap. */
-function firstEndingAfter(row, time) {
-  let low = 0, high = row.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (row[middle].end < time) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
+const firstEndingAfter = d3.bisector((bar) => bar.end).left;
 
 /** Return a text, cut to a width in pixels in the font of a canvas. */
 function fitted(context, text, width) {
@@ -349,17 +336,15 @@ const WIDTHS = [
 const calls = columnsOf(report.calls, ["name", "depth", "width", "running", "on_device", "calls", "errors", "total_ns", "self_ns", "waiting_ns",
   "device_ns", "min_ns", "max_ns", "p50_ns", "p99_ns", "remaining"]);
 
-/** Return the rows as a tree with one root. */
+/** Return a tree with the rows as nodes. Its root has the row -1. */
 function callTree() {
-  const root = { row: -1, children: [] };
-  const above = [root];
-  for (let row = 0; row < calls.name.length; row++) {
-    const node = { row, children: [] };
+  const above = [-1];
+  const children = d3.group(d3.range(calls.name.length), (row) => {
     above.length = calls.depth[row] + 1;
-    above[calls.depth[row]].children.push(node);
-    above.push(node);
-  }
-  return root;
+    above.push(row);
+    return above[calls.depth[row]];
+  });
+  return d3.hierarchy(-1, (row) => children.get(row));
 }
 
 const callName = (row) => (row < 0 ? "all" : report.calls.names[calls.name[row]][0]);
@@ -373,13 +358,12 @@ function startCalls() {
     byId("calls-path").replaceWith(element("p", { class: "empty" }, "No call was counted: name functions or layers in the profile, or open a scope."));
     return;
   }
-  new Icicle(callTree());
+  new Icicle();
 }
 
 class Icicle {
-  constructor(tree) {
-    this.tree = tree;
-    const sum = (by) => tree.children.reduce((all, node) => all + calls[by][node.row], 0);
+  constructor() {
+    const topmost = d3.range(calls.name.length).filter((row) => !calls.depth[row]), sum = (by) => d3.sum(topmost, (row) => calls[by][row]);
     const offered = WIDTHS.filter(([by]) => sum(by) > 0 && (by !== "running" || sum(by) < sum("width")));
     // If most of the time is waiting, it would hide the running time.
     this.by = offered.some(([by]) => by === "running") ? "running" : offered[0]?.[0] ?? "width";
@@ -396,28 +380,25 @@ class Icicle {
   measure(by) {
     this.by = by;
     for (const button of byId("calls-width").children) button.setAttribute("aria-pressed", String(button.dataset.by === by));
-    this.root = d3.hierarchy(this.tree, (node) => node.children);
-    this.root.each((node) => {
-      node.value = node.data.row < 0 ? 0 : calls[by][node.data.row];
+    this.root = callTree().each((node) => {
+      node.value = calls[by][node.data];
     });
     this.root.value = d3.sum(this.root.children ?? [], (node) => node.value);
     d3.partition().size([1, this.root.height + 1])(this.root);
-    this.nodes = new Map(this.root.descendants().map((node) => [node.data.row, node]));
-    this.open(this.nodes.get(this.opened ?? -1));
+    this.open(this.root.find((node) => node.data === (this.node ?? this.root).data));
   }
 
   /** Show a box at full width, with the boxes below it. */
   open(node, focus = false) {
-    this.opened = node.data.row;
     this.node = node;
     const path = byId("calls-path");
     path.replaceChildren(...node.ancestors().reverse().flatMap((one, at) => [
       at ? element("span", { "aria-hidden": "true" }, "›") : null,
-      element("button", { type: "button", onclick: () => this.open(one), "aria-current": one === node ? "true" : null }, callName(one.data.row)),
+      element("button", { type: "button", onclick: () => this.open(one), "aria-current": one === node ? "true" : null }, callName(one.data)),
     ].filter(Boolean)));
     this.describe(node);
     this.draw();
-    if (focus) byId("icicle").querySelector(`[data-row="${node.data.row}"]`)?.focus();
+    if (focus) byId("icicle").querySelector(`[data-row="${node.data}"]`)?.focus();
   }
 
   draw() {
@@ -435,7 +416,7 @@ class Icicle {
     const nodes = [...above.slice(1), ...shown];
     const svg = d3.select(box).selectAll("svg").data([0]).join("svg")
       .attr("width", width).attr("height", (deepest + 1) * BOX_HEIGHT).attr("role", "group").attr("aria-label", "Call tree; Enter opens a call path");
-    const groups = svg.selectAll("g").data(nodes, (node) => node.data.row).join((enter) => {
+    const groups = svg.selectAll("g").data(nodes, (node) => node.data).join((enter) => {
       const group = enter.append("g").attr("role", "button").attr("tabindex", "0");
       group.append("rect");
       group.append("text");
@@ -448,20 +429,20 @@ class Icicle {
     const measure = document.createElement("canvas").getContext("2d");
     measure.font = getComputedStyle(svg.node()).font;
     const left = (node) => Math.max(0, scale(node.x0)), right = (node) => Math.min(width, scale(node.x1));
-    groups.order().attr("data-row", (node) => node.data.row)
-      .attr("aria-label", (node) => `${callName(node.data.row)}, ${shareText(node.value, this.root.value)}`)
+    groups.order().attr("data-row", (node) => node.data)
+      .attr("aria-label", (node) => `${callName(node.data)}, ${shareText(node.value, this.root.value)}`)
       .attr("transform", (node) => `translate(${left(node)},${node.depth * BOX_HEIGHT})`)
       .classed("dim", (node) => Boolean(this.word) && !this.matches(node));
     groups.select("rect").attr("width", (node) => Math.max(right(node) - left(node), LEAST_WIDTH)).attr("height", BOX_HEIGHT - 1)
       .attr("fill", (node) => colour(this.colourOf(node))).attr("opacity", (node) => (above.includes(node) && node !== this.node ? 0.6 : 1));
     groups.select("text").attr("x", 5).attr("y", BOX_HEIGHT / 2 + 4).attr("fill", (node) => colour(inkOn(this.colourOf(node)))).text((node) => {
       const room = right(node) - left(node) - 9;
-      return room > 10 ? fitted(measure, callName(node.data.row), room) : "";
+      return room > 10 ? fitted(measure, callName(node.data), room) : "";
     });
   }
 
   colourOf(node) {
-    const { row } = node.data;
+    const row = node.data;
     return row < 0 || 2 * calls.waiting_ns[row] > calls.self_ns[row] ? "unknown" : kindColour(callKind(row));
   }
 
@@ -471,14 +452,14 @@ class Icicle {
     if (event.key === "Enter" || event.key === " ") this.open(node === this.node ? node.parent ?? node : node, true);
     else if (event.key === "Escape" && this.node.parent) this.open(this.node.parent, true);
     else if (next) {
-      byId("icicle").querySelector(`[data-row="${next.data.row}"]`)?.focus();
+      byId("icicle").querySelector(`[data-row="${next.data}"]`)?.focus();
       this.describe(next);
     } else return;
     event.preventDefault();
   }
 
   matches(node) {
-    return node.data.row >= 0 && callName(node.data.row).toLowerCase().includes(this.word);
+    return node.data >= 0 && callName(node.data).toLowerCase().includes(this.word);
   }
 
   find() {
@@ -490,7 +471,7 @@ class Icicle {
 
   /** Return the figures of the view `events` for a call path. */
   facts(node) {
-    const { row } = node.data;
+    const row = node.data;
     const facts = [["width", `${timeText(node.value)}, ${shareText(node.value, this.root.value)} of all`]];
     if (row < 0) return ["all", facts];
     const known = (name, ns) => ns >= 0 && facts.push([name, timeText(ns)]);

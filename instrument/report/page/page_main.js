@@ -20,30 +20,17 @@ const errorOf = (row) => (row in report.listed.error ? report.errors[report.list
 const errorOfSpan = (span) => (span in report.spans.error ? report.errors[report.spans.error[span]] || "error" : "");
 const selfOf = (span) => spans.length[span] - spans.children[span];
 
+const numbersOfSpans = d3.range(spans.start.length);
 /** The numbers of each span's children, by the span's number. */
-const below = new Map();
+const below = d3.group(numbersOfSpans.filter((at) => spans.parent[at]), (at) => at - spans.parent[at]);
 /** The spans of each listed request, in all processes. */
-const spansOfRequest = new Map();
-for (let at = 0; at < spans.start.length; at++) {
-  if (spans.parent[at]) push(below, at - spans.parent[at], at);
-  if (spans.request[at] >= 0) push(spansOfRequest, spans.request[at], at);
-}
-
-function push(map, key, value) {
-  if (map.has(key)) map.get(key).push(value);
-  else map.set(key, [value]);
-}
+const spansOfRequest = d3.group(numbersOfSpans, (at) => spans.request[at]);
 
 /** Return the parts of a request as `[name, share, text, ns]`, in their usual order. */
 function partsOf(request) {
-  const found = [];
-  for (let at = partBegins[request]; at < partBegins[request + 1]; at++) {
-    const ns = listed.part_ns[at];
-    found.push([listed.part[at], ns]);
-  }
   const wall = listed.wall[request];
-  found.sort((a, b) => a[0] - b[0]);
-  return found.map(([part, ns]) => [report.listed.part_names[part], ns / (wall || 1), shareText(ns, wall), ns]);
+  const inOrder = d3.range(partBegins[request], partBegins[request + 1]).sort((a, b) => listed.part[a] - listed.part[b]);
+  return inOrder.map((at) => [report.listed.part_names[listed.part[at]], listed.part_ns[at] / (wall || 1), shareText(listed.part_ns[at], wall), listed.part_ns[at]]);
 }
 
 /** Return the part that took most of a request's time. */
@@ -67,15 +54,14 @@ function startRequests() {
   const keys = report.listed.keys, hasKeys = Object.keys(keys).length > 0, hasParts = listed.part_count.length > 0;
   const keyOf = (row) => (keys[row] ?? []).join(" ");
   const columns = [
-    { label: what === "request" ? "Endpoint" : "Name", kind: "text", value: (row) => siteName(listed.site[row]), text: (row) => siteName(listed.site[row]) },
-    hasKeys && { label: "Key", kind: "text", value: keyOf, text: (row) => keyOf(row) },
-    { label: "Began", unit, kind: "time", value: (row) => listed.start[row], text: (row) => compact(listed.start[row] / unitNs) },
-    { label: "Wall", unit, kind: "time", value: (row) => listed.wall[row], text: (row) => compact(listed.wall[row] / unitNs) },
+    textColumn(what === "request" ? "Endpoint" : "Name", (row) => siteName(listed.site[row])),
+    hasKeys && textColumn("Key", keyOf),
+    timeColumn("Began", (row) => listed.start[row]),
+    timeColumn("Wall", (row) => listed.wall[row]),
     hasParts && { label: "Parts", kind: "text", value: heaviestPart, text: () => "", node: (row) => stack(partsOf(row), "small") },
-    { label: "Error", kind: "text", value: errorOf, text: errorOf },
-    { label: "Span", kind: "text", value: (row) => report.listed.ids[row], text: (row) => report.listed.ids[row] },
+    Object.keys(report.listed.error).length > 0 && textColumn("Error", errorOf),
+    textColumn("Span", (row) => report.listed.ids[row]),
   ].filter(Boolean);
-  if (!Object.keys(report.listed.error).length) columns.splice(columns.findIndex((one) => one.label === "Error"), 1);
   const table = new SortableTable({ label: WHAT[what], columns, count, tall: true, pick: showLife });
   table.sortBy(columns.findIndex((one) => one.label === "Wall"));
   byId("request-list").append(table.node);
@@ -119,12 +105,8 @@ function showLife(request) {
   const blame = report.listed.blame[request];
   if (blame) life.append(element("p", { class: "blame" }, blame[0].toUpperCase() + blame.slice(1)));
   if (parts.length) {
-    const list = element("ul", { class: "parts" });
-    for (const [name, , ratio, ns] of parts.slice().sort((a, b) => b[3] - a[3])) {
-      list.append(element("li", {}, swatch(partColour(name)), element("span", { class: "n", title: name }, name),
-        element("span", { class: "v" }, timeText(ns)), element("span", { class: "r" }, ratio)));
-    }
-    life.append(stack(parts), list);
+    const longest = parts.slice().sort((a, b) => b[3] - a[3]);
+    life.append(stack(parts), partsList(longest.map(([name, , ratio, ns]) => [name, timeText(ns), ratio])));
   }
   if (listed.has_spans[request]) addWaterfall(life, request);
   else {
@@ -157,13 +139,11 @@ function waterfallOf(request) {
       open.push(...(below.get(inner) ?? []));
     }
   }
-  const byLane = new Map();
   for (const bar of bars.values()) {
     const above = bars.get(bar.span - spans.parent[bar.span]);
     bar.above = above && above !== bar && spans.lane[above.span] === spans.lane[bar.span] ? above : null;
-    push(byLane, spans.lane[bar.span], bar);
   }
-  const found = [...byLane].map(([lane, its]) => ({ label: laneLabel(lane), bars: its, from: Math.min(...its.slice(0, 1000).map((bar) => bar.start)) }));
+  const found = [...d3.group(bars.values(), (bar) => spans.lane[bar.span])].map(([lane, its]) => ({ label: laneLabel(lane), bars: its, from: Math.min(...its.slice(0, 1000).map((bar) => bar.start)) }));
   const root = listed.span[request] >= 0 ? spans.lane[listed.span[request]] : -1;
   const labelOfRoot = root >= 0 ? laneLabel(root) : "";
   found.sort((a, b) => (b.label === labelOfRoot) - (a.label === labelOfRoot) || a.from - b.from);
@@ -200,15 +180,15 @@ function addWaterfall(life, request) {
     length: listed.wall[request], describe: (bar) => tellBar(bar, request) }, "Find a span", "bar");
   lifeChart = chart;
   tools.style.marginTop = "1rem";
-  life.append(tools, chart.node, legendOf(shown));
+  const kinds = new Set(shown.flatMap((lane) => lane.bars.filter((bar) => bar.span !== undefined).map((bar) => bar.colour)));
+  life.append(tools, chart.node, legend([...kinds].sort().map((kind) => [kind, kind])));
   if (every.length > shown.length) life.append(element("p", { class: "note" }, `${every.length - shown.length} more lanes are not drawn.`));
   life.append(detail, spansTable(every, request, count));
 }
 
-function legendOf(lanes) {
-  const kinds = new Set();
-  for (const lane of lanes) for (const bar of lane.bars) if (bar.span !== undefined) kinds.add(bar.colour);
-  return element("div", { class: "legend" }, ...[...kinds].sort().map((kind) => element("span", {}, swatch(kind), kind)));
+/** Return the legend of a chart, from pairs of a colour and a name. */
+function legend(items) {
+  return element("div", { class: "legend" }, ...items.map(([colourOfItem, name]) => element("span", {}, swatch(colourOfItem), name)));
 }
 
 /** Return a title and named facts for a bar. */
@@ -244,8 +224,8 @@ function spansTable(lanes, request, count) {
   details.addEventListener("toggle", () => {
     if (details.childElementCount > 1) return;
     const its = lanes.flatMap((lane) => lane.bars.filter((bar) => bar.span !== undefined)).sort((a, b) => a.start - b.start).slice(0, SPAN_ROWS);
-    const time = (label, value) => ({ label, unit, kind: "time", value: (row) => value(its[row]), text: (row) => compact(value(its[row]) / unitNs) });
-    const word = (label, value) => ({ label, kind: "text", value: (row) => value(its[row]), text: (row) => value(its[row]) });
+    const time = (label, value) => timeColumn(label, (row) => value(its[row]));
+    const word = (label, value) => textColumn(label, (row) => value(its[row]));
     const columns = [word("Span", (bar) => bar.text), word("Kind", (bar) => siteKind(spans.site[bar.span])), time("At", (bar) => bar.start),
       time("Total", (bar) => bar.end - bar.start), time("Self", (bar) => selfOf(bar.span)), word("On", (bar) => laneLabel(spans.lane[bar.span]))];
     details.append(new SortableTable({ label: `Spans of ${siteName(listed.site[request])}`, columns, count: its.length, tall: true }).node);
@@ -260,8 +240,7 @@ const device = columnsOf(report.device, ["start", "length", "lane", "name", "spa
 const DEVICE_COLOURS = ["own-1", "layer", "own-3", "comm", "own-5", "copy", "own-2", "step", "loader", "own-4"];
 
 /** The indices of each span's device intervals, by the number of the span. */
-const stretchesOf = new Map();
-for (let at = 0; at < device.start.length; at++) if (device.span[at] >= 0) push(stretchesOf, device.span[at], at);
+const stretchesOf = d3.group(d3.range(device.start.length), (at) => device.span[at]);
 
 function intervalBar(at, zero) {
   const start = device.start[at] - zero, name = report.device.names[device.name[at]];
@@ -270,9 +249,8 @@ function intervalBar(at, zero) {
 
 /** Return the lanes of streams that worked for some spans. */
 function deviceLanesOf(bars, zero) {
-  const lanes = new Map();
-  for (const span of bars.keys()) for (const at of stretchesOf.get(span) ?? []) push(lanes, device.lane[at], intervalBar(at, zero));
-  return [...lanes].sort((a, b) => a[0] - b[0]).map(([lane, its]) => ({ label: report.device.lanes[lane], bars: its }));
+  const lanes = d3.group([...bars.keys()].flatMap((span) => stretchesOf.get(span) ?? []), (at) => device.lane[at]);
+  return [...lanes].sort((a, b) => a[0] - b[0]).map(([lane, its]) => ({ label: report.device.lanes[lane], bars: its.map((at) => intervalBar(at, zero)) }));
 }
 
 function tellInterval(bar, facts) {
@@ -290,8 +268,7 @@ function startDevices() {
   } else {
     const lanes = report.device.lanes.map((label) => ({ label, bars: [] }));
     for (let at = 0; at < device.start.length; at++) lanes[device.lane[at]].bars.push(intervalBar(at, 0));
-    let until = report.about.window_ns;
-    for (let at = 0; at < device.start.length; at++) until = Math.max(until, device.start[at] + device.length[at]);
+    const until = d3.max([report.about.window_ns, ...lanes.map((lane) => d3.max(lane.bars, (bar) => bar.end))]);
     const describe = (bar) => tellInterval(bar, [["at", timeText(bar.start)], ["took", timeText(bar.end - bar.start)]]);
     const { chart, tools, detail } = searchableChart({ label: "What devices did", lanes, length: until, describe }, "Find a kernel or span", "stretch");
     box.append(tools, chart.node, legendOfNames(), detail);
@@ -300,12 +277,12 @@ function startDevices() {
   startGauges();
 }
 
-/** The names with most device time and their colours. */
+/** Return the legend of the names with most device time. */
 function legendOfNames() {
   const sums = new Float64Array(report.device.names.length);
   for (let at = 0; at < device.start.length; at++) sums[device.name[at]] += device.length[at];
   const most = [...sums.keys()].filter((name) => sums[name] > 0).sort((a, b) => sums[b] - sums[a]).slice(0, DEVICE_COLOURS.length);
-  return element("div", { class: "legend" }, ...most.map((name) => element("span", {}, swatch(DEVICE_COLOURS[name % DEVICE_COLOURS.length]), report.device.names[name])));
+  return legend(most.map((name) => [DEVICE_COLOURS[name % DEVICE_COLOURS.length], report.device.names[name]]));
 }
 
 const SIZES = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
@@ -327,7 +304,7 @@ function startGauges() {
     const grid = element("div", { class: "gauges" });
     for (const gauge of gauges.filter((one) => one.of === of)) {
       const x = d3.scaleLinear([0, Math.max(report.about.window_ns, gauge.at[gauge.at.length - 1], 1)], [0, 100]);
-      const most = gauge.values.reduce((a, b) => Math.max(a, b)), least = Math.min(0, gauge.values.reduce((a, b) => Math.min(a, b)));
+      const most = d3.max(gauge.values), least = Math.min(0, d3.min(gauge.values));
       const y = d3.scaleLinear([least, most > least ? most : least + 1], [54, 2]);
       const line = d3.line((_, at) => x(gauge.at[at]), (value) => y(value));
       const picture = d3.create("svg").attr("viewBox", "0 0 100 56").attr("preserveAspectRatio", "none").attr("aria-hidden", "true");
@@ -335,7 +312,7 @@ function startGauges() {
       picture.append("path").attr("d", line(gauge.values));
       const svg = picture.node();
       svg.addEventListener("pointermove", (event) => {
-        const edges = svg.getBoundingClientRect(), at = d3.bisectCenter(gauge.at, x.invert((100 * (event.clientX - edges.left)) / edges.width));
+        const at = d3.bisectCenter(gauge.at, x.invert(d3.pointer(event, svg)[0]));
         showTip([gauge.name, [["at", timeText(gauge.at[at])], ["reads", gaugeText(gauge.values[at], gauge.unit)], ["", gauge.about]]], event.clientX, event.clientY);
       });
       svg.addEventListener("pointerleave", hideTip);
@@ -373,16 +350,11 @@ function startSummary() {
 
 /** Return an endpoint with the parts of its requests' wall time. */
 function endpointNode({ name, requests, times, parts }) {
-  const list = element("ul", { class: "parts" });
-  for (const [part, , share, mean] of parts) {
-    list.append(element("li", {}, swatch(partColour(part)), element("span", { class: "n", title: part }, part),
-      element("span", { class: "v" }, mean), element("span", { class: "r" }, share)));
-  }
   const [mean, p50, p99] = times;
   return element("div", { class: "endpoint" },
     element("header", {}, element("b", {}, name),
       element("span", { class: "muted" }, `${requests} requests · mean ${mean} ${unit} · p50 ${p50} · p99 ${p99}`)),
-    stack(parts.map(([part, ratio, share]) => [part, ratio, share])), list);
+    stack(parts), partsList(parts.map(([part, , share, meanOfPart]) => [part, meanOfPart, share])));
 }
 
 startSummary();

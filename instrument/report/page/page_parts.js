@@ -138,6 +138,12 @@ function stack(parts, size = "") {
   return made;
 }
 
+/** Return a list of parts: the name, the time and the share of each. */
+function partsList(parts) {
+  return element("ul", { class: "parts" }, ...parts.map(([name, time, share]) => element("li", {}, swatch(partColour(name)),
+    element("span", { class: "n", title: name }, name), element("span", { class: "v" }, time), element("span", { class: "r" }, share))));
+}
+
 // The tooltip
 
 const tip = byId("tip");
@@ -293,16 +299,16 @@ class SortableTable {
   }
 }
 
+/** Return a column of texts. `value` returns the text of a row. */
+const textColumn = (label, value) => ({ label, kind: "text", value, text: value });
+
+/** Return a column of times. `value` returns the time of a row in ns. */
+const timeColumn = (label, value) => ({ label, unit, kind: "time", value, text: (row) => compact(value(row) / unitNs) });
+
 /** Return the table of a view. Its cells are texts, or pairs of a number and its text. */
 function viewTable(data) {
-  const columns = data.columns.map((column, at) => {
-    const isText = column.kind === "text";
-    return {
-      ...column,
-      value: (row) => (isText ? data.rows[row][at] : data.rows[row][at][0]),
-      text: (row) => (isText ? data.rows[row][at] : data.rows[row][at][1]),
-    };
-  });
+  const columns = data.columns.map((column, at) => (column.kind === "text" ? textColumn(column.label, (row) => data.rows[row][at])
+    : { ...column, value: (row) => data.rows[row][at][0], text: (row) => data.rows[row][at][1] }));
   const made = new SortableTable({ label: data.title, columns, count: data.rows.length, depths: data.depths,
     atFirst: ROWS_OF_A_VIEW });
   return element("div", { class: "view-table" }, element("h3", {}, data.title), made.node,
