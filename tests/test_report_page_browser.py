@@ -231,7 +231,7 @@ def test_numbers_read_as_in_the_text_views(opened: Any) -> None:
     ]
     page = opened()
     # Scripts of the page are a module, whose names nobody outside of it has: `compact` is read from its source.
-    source = (Path(write_page.__code__.co_filename).parent / "page_parts.js").read_text("utf-8")
+    source = (Path(write_page.__code__.co_filename).parent / "page" / "page_parts.js").read_text("utf-8")
     begin = source.index("function halfToEven")
     function = source[begin : source.index("\n}\n", source.index("function compact")) + 3]
     assert page.tab.evaluate(f"values => {{ {function}; return values.map(compact); }}", values) == list(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,12 +21,12 @@ from instrument.report.request_groups import joined_requests, size_names, size_n
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
 from instrument.trace.blame import called
-from instrument.trace.columns import Int64s
+from instrument.trace.columns import Bools, Int64s
 from instrument.trace.forest import NONE, nearest
 from instrument.trace.groups import firsts_of
 from instrument.trace.intervals import union_by_group
 from instrument.trace.joined import THOUSANDTHS
-from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, phase_of, turns_of, waits_for_lock
+from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, phase_of, turns_of, waits_for_lock
 from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, PREEMPTIONS
 from instrument.trace.step_costs import Floats, StepCosts, cells_of, step_costs
 from instrument.trace.trace import Trace
@@ -85,17 +85,6 @@ class Proof(NamedTuple):
     note: str = ""
 
 
-@dataclass(frozen=True)
-class _Turns:
-    """The turns of a request: successive waits, batches and phases without a gap between them."""
-
-    part: Int64s
-    row: Int64s
-    pair: Int64s
-    start_ns: Int64s
-    length_ns: Int64s
-
-
 class CauseTimes:
     """The time that each cause took in requests of a recording. `places` are the indices of the requests."""
 
@@ -105,7 +94,9 @@ class CauseTimes:
         self.costs = recording.once(_recorded_step_costs)
         trace, joined = self.trace, self.joined
         self._turns, self.names = self._turns_of(places)
-        self._process_of = _Processes(self.facts)
+        self._process_of = {
+            thread: number for number, process in enumerate(self.facts.processes) for thread in process.threads
+        }
         rows = np.flatnonzero(trace.of_sites([is_collection(site) for site in trace.sites]))
         self.collections = rows
         self._collected = union_by_group(self._processes_of_rows(rows), trace.start_ns[rows], trace.end_ns[rows])
@@ -127,42 +118,46 @@ class CauseTimes:
         self._own_rows = self._rows_of_own_work(places)
         self.first_rows = frozenset(self._rows_of_first_calls().tolist())
 
-    def _processes_of_rows(self, rows: Int64s) -> Int64s:
-        return self._process_of(self.trace.thread_id[rows])
+    def _number_processes(self, threads: Int64s) -> Int64s:
+        """Return the number of the process of each thread."""
+        if not self._process_of:
+            return np.zeros(len(threads), dtype=np.int64)
+        return np.array([self._process_of.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
 
-    def _turns_of(self, places: Int64s) -> tuple[Mapping[int, _Turns], tuple[str, ...]]:
+    def _processes_of_rows(self, rows: Int64s) -> Int64s:
+        return self._number_processes(self.trace.thread_id[rows])
+
+    def _turns_of(self, places: Int64s) -> tuple[Mapping[int, Turns], tuple[str, ...]]:
         """Return the turns of each request. Gaps between turns are filled with turns of unknown time."""
         trace, joined = self.trace, self.joined
-        is_chosen = np.append(np.zeros(len(joined.rows), dtype=np.bool_), False)
-        is_chosen[places] = True
+        is_chosen = self._mask_requests(places)
         served = replace(joined.served, request=np.where(is_chosen[joined.served.request], joined.served.request, NONE))
         some = turns_of(trace, replace(joined, of=np.where(is_chosen[joined.of], joined.of, NONE), served=served))
-        names = (*some.names, UNKNOWN_REST)
+        names, none = (*some.names, UNKNOWN_REST), np.full(len(places), NONE)
         begins, ends = trace.start_ns[joined.rows], trace.end_ns[joined.rows]
-        request = np.concatenate([some.request, places])
-        start_ns = np.concatenate([some.start_ns, ends[places]])
-        until_ns = np.concatenate([some.start_ns + some.length_ns, ends[places]])
-        order = np.lexsort((start_ns, request))
-        is_first = np.zeros(len(order), dtype=np.bool_)
-        is_first[firsts_of(request[order])] = True
-        before_ns = np.where(is_first, begins[request[order]], np.append([0], until_ns[order][:-1])[: len(order)])
-        gaps = np.flatnonzero(start_ns[order] > before_ns)
-        none = np.full(len(gaps), NONE)
-        columns = [
-            np.concatenate([some.request, request[order][gaps]]),
-            np.concatenate([some.part, np.full(len(gaps), len(names) - 1)]),
-            np.concatenate([some.row, none]),
-            np.concatenate([some.pair, none]),
-            np.concatenate([some.start_ns, before_ns[gaps]]),
-            np.concatenate([some.length_ns, start_ns[order][gaps] - before_ns[gaps]]),
-        ]
-        order = np.lexsort((columns[4], columns[0]))
-        columns = [column[order] for column in columns]
+        # The rows are request, part, row, pair, begin and end. An empty turn ends each request.
+        known = np.array([*some[1:6], some.start_ns + some.length_ns])
+        columns = np.concatenate([known, [places, none, none, none, ends[places], ends[places]]], axis=1)
+        columns = columns[:, np.lexsort((columns[4], columns[0]))]
+        before_ns = np.append([0], columns[5])[:-1]
+        firsts = firsts_of(columns[0])
+        before_ns[firsts] = begins[columns[0][firsts]]
+        is_after_gap = columns[4] > before_ns
+        gaps = columns[:, is_after_gap]
+        gaps[1], gaps[2:4] = len(names) - 1, NONE
+        gaps[4:] = np.array([before_ns[is_after_gap], gaps[4]])
+        columns = np.concatenate([columns[:, columns[1] != NONE], gaps], axis=1)
+        columns = columns[:, np.lexsort((columns[4], columns[0]))]
+        columns[5] -= columns[4]
         edges = np.searchsorted(columns[0], [places, places + 1])
         return {
-            place: _Turns(*(column[first:last] for column in columns[1:]))
+            place: Turns(names, *columns[:, first:last])
             for place, first, last in zip(places.tolist(), *edges.tolist(), strict=True)
         }, names
+
+    def _mask_requests(self, places: Int64s) -> Bools:
+        """Return True for the given requests. A last False is for `NONE`."""
+        return np.append(np.isin(np.arange(len(self.joined.rows)), places), False)
 
     def _find_blocks(self) -> Int64s:
         """Return the rows of blocked event loops, except those that engine steps blocked."""
@@ -221,9 +216,7 @@ class CauseTimes:
     def _rows_of_own_work(self, places: Int64s) -> Mapping[int, Int64s]:
         """Return the rows of each request's own calls that belong to no phase and no engine step."""
         trace, joined = self.trace, self.joined
-        is_chosen = np.append(np.zeros(len(joined.rows), dtype=np.bool_), False)
-        is_chosen[places] = True
-        is_phase = self._is_phase[trace.site]
+        is_chosen, is_phase = self._mask_requests(places), self._is_phase[trace.site]
         is_phase[joined.rows] = False
         rows = np.flatnonzero(is_chosen[joined.of] & (self.costs.step_of[:-1] == NONE) & ~trace.of_kind("request"))
         rows = rows[nearest(trace.parent, is_phase)[rows] == NONE]
@@ -287,7 +280,7 @@ class CauseTimes:
         root = int(self.joined.rows[place])
         ends = turns.start_ns + turns.length_ns
         threads = self._threads_of_turns(place, turns)
-        collected = self._collected.within(self._process_of(threads), turns.start_ns, ends)
+        collected = self._collected.within(self._number_processes(threads), turns.start_ns, ends)
         blocked = self._measure_blocked(root, turns, turns.length_ns - collected)
         times[COLLECTED, ""] = int(collected.sum())
         times[BLOCKED, ""] = int(blocked.sum())
@@ -317,7 +310,7 @@ class CauseTimes:
         times[UNKNOWN_REST, ""] += int(trace.total_ns[root]) - sum(times.values())
         return times
 
-    def _threads_of_turns(self, place: int, turns: _Turns) -> Int64s:
+    def _threads_of_turns(self, place: int, turns: Turns) -> Int64s:
         """Return, for each turn of a request, the thread that it waits for."""
         trace = self.trace
         root_thread = int(trace.thread_id[self.joined.rows[place]])
@@ -328,7 +321,7 @@ class CauseTimes:
                 threads[(turns.part == self.names.index(name)) & (turns.row == NONE)] = engine
         return np.asarray(threads)
 
-    def _measure_blocked(self, root: int, turns: _Turns, most_ns: Int64s) -> Int64s:
+    def _measure_blocked(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
         """Return how long, up to `most_ns`, a blocked event loop made the request wait in each turn."""
         trace = self.trace
         if not len(self.blocks):
@@ -547,18 +540,6 @@ def weights_of_pairs(recording: Recording) -> Int64s:
     sizes = np.append(size_numbers(trace, names[0])[joined.rows], 0.0)[served.request]
     is_sized = (most_members[site] == 1) & (sizes > 0)
     return np.where(is_sized, (np.minimum(sizes, 1e9) * THOUSANDTHS).astype(np.int64), served.weight)
-
-
-class _Processes:
-    """A map from the ids of threads to the numbers of their processes."""
-
-    def __init__(self, facts: Trace) -> None:
-        self._numbers = {thread: number for number, process in enumerate(facts.processes) for thread in process.threads}
-
-    def __call__(self, threads: Int64s) -> Int64s:
-        if not self._numbers:
-            return np.zeros(len(threads), dtype=np.int64)
-        return np.array([self._numbers.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
 
 
 def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:

@@ -142,15 +142,15 @@ class Explanation(View):
     wall_ns: int
     typical_ns: int
     usual_most_ns: int
-    alike: int
-    is_like: bool
-    verdict: str
-    doubt: str
-    causes: tuple[CauseShare, ...]
-    unexplained_ns: int
-    rivals: tuple[CauseShare, ...]
-    parts: tuple[PartExcess, ...]
-    not_assessed: tuple[str, ...]
+    alike: int = 0
+    is_like: bool = True
+    verdict: str = INCONCLUSIVE
+    doubt: str = ""
+    causes: tuple[CauseShare, ...] = ()
+    unexplained_ns: int = 0
+    rivals: tuple[CauseShare, ...] = ()
+    parts: tuple[PartExcess, ...] = ()
+    not_assessed: tuple[str, ...] = ()
     _options: Options = field(default_factory=Options)
 
     TITLE = "Explanation"
@@ -218,7 +218,7 @@ class Explanation(View):
                 self.unexplained_ns / self.excess_ns if self.excess_ns > 0 else None,
             ),
         ]  # fmt: skip
-        proofs = [(cause.title(), *proof) for cause in self.causes for proof in cause.proofs]
+        proofs = [(cause.title(), proof) for cause in self.causes for proof in cause.proofs]
         return [
             Section(
                 "Causes", rows if self.excess_ns > 0 else (),
@@ -229,10 +229,9 @@ class Explanation(View):
                 "Parts of its time", self.parts, "name=Part|time_ns=In it|typical_ns=Typical|excess_ns=Excess",
             ),
             Section(
-                "Evidence", proofs, "0=Cause|1=Span|2=Number|3=Begin|4=In it|5=Note",
+                "Evidence", proofs,
+                "0=Cause|1.name=Span|1.span_id=Number|1.begin_ns=Begin|1.time_ns=In it|1.note=Note",
                 ("Begin: after the start of the trace. In it: within the request.",),
-                texts={"2": lambda row, unit: str(row[2]), "3": lambda row, unit: in_unit(row[3], unit),
-                       "4": lambda row, unit: in_unit(row[4], unit)},
             ),
         ]  # fmt: skip
 
@@ -274,15 +273,8 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
     if len(places) < ENOUGH:
         doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
         return replace(explanation, doubt=doubt)
-    evidence = _Evidence(
-        recording,
-        times,
-        np.array([place]),
-        middle,
-        (2 * begin_ns - end_ns, begin_ns),
-        options.requests_by,
-        is_like=is_like,
-    )
+    arrivals = 2 * begin_ns - end_ns, begin_ns
+    evidence = _Evidence(recording, times, np.array([place]), middle, arrivals, options.requests_by, is_like=is_like)
     most_ns = slow_from_ns(walls, len(joined.rows))
     return _add_verdict(replace(explanation, alike=len(places), is_like=is_like), evidence, most_ns)
 
@@ -337,14 +329,6 @@ def _without_verdict(recording: Recording, times: CauseTimes, places: Int64s, op
         wall_ns=wall_ns,
         typical_ns=wall_ns,
         usual_most_ns=wall_ns,
-        alike=0,
-        is_like=True,
-        verdict=INCONCLUSIVE,
-        doubt="",
-        causes=(),
-        unexplained_ns=0,
-        rivals=(),
-        parts=(),
         not_assessed=tuple(_list_unassessed(recording, times)),
         _options=options,
     )
