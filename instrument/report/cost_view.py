@@ -6,7 +6,6 @@ only the mean over all probes. It does not list the muted sites, or the use of t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from instrument.report.table import (
     where_of,
     wrapped,
 )
-from instrument.report.utilisation import find_unanswered
+from instrument.report.utilisation import count_reasons, find_unanswered
 from instrument.report.view import InstrumentationStats, Options, Recording
 
 MEBIBYTE = 1 << 20
@@ -171,7 +170,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
     `least_ns` to sites that cost at least that time."""
     spent, stats = recording.cost, recording.stats
     window_ns = (spent.window_ns if spent is not None else 0) or recording.window_ns or 0
-    coverage, device_asked, missing = _examine_spans(recording)
+    device_asked, untimed = find_unanswered(recording.columns)
     return InstrumentationCost(
         recorder=recording.recorder,
         clock="" if stats is None else stats.clock,
@@ -184,9 +183,11 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         notes=recording.notes if stats is None else tuple(stats.notes),
         muted=None if stats is None else _muted_sites(stats),
         rings=None if stats is None else RingUse(stats.held_rows, stats.ring_rows, stats.ring_bytes),
-        coverage=coverage,
+        coverage=Coverage.of_recording(recording),
         device_asked=device_asked,
-        device_missing=dict(sorted(missing.items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0]))),
+        device_missing=dict(
+            sorted(count_reasons(untimed).items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0]))
+        ),
         _options=options,
     )
 
@@ -248,15 +249,6 @@ def _muted_sites(stats: InstrumentationStats) -> tuple[MutedSite, ...]:
         for site in sites
         if stats.passed.get(site) or site in stats.muted
     )
-
-
-def _examine_spans(recording: Recording) -> tuple[Coverage, int, Mapping[str, int]]:
-    """Return the coverage, the number of kept spans that asked for device time, and by reason those that got none."""
-    device_asked, untimed = find_unanswered(recording.columns)
-    missing = Counter[str]()
-    for row in untimed:
-        missing[row.reason] += row.spans
-    return Coverage.of_recording(recording), device_asked, missing
 
 
 # The text.

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np
-
 from instrument.recording.spans import GAUGES, HOST, UNTIMED, Gauge, Gpu, Sample
 from instrument.report.request_groups import GroupShare, group_shares, shares_section
 from instrument.report.section import Coverage, Section, View, explain_empty
@@ -27,14 +25,11 @@ from instrument.report.table import (
     in_unit,
     number,
     safe,
-    share,
     shorten,
     wrapped,
 )
-from instrument.report.utilisation import DeviceUse, EndpointUse, Unanswered, measure_utilisation
+from instrument.report.utilisation import DeviceUse, EndpointUse, Unanswered, count_reasons, measure_utilisation
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Int64s
-from instrument.trace.ledger import DeviceLedger
 
 NOT_REPORTED = "n/a"
 """The cell for a value that a device does not report."""
@@ -170,53 +165,6 @@ def unit_shown(gauge: Gauge) -> tuple[str, float]:
     return UNITS.get(gauge.unit, (gauge.unit, 1))
 
 
-SHOWN = (
-    "Device time of the requests' own work, and their shares of that of batches, each given out once, by",
-    "weight. Of several devices it is the sum. Of all: of that of all requests.",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class EndpointShare:
-    """The device time of an endpoint's requests. A row with `remaining` replaces that many endpoints."""
-
-    name: str
-    requests: int
-    own_ns: int
-    shared_ns: int
-    ratio: float | None
-    remaining: int = 0
-
-    @property
-    def device_ns(self) -> int:
-        return self.own_ns + self.shared_ns
-
-    def mean_ns(self) -> float:
-        return self.device_ns / self.requests
-
-
-def share_device_time(ledger: DeviceLedger, by_name: Mapping[str, Int64s], options: Options) -> list[EndpointShare]:
-    """Return the device time by endpoint, [] if no batch had device time. `by_name` has the indices of requests."""
-    if not ledger.given_ns.any():
-        return []
-    whole_ns = sum(int((ledger.own_ns + ledger.shared_ns)[places].sum()) for places in by_name.values())
-
-    def of(name: str, places: Int64s, remaining: int = 0) -> EndpointShare:
-        own_ns, shared_ns = (int(column[places].sum()) for column in (ledger.own_ns, ledger.shared_ns))
-        return EndpointShare(name, len(places), own_ns, shared_ns, share(own_ns + shared_ns, whole_ns), remaining)
-
-    def rest(shares: Sequence[EndpointShare]) -> EndpointShare:
-        return of("", np.concatenate([by_name[share_row.name] for share_row in shares]), len(shares))
-
-    all_of_it = sorted((of(*item) for item in by_name.items()), key=lambda item: (-item.device_ns, item.name))
-    return [*bounded(all_of_it, options, lambda row: row.device_ns, rest)]
-
-
-def device_share_section(rows: Sequence[EndpointShare]) -> Section:
-    columns = "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all"
-    return Section("Device time by requests", rows, columns, SHOWN)
-
-
 SHORT_NS = 10_000
 """Mean device ns of a call. Below it CUDA events may measure six times too much, according to published figures."""
 
@@ -295,9 +243,6 @@ def device(recording: Recording, options: Options) -> DeviceView:
     """
     facts = recording.trace
     use = recording.once(measure_utilisation)
-    reasons = Counter[str]()
-    for row in use.unanswered:
-        reasons[row.reason] += row.spans
     return DeviceView(
         coverage=Coverage.of_recording(recording),
         gauges=summarise_gauges(facts.samples, facts.gpus, options) if facts.samples else None,
@@ -311,7 +256,7 @@ def device(recording: Recording, options: Options) -> DeviceView:
         ),
         asked=use.asking,
         unanswered=bounded(use.unanswered, replace(options, least_ns=0), lambda _: 0, adding("spans")),
-        reasons=dict(reasons.most_common()),
+        reasons=dict(count_reasons(use.unanswered).most_common()),
         in_flight_ns=use.in_flight_ns,
         requests_cut=use.requests_cut,
         requests_without=use.requests_without,
@@ -336,20 +281,25 @@ class DevicePart(NamedTuple):
     of: str
 
 
+DEVICE_PARTS = (
+    ("Busy with compute", "compute", "window"), ("Busy with copies alone", "copy", "window"),
+    ("Idle while a request was in flight (starved)", "starved", "window"), ("Idle while none was", "unasked", "window"),
+    ("Window", "", "window"), ("Busy", "busy", "window"), ("Two or more streams busy", "overlap", "busy"),
+    ("Busy by launch-bound stretches alone", "launch_bound", "busy"),
+    ("Copies during compute", "hidden_copy", "copies"),
+)  # fmt: skip
+"""The rows of a device's time: the name, the fields of the row in `DeviceUse`, and the base of the ratio."""
+
+
 def _device_parts(use: DeviceUse) -> list[DevicePart]:
+    window = DevicePart("Window", use.window_ns, 1.0 if use.window_ns else None, "window")
+    in_flight = use.starved_ns, use.starved_in_flight_ratio, "in flight"
     return [
-        DevicePart("Busy with compute", use.compute_ns, use.compute_ratio, "window"),
-        DevicePart("Busy with copies alone", use.copy_ns, use.copy_ratio, "window"),
-        DevicePart("Idle while a request was in flight (starved)", use.starved_ns, use.starved_ratio, "window"),
-        DevicePart("Idle while none was", use.unasked_ns, use.unasked_ratio, "window"),
-        DevicePart("Window", use.window_ns, 1.0 if use.window_ns else None, "window"),
-        DevicePart("Busy", use.busy_ns, use.busy_ratio, "window"),
-        DevicePart("Two or more streams busy", use.overlap_ns, use.overlap_ratio, "busy"),
-        DevicePart("Busy by launch-bound stretches alone", use.launch_bound_ns, use.launch_bound_ratio, "busy"),
-        DevicePart("Copies during compute", use.hidden_copy_ns, use.hidden_copy_ratio, "copies"),
-        DevicePart(
-            "Starved, of the time with requests in flight", use.starved_ns, use.starved_in_flight_ratio, "in flight"
+        *(
+            DevicePart(name, getattr(use, f"{part}_ns"), getattr(use, f"{part}_ratio"), of) if part else window
+            for name, part, of in DEVICE_PARTS
         ),
+        DevicePart("Starved, of the time with requests in flight", *in_flight),
     ]
 
 

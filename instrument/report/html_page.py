@@ -19,7 +19,6 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -33,7 +32,7 @@ from instrument.recording.spans import GAUGES, HOST, NO_DEVICE_TIME
 from instrument.report.brief_view import Brief, brief
 from instrument.report.events_view import events
 from instrument.report.kept_spans import MOST_SPANS, KeptSpans, steps
-from instrument.report.requests_view import EPOCH, YEARS_NS, RequestTimes, list_parts
+from instrument.report.requests_view import RequestTimes, describe_date, list_parts
 from instrument.report.section import (
     DEVICE,
     SIZE,
@@ -409,15 +408,12 @@ def page_document(
 def _about_document(recording: Recording, shown: Brief, header: str, unit: str) -> dict[str, Any]:
     facts = recording.trace
     origin = facts.origin
-    began_ns = origin.realtime_of(facts.start_ns)
-    is_known = 0 < began_ns < YEARS_NS and origin.realtime_ns != 0
-    began = (EPOCH + timedelta(microseconds=began_ns // 1000)).isoformat(timespec="milliseconds") if is_known else ""
     return {
         "service": shorten(safe(shown.service), NAME),
         "header": safe(header),
         "pid": origin.pid,
         "host": safe(origin.host),
-        "began": began.replace("+00:00", "Z"),
+        "began": describe_date(origin, facts.start_ns, "milliseconds"),
         "window_ns": facts.end_ns - facts.start_ns,
         "window": f"{compact((facts.end_ns - facts.start_ns) / 1e9)} s",
         "recorder": safe(recording.recorder),

@@ -7,7 +7,7 @@ the queues (`instrument.trace.replay`) predicts the queue times without a group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from instrument.report.request_groups import (
     request_turns,
 )
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import adding, bounded, in_unit, remaining_row, safe, share, shorten, wrapped
+from instrument.report.table import adding, bounded, in_unit, safe, share, shorten, wrapped
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account
 from instrument.trace.columns import Int64s
@@ -205,7 +205,12 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
             lambda row: row.suffered_ns,
             adding("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns"),
         ),
-        delays=bounded(delays, options, lambda row: row.summed_ns, _sum_delays),
+        delays=bounded(
+            delays,
+            options,
+            lambda row: row.summed_ns,
+            adding("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"),
+        ),
         predictions=predictions,
         suffered_ns=sum(bill.suffered_ns.tolist()),
         inflicted_ns=sum(inflicted[:-1]),
@@ -248,8 +253,3 @@ def _predict_absence(
             )
         )  # fmt: skip
     return every, tuple(rows)
-
-
-def _sum_delays(rows: Sequence[Delay]) -> Delay:
-    row = remaining_row(rows, ("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"))
-    return replace(row, name="")

@@ -13,7 +13,7 @@ are the phases `copy in` and `copy out`, other copies `copy`. Layers are `comput
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from operator import attrgetter
@@ -21,13 +21,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.spans import is_late_failure, is_request
+from instrument.recording.spans import Origin, is_late_failure, is_request
 from instrument.report.device_view import (
-    EndpointShare,
     bound_endpoints,
-    device_share_section,
     endpoint_section,
-    share_device_time,
 )
 from instrument.report.endpoint_times import (
     CLASSES,
@@ -56,6 +53,7 @@ from instrument.report.table import (
     bounded,
     in_unit,
     number,
+    remaining_row,
     row_name,
     safe,
     share,
@@ -69,7 +67,7 @@ from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Int64s
 from instrument.trace.forest import NONE
-from instrument.trace.groups import distinct
+from instrument.trace.groups import Groups, distinct
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import UNKNOWN
 from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
@@ -102,6 +100,36 @@ class DeviceWithin:
 
     device: int
     endpoints: tuple[EndpointUse, ...]
+
+
+DEVICE_SHARES = (
+    "Device time of the requests' own work, and their shares of that of batches, each given out once, by",
+    "weight. Of several devices it is the sum. Of all: of that of all requests.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointShare:
+    """The device time of an endpoint's requests. A row with `remaining` replaces that many endpoints."""
+
+    name: str
+    requests: int
+    own_ns: int
+    shared_ns: int
+    ratio: float | None
+    remaining: int = 0
+
+    @property
+    def device_ns(self) -> int:
+        return self.own_ns + self.shared_ns
+
+    def mean_ns(self) -> float:
+        return self.device_ns / self.requests
+
+
+def device_share_section(rows: Sequence[EndpointShare]) -> Section:
+    columns = "name=By request|requests=Requests|own_ns=Own|shared_ns=Of batches|mean_ns=Mean|ratio=Of all"
+    return Section("Device time by requests", rows, columns, DEVICE_SHARES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +349,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         devices=_devices_within(recording, options),
         slowest=_slowest_requests(table, recording, options),
         blocked=measure_blocked_loops(trace, options),
-        device_shares=tuple(_device_shares(recording, whole, options)),
+        device_shares=_device_shares(recording, whole, options),
         shares=group_shares(recording, options),
         tokens=_token_times(recording, table, [row.name for row in shown_rows if not row.remaining]),
         _served_ns=int(trace.end_ns[whole].max() - trace.start_ns[whole].min()) if len(whole) else 0,
@@ -372,14 +400,33 @@ def _devices_within(recording: Recording, options: Options) -> tuple[DeviceWithi
     )
 
 
-def _device_shares(recording: Recording, whole: Int64s, options: Options) -> list[EndpointShare]:
-    trace = recording.columns
-    if not (len(trace.device) and len(recording.once(joined_requests).served.batch)):
-        return []
+def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tuple[EndpointShare, ...]:
+    """Return the device time by endpoint, () if no batch had device time."""
+    trace, joined = recording.columns, recording.once(joined_requests)
+    if not (len(trace.device) and len(joined.served.batch)):
+        return ()
+    times = recording.once(request_device_ledger)
+    if not times.given_ns.any():
+        return ()
     names, of_site = trace.numbered_sites(attrgetter("name"))
-    places, of_name = recording.once(joined_requests).of[whole], of_site[trace.site[whole]]
-    by_name = {names[number]: places[of_name == number] for number in distinct(of_name).tolist()}
-    return share_device_time(recording.once(request_device_ledger), by_name, options)
+    groups, places = Groups(of_site[trace.site[whole]], len(names)), joined.of[whole]
+    sizes, own_ns, shared_ns = (
+        column.tolist()
+        for column in (groups.sizes(), groups.sums(times.own_ns[places]), groups.sums(times.shared_ns[places]))
+    )
+    whole_ns = sum(own_ns) + sum(shared_ns)
+    rows = [
+        EndpointShare(name, requests, own, shared, share(own + shared, whole_ns))
+        for name, requests, own, shared in zip(names, sizes, own_ns, shared_ns, strict=True)
+        if requests
+    ]
+
+    def rest(omitted: Sequence[EndpointShare]) -> EndpointShare:
+        ratio = share(sum(row.device_ns for row in omitted), whole_ns)
+        return remaining_row(omitted, ("requests", "own_ns", "shared_ns"), ratio=ratio)
+
+    rows.sort(key=lambda row: (-row.device_ns, row.name))
+    return bounded(rows, options, attrgetter("device_ns"), rest)
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
@@ -402,14 +449,20 @@ def _slowest_requests(table: CompleteRequests, recording: Recording, options: Op
     return tuple(slowest)
 
 
+def describe_date(origin: Origin, at_ns: int, precision: str) -> str:
+    """Return the date in UTC of a time of the trace, "" if it is unknown."""
+    realtime_ns = origin.realtime_of(at_ns) if origin.realtime_ns else 0
+    if not 0 < realtime_ns < YEARS_NS:
+        return ""
+    date = EPOCH + timedelta(microseconds=realtime_ns // 1_000)
+    return date.isoformat(timespec=precision).replace("+00:00", "Z")
+
+
 def _make_slow_request(
     table: CompleteRequests, at: int, recording: Recording, options: Options, keys: tuple[str, ...]
 ) -> SlowRequest:
     trace, facts, row = recording.columns, recording.trace, int(table.rows[at])
     start_ns, error, wall_ns = int(trace.start_ns[row]), int(trace.error[row]), int(table.wall_ns[at])
-    realtime_ns = facts.origin.realtime_of(start_ns) if facts.origin.realtime_ns else 0
-    valid = 0 < realtime_ns < YEARS_NS
-    began = (EPOCH + timedelta(microseconds=realtime_ns // 1_000)).isoformat(timespec="microseconds") if valid else ""
     trace_id, span_id = "", ""
     if recording.collector_ids is not None:  # of a session, which has the spans
         trace_number, span_number = recording.collector_ids(recording.trace.spans[row], keys[0] if keys else "")
@@ -420,7 +473,7 @@ def _make_slow_request(
     return SlowRequest(
         name=table.names[table.endpoint[at]],
         begin_ns=start_ns - facts.start_ns,
-        began=began.replace("+00:00", "Z"),
+        began=describe_date(facts.origin, start_ns, "microseconds"),
         wall_ns=wall_ns,
         error="" if error == NONE else trace.errors[error],
         outcome=request_outcome(trace, row),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -287,6 +288,14 @@ def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     return int(has_asked.sum()), tuple(Unanswered(*key, spans) for key, spans in by_count)
 
 
+def count_reasons(unanswered: Iterable[Unanswered]) -> Counter[str]:
+    """Return the number of spans without device time by reason."""
+    reasons = Counter[str]()
+    for row in unanswered:
+        reasons[row.reason] += row.spans
+    return reasons
+
+
 def _device_use(
     trace: Columns,
     device: int,
@@ -323,16 +332,15 @@ def _device_use(
         launch_bound_ns=busy_ns - surely_busy.length_ns(),
         uncertainty_ns=(int(uncertain_ns.min()), int(uncertain_ns.max())) if len(uncertain_ns) else None,
         outside=outside,
-        streams=tuple(_stream_use(stream, rows, unions[stream], window_ns) for stream, rows in streams.items()),
+        streams=tuple(
+            StreamUse(stream, len(rows), sum(rows.total_ns.tolist()), stream_ns, share(stream_ns, window_ns))
+            for stream, rows in streams.items()
+            for stream_ns in [unions[stream].length_ns()]
+        ),
         labels=labels,
         names=_name_uses(trace, work, busy_ns),
         endpoints=_endpoint_uses(trace, device_within),
     )
-
-
-def _stream_use(stream: int, intervals: DeviceIntervals, busy: Union, window_ns: int) -> StreamUse:
-    busy_ns, summed_ns = busy.length_ns(), sum(intervals.total_ns.tolist())
-    return StreamUse(stream, len(intervals), summed_ns, busy_ns, share(busy_ns, window_ns))
 
 
 def _label_uses(intervals: DeviceIntervals) -> tuple[LabelUse, ...]:
