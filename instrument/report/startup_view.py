@@ -15,7 +15,7 @@ from operator import attrgetter
 from instrument.profile.model import PREPARING
 from instrument.recording.distributions import bucket, percentiles
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
-from instrument.recording.tally import Row, Tally
+from instrument.recording.tally import Row, Tally, Totals
 from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
@@ -262,17 +262,13 @@ def startup(recording: Recording, options: Options) -> StartupView:
         firsts.setdefault(call.site.key, call)
     began_ns = facts.session_ns if facts.process_ns is None else facts.process_ns
     warm_ups = _find_warm_ups(firsts, tally)
-    first = facts.first_request
     last = max(firsts.values(), key=lambda call: call.start_ns + call.total_ns, default=None)
-    imports = facts.imports
-    imports_ns = sum(package.self_ns for package in imports or ())
-    in_spans_ns = sum(package.in_spans_ns for package in imports or ())
+    imports = facts.imports or ()
+    imports_ns, in_spans_ns = (sum(getattr(row, name) for row in imports) for name in ("self_ns", "in_spans_ns"))
     way_ns: int | None = None
-    way: list[Phase] = []
-    late: dict[str, int] = {}
-    is_late_partial = False
+    way, late, is_late_partial = list[Phase](), dict[str, int](), False
     request: FirstRequestTimes | None = None
-    if first is not None:
+    if (first := facts.first_request) is not None:
         request = FirstRequestTimes(
             name_of_site(first.site),
             first.start_ns - began_ns,
@@ -281,18 +277,17 @@ def startup(recording: Recording, options: Options) -> StartupView:
             facts.why,
         )
         way_ns = first.start_ns - facts.session_ns
-        late[IMPORTS] = sum(package.late_ns for package in imports or ())
         before, after, is_late_partial = _preparation_times(rows, first.start_ns, recording)
+        late = {IMPORTS: sum(package.late_ns for package in imports), **after}
         sums = {IMPORTS: imports_ns - in_spans_ns - late[IMPORTS], **before}
-        late.update(after)
         rest_ns = way_ns - sum(sums.values())
-        if rest_ns >= 0:
-            sums["Anything else"] = rest_ns
-        unwatched = _unwatched_parts(rows) if imports is None else ()
+        sums |= {"Anything else": rest_ns} if rest_ns >= 0 else {}
+        unwatched = _unwatched_parts(rows) if facts.imports is None else ()
         way = [
-            Phase(name, None, None) if name in unwatched else Phase(name, total_ns, share(total_ns, way_ns))
+            Phase(name, *((None, None) if name in unwatched else (total_ns, share(total_ns, way_ns))))
             for name, total_ns in sums.items()
         ]
+    longest = sorted((use for use in warm_ups.values() if use.extra_ns), key=lambda use: (-use.extra_ns, use.name))
     return StartupView(
         is_known=recording.startup is not None,
         before_ns=None if facts.process_ns is None else facts.session_ns - facts.process_ns,
@@ -303,18 +298,16 @@ def startup(recording: Recording, options: Options) -> StartupView:
         request=request,
         ran_ns=None if last is None else last.start_ns + last.total_ns - began_ns,
         ran_last="" if last is None else name_of_site(last.site),
-        imports=None if imports is None else _import_rows(imports, imports_ns, options),
+        imports=None if facts.imports is None else _import_rows(imports, imports_ns, options),
         imports_ns=imports_ns,
         imports_in_spans_ns=in_spans_ns,
         preparations=bounded(_find_preparations(rows), options, lambda row: row.total_ns or 0, _sum_preparations),
         warm_ups=bounded(
-            sorted((use for use in warm_ups.values() if use.extra_ns), key=lambda use: (-use.extra_ns, use.name)),
-            options,
-            lambda use: use.extra_ns,
+            longest, options, attrgetter("extra_ns"),
             lambda rows: remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})"),
         ),
         _options=options,
-    )
+    )  # fmt: skip
 
 
 def _find_warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> dict[tuple[object, ...], WarmUp]:
@@ -339,10 +332,8 @@ def _find_warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally)
 
 def _preparing_phase(site: Site) -> str | None:
     """Return the phase of a site that loads or compiles, None for any other site."""
-    for name, value in site.attributes:
-        if name == "phase" and value in PREPARING:
-            return str(value)
-    return None
+    phase = dict(site.attributes).get("phase")
+    return str(phase) if phase in PREPARING else None
 
 
 def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
@@ -353,23 +344,27 @@ def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
 
 def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
     """Return the calls that load or compile, by site, the longest first."""
-    sums_by_place: dict[tuple[str, tuple[object, ...]], list[int]] = {}
-    sites: dict[tuple[str, tuple[object, ...]], Site] = {}
+    calls: dict[tuple[str, tuple[object, ...]], list[tuple[Site, Totals, int, int]]] = {}
     for row in rows:
-        phase = _preparing_phase(row.path[-1])
-        if phase is None:
-            continue
         *above, site = row.path
-        key = phase, site.key
-        sites.setdefault(key, site)
-        sums = sums_by_place.setdefault(key, [0, 0, 0, 0, 0])
-        outermost_ns = 0 if any(caller.key == site.key for caller in above) else row.totals.total_ns
-        sums[0] += row.totals.calls
-        sums[1] += outermost_ns
-        sums[2] += row.totals.self_ns
-        sums[3] = max(sums[3], row.totals.max_ns)
-        sums[4] += outermost_ns if any(caller.kind == "request" for caller in above) else 0
-    uses = [Preparation(key[0], name_of_site(sites[key]), *sums) for key, sums in sums_by_place.items()]
+        if phase := _preparing_phase(site):
+            outermost_ns = 0 if any(caller.key == site.key for caller in above) else row.totals.total_ns
+            in_request_ns = outermost_ns if any(caller.kind == "request" for caller in above) else 0
+            calls.setdefault((phase, site.key), []).append((site, row.totals, outermost_ns, in_request_ns))
+    uses = []
+    for (phase, _), of_place in calls.items():
+        sites, totals, outermost, in_requests = zip(*of_place, strict=True)
+        uses.append(
+            Preparation(
+                phase,
+                name_of_site(sites[0]),
+                sum(each.calls for each in totals),
+                sum(outermost),
+                sum(each.self_ns for each in totals),
+                max(each.max_ns for each in totals),
+                sum(in_requests),
+            )
+        )
     return sorted(uses, key=lambda use: (-(use.total_ns or 0), use.name, use.phase))
 
 
@@ -377,10 +372,7 @@ def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -
     """Return the packages that the options allow, the longest time of their own modules first."""
 
     def rest(rows: Sequence[Imports]) -> Imports:
-        sums, ratio = (
-            ("entries", "self_ns", "in_spans_ns", "late_ns"),
-            share(sum(row.self_ns for row in rows), all_ns),
-        )
+        ratio, sums = share(sum(row.self_ns for row in rows), all_ns), ("entries", "self_ns", "in_spans_ns", "late_ns")
         return remaining_row(rows, sums, package=f"(remaining {len(rows)})", ratio=ratio)
 
     rows = [
@@ -389,7 +381,7 @@ def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -
         for row in imports
     ]  # fmt: skip
     rows.sort(key=lambda row: (-row.self_ns, row.package))
-    return bounded(rows, options, lambda row: row.self_ns, rest)
+    return bounded(rows, options, attrgetter("self_ns"), rest)
 
 
 def _sum_preparations(rows: Sequence[Preparation]) -> Preparation:
