@@ -26,9 +26,8 @@ from instrument.cli import main
 from instrument.errors import TraceError
 from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import HOST, DeviceInterval, Gpu, Kernel, Origin, OwnNotes, Site, Span, never_called
-from instrument.report.kernels_view import kernels
+from instrument.report.kernels_view import UNKNOWN, kernels
 from instrument.report.memory_view import memory
-from instrument.report.units import UNKNOWN
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.file import Saved

@@ -15,9 +15,16 @@ from interval_lists import length, union
 import instrument
 from instrument import Profiler, chrome, loader, profiled, scope
 from instrument.recording.spans import Origin, Site, Span
-from instrument.report.benchmark_view import Loops, benchmark, benchmark_line, show_benchmark
+from instrument.report.benchmark_view import (
+    Benchmark,
+    Loops,
+    LoopTimes,
+    Spread,
+    benchmark,
+    benchmark_line,
+    show_benchmark,
+)
 from instrument.report.section import summary_document
-from instrument.report.step_counts import Benchmark, LoopTimes, Spread
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 

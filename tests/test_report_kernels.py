@@ -17,9 +17,8 @@ from paddle_golden import GOLDEN, golden_trace
 from instrument import chrome, cli
 from instrument.errors import TraceError
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
-from instrument.report.kernels_view import KERNELS, STRETCHES, Kernels, kernels
+from instrument.report.kernels_view import KERNELS, NOWHERE, SHARED, STRETCHES, UNKNOWN, Kernels, kernels
 from instrument.report.table import LINE, columns
-from instrument.report.units import NOWHERE, SHARED, UNKNOWN
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Trace
 

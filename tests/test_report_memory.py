@@ -28,6 +28,7 @@ from instrument import chrome, cli
 from instrument.profile.keys import loads
 from instrument.profile.model import STATES
 from instrument.recording.spans import HOST, Gpu, Origin, Sample, Site, Span
+from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.memory_view import (
     BEFORE,
     CountedAllocations,
@@ -39,7 +40,6 @@ from instrument.report.memory_view import (
     memory,
 )
 from instrument.report.table import LINE, columns
-from instrument.report.units import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Allocation, Allocations, Trace
 

@@ -19,9 +19,9 @@ from readback import spans_in
 
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
+from instrument.report.benchmark_view import phase_of
 from instrument.report.phases_view import OTHERS, PhaseRow, PhasesView, phases
 from instrument.report.table import columns
-from instrument.report.units import phase_of
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Trace
 

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Mapping
 
 from instrument.errors import ProfileError
 from instrument.recording.spans import Span, is_operator
+from instrument.report.benchmark_view import OPTIMIZER, phase_of
 from instrument.report.operators_view import IN_ORDER, operators
 from instrument.report.phases_view import phases, propagation_lines
 from instrument.report.table import safe, six_digits
-from instrument.report.units import OPTIMIZER, phase_of
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
 from instrument.sessions.profiler import join, leave, torch_profiler_for

@@ -6,26 +6,344 @@ first `skip` steps are left out. Rates are per second of elapsed time, even if s
 
 `paddle.profiler` divides the time of n steps by n - 1, so its mean is too large. Its minimum is `inf` if each step is
 longer than the step before. This view has neither fault.
+
+`find_units` returns the units that the `phases` view averages over: the steps of each track. Without steps the units
+are the requests, and without requests the whole window. A track (`line` in the code) is one thread, or one task on a
+thread. Each request is a track, too, and so is the window.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.spans import Interval
+from instrument.recording.distributions import Distribution, percentiles
+from instrument.recording.spans import AttributeValue, Interval, Site
 from instrument.report.section import Coverage, Section, View, explain_empty, value_of
-from instrument.report.step_counts import SECOND_NS, Benchmark, LoopTimes, Spread
 from instrument.report.table import MISSING, number, tenths
-from instrument.report.units import LOADER, PROFILERS, include_waits, merge_waits, step_number
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.groups import numbered, ranked
-from instrument.trace.intervals import Unions, union
+from instrument.trace.forest import NONE, nearest_above, rows_of
+from instrument.trace.groups import distinct, numbered, ranked
+from instrument.trace.intervals import Unions, successive, union, union_by_group
+
+LOADER = "loader"
+OPTIMIZER = "optimizer"
+
+PROFILERS = "instrument.Profiler.step"
+"""The function name under which a `Profiler` records its steps."""
+
+
+def phase_of(site: Site) -> str | None:
+    """Return the phase that a site declares, None if its spans are no phase, for example after `phase: false`."""
+    if site.kind == LOADER:
+        return LOADER
+    declared = dict(site.attributes).get("phase")
+    if declared is False:
+        return None
+    if isinstance(declared, str) and declared:
+        return declared
+    return site.name if site.kind == "phase" else None
+
+
+def step_number(value: AttributeValue | None) -> int | None:
+    """Return the value of a span's attribute `step` if it is an integer, else None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def merge_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
+    """Return the merged waits for loaders on each track. Waits of length 0 are kept: they mark the begin of a step."""
+    unions = union_by_group(lines, 2 * starts, 2 * ends + 1)
+    return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
+
+
+def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
+    """Return the begin of each step. If the track waited for the step's input right before it, that wait is its begin.
+
+    Such a wait is the last one after an earlier step ended and after an outer step began. A `Profiler`'s step begins
+    when the previous one ends, so the wait is already within it. Steps are ordered by track and begin, and may be
+    nested.
+    """
+    lines, starts, ends = steps
+    filled = np.flatnonzero(starts < ends)
+    filled = filled[np.lexsort((ends[filled], lines[filled]))]
+    ended = Unions(lines[filled], ends[filled], ends[filled])
+    last = ended.begun(lines, starts)
+    since = np.where(last != NONE, np.append(ended.starts, 0)[last], 0)
+    since[1:] = np.maximum(since[1:], np.where(lines[1:] == lines[:-1], starts[:-1], 0))
+    place = waits.begun(lines, starts)
+    place -= (place != NONE) & (np.append(waits.ends, 0)[place] > starts)
+    has_wait = (np.append(waits.groups, NONE)[place] == lines) & ~is_profilers
+    began = np.append(waits.starts, NONE)[place]
+    return np.where(has_wait & (began >= np.maximum(since, 0)), began, starts)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a trace, ordered by track and time and clipped to the interval in which no span is missing.
+
+    `of` is `step`, `request` or `window`. `is_whole` is True for units that were not clipped. `line_of` is the track of
+    each row of the trace, `NONE` for a row without one. `is_aside` is True for rows that worked for a track from
+    another one. `steps` are all steps, also the skipped ones, or None without steps. `skipped` counts the first steps
+    that were left out, and `before` is the number of the first step after them.
+    """
+
+    of: str
+    intervals: Unions
+    is_whole: Bools
+    line_of: Int64s
+    is_aside: Bools
+    steps: Unions | None = None
+    skipped: int = 0
+    before: int = 0
+
+
+def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
+    """Return the steps of a trace, else its requests, else one window, clipped to an interval without missing spans."""
+    reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
+    kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
+    steps = np.flatnonzero(trace.of_sites([kind == "step" for kind in kinds]) & reaches_into)
+    if len(steps):
+        return _step_units(trace, steps, interval, skip_first)
+    is_request = trace.of_sites([kind == "request" for kind in kinds]) & (trace.root_id == trace.span_id)
+    requests = np.flatnonzero(is_request & reaches_into)
+    is_aside = np.zeros(len(trace), dtype=np.bool_)
+    if not len(requests):
+        window = Unions(np.array([0]), np.array([interval[0]]), np.array([interval[1]]))
+        return Units("window", window, np.array([True]), np.zeros(len(trace), dtype=np.int64), is_aside)
+    lines = np.arange(len(requests))
+    line_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
+    line_of[requests] = lines
+    clipped_units, is_whole = _cut_units(trace, requests, lines, trace.start_ns[requests], interval)
+    return Units("request", clipped_units, is_whole, line_of[rows_of(trace.span_id, trace.root_id)], is_aside)
+
+
+def _cut_units(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
+    """Return steps or requests clipped to an interval, and True for each one that was already within it."""
+    first, last = interval
+    ends = trace.end_ns[rows]
+    is_whole = ~trace.clipped[rows] & (first <= begins) & (ends <= last)
+    return Unions(lines, np.maximum(begins, first), np.minimum(ends, last)), is_whole
+
+
+def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
+    """Return the outermost steps as units: those in no step of their track, nor in a step that contains their task."""
+    thread = ranked(trace.thread_id)[1]
+    line, firsts = numbered(thread, trace.task_id)
+    rows = step_rows[successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
+    of_thread = np.full(int(thread.max()) + 1, NONE, dtype=np.int64)
+    of_no_task = firsts[trace.task_id[firsts] == 0]
+    of_thread[thread[of_no_task]] = line[of_no_task]
+    if len(distinct(thread[rows])) < len(distinct(line[rows])):  # tasks, which may have steps at the same time
+        rows = _drop_inner_steps(trace, rows, line, of_thread[thread])
+    steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
+    loaders = np.flatnonzero(trace.of_kind(LOADER))
+    waits = merge_waits(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
+    is_profilers = trace.of_sites([site.function == PROFILERS for site in trace.sites])[rows]
+    begins = include_waits(steps, is_profilers, waits)
+    numbers = [step_number(value) for value in trace.attributes.values("step", rows)]
+    skipped = np.zeros(len(rows), dtype=np.bool_)
+    if skip_first:
+        first_of = np.full(len(firsts), len(trace))
+        np.minimum.at(first_of, line[step_rows], step_rows)
+        skipped = _mark_first_steps(thread[rows], trace.start_ns[rows], first_of[steps.groups], numbers, skip_first)
+    remaining = np.flatnonzero(~skipped)
+    units, is_whole = _cut_units(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
+    has_steps = np.zeros(len(firsts) + 1, dtype=np.bool_)
+    has_steps[steps.groups] = True
+    line_of = np.where(has_steps[line], line, NONE)
+    is_aside = ~has_steps[line]
+    line_of = np.where(is_aside & has_steps[of_thread[thread]], of_thread[thread], line_of)
+    # A task without steps works for the steps of its thread, or for the step in which it began.
+    lost = np.flatnonzero(line_of == NONE)
+    if len(lost):
+        line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, _mask_rows(trace, rows))[lost]]
+    return Units(
+        of="step",
+        intervals=units,
+        is_whole=is_whole,
+        line_of=line_of,
+        is_aside=is_aside,
+        steps=Unions(steps.groups, begins, steps.ends),
+        skipped=int(skipped.sum()),
+        before=min((numbers[place] or 0 for place in remaining.tolist()), default=0),
+    )
+
+
+def _mask_rows(trace: Columns, rows: Int64s) -> Bools:
+    is_among = np.zeros(len(trace), dtype=np.bool_)
+    is_among[rows] = True
+    return is_among
+
+
+def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
+    """Return the steps inside no step of another track. A `Profiler`'s step may contain the steps of tasks."""
+    steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
+    of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
+    is_below = nearest_above(trace.parent, _mask_rows(trace, rows))[rows] != NONE
+    around = steps.at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
+    is_below[of_tasks] |= ~np.append(is_below, True)[around]  # a step below a task's own does not hold it
+    return np.asarray(rows[~is_below])
+
+
+def _mark_first_steps(
+    thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
+) -> Bools:  # fmt: skip
+    """Return True for the first `count` steps of each thread, by a step's own number or, without one, by its begin."""
+    order = np.lexsort((first_rows, starts, thread))
+    sorted_threads = thread[order]
+    firsts = np.flatnonzero(np.diff(sorted_threads, prepend=NONE))
+    places = np.empty(len(order), dtype=np.int64)
+    places[order] = np.arange(len(order)) - np.repeat(firsts, np.diff(firsts, append=len(order)))
+    pairs = zip(numbers, places.tolist(), strict=True)
+    return np.array([(place if number is None else number) < count for number, place in pairs], dtype=np.bool_)
+
+
+# Counters
+
+
+FIRST_KEPT = 1000
+"""The number of first steps that are kept one by one, so that a later report can leave them out. They take 0.1 MB."""
+
+SKIPPED_STEPS = 10
+"""The number of first steps that a `Profiler` leaves out of its averages by default, as `paddle.profiler` does."""
+
+SECOND_NS = 10**9
+MOST_SAMPLES = 10**18
+"""The largest accepted number of samples of a step. Larger numbers, such as infinity, are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The mean, minimum, maximum and percentiles of some values. Percentiles are exact to 0.8 %, or None."""
+
+    mean: float
+    least: float
+    most: float
+    p50: float | None = None
+    p99: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoopTimes:
+    """The times of the steps of one loop, in ns. `reader` is the wait for input, None if no step waited for a loader.
+
+    `rate` is in samples per second, or in steps per second if a step had no samples (`samples` is None then). Its mean
+    is all samples divided by all time. `cut` counts the steps that cross an edge of the window, which no other field
+    includes. `batch` and `rate` are None if no step was timed.
+    """
+
+    name: str
+    steps: int
+    skipped: int
+    cut: int
+    samples: float | None
+    reader: Spread | None
+    batch: Spread | None
+    rate: Spread | None
+
+    @property
+    def reader_ratio(self) -> float | None:
+        return self.reader.mean / self.batch.mean if self.reader is not None and self.batch is not None else None
+
+    @property
+    def rate_of(self) -> str:
+        return "steps" if self.samples is None else "samples"
+
+
+@dataclass(slots=True)
+class Benchmark:
+    """The counters of a running loop's steps. `cut` counts steps that are not complete.
+
+    `batch` has the times of steps in ns, and `reader` the waits for input within them, 0 for a step without a wait. If
+    `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one, so that `skipping` can leave some of them
+    out.
+    """
+
+    skip: int = SKIPPED_STEPS
+    skipped: int = 0
+    cut: int = 0
+    batch: Distribution = field(default_factory=Distribution)
+    reader: Distribution = field(default_factory=Distribution)
+    keeps: bool = False
+    _firsts: list[tuple[int, int, float | None]] = field(default_factory=list)
+    _later: Benchmark | None = None
+    _samples: float = 0.0
+    _with_samples: int = 0
+    _least_rate: float = math.inf
+    _most_rate: float = 0.0
+
+    def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
+        """Count a step that has ended. `reader_ns` is the part of `batch_ns` in which it waited for input."""
+        if self.keeps:
+            self._keep(batch_ns, reader_ns, num_samples)
+        if self.skipped < self.skip:
+            self.skipped += 1
+            return
+        batch_ns = max(batch_ns, 1)
+        self.batch.add(batch_ns)
+        self.reader.add(reader_ns)
+        if num_samples is not None and num_samples < MOST_SAMPLES:
+            samples = float(num_samples)
+            rate = samples * SECOND_NS / batch_ns
+            self._samples += samples
+            self._with_samples += 1
+            self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
+
+    def _keep(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
+        if len(self._firsts) < FIRST_KEPT:
+            self._firsts.append((batch_ns, reader_ns, num_samples))
+            return
+        if self._later is None:
+            self._later = Benchmark(skip=0)
+        self._later.add(batch_ns, reader_ns, num_samples)
+
+    def skipping(self, skip: int) -> Benchmark:
+        """Return the counts without the first `skip` steps, up to `FIRST_KEPT`. This needs `keeps`."""
+        benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
+        benchmark.skip = min(skip, FIRST_KEPT)
+        for first in self._firsts:
+            benchmark.add(*first)
+        return benchmark
+
+    def loop(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
+        """Return the times so far. `lasted_ns` is the elapsed time of all steps, by default the sum of their times."""
+        batch, steps = self.batch, self.batch.count
+        lasted_ns = lasted_ns or batch.sum_ns
+        samples, rate = None, None
+        if steps and self._with_samples == steps:
+            samples = self._samples
+            rate = Spread(samples * SECOND_NS / lasted_ns, self._least_rate, self._most_rate)
+        elif steps:
+            rate = Spread(steps * SECOND_NS / lasted_ns, SECOND_NS / batch.most_ns, SECOND_NS / batch.least_ns)
+        return LoopTimes(
+            name=name,
+            steps=steps,
+            skipped=self.skipped,
+            cut=self.cut,
+            samples=samples,
+            reader=_spread(self.reader) if self.reader.sum_ns else None,
+            batch=_spread(batch),
+            rate=rate,
+        )
+
+
+def _spread(times: Distribution) -> Spread | None:
+    if not times.count:
+        return None
+    p50_ns, p99_ns = percentiles(times.buckets, (0.5, 0.99), times.count, times.least_ns, times.most_ns)
+    return Spread(times.sum_ns / times.count, times.least_ns, times.most_ns, p50_ns, p99_ns)
+
+
+# The view
+
 
 NO_STEP = (
     "No step was recorded. A step is the time between two calls of `Profiler.step()`, or a span of kind `step`: "
@@ -115,14 +433,19 @@ def _count_lines(loop: LoopTimes) -> list[str]:
     return [*lines, ""]
 
 
+def running_steps(recording: Recording) -> Benchmark | None:
+    """Return the steps of a running loop. Only `Recording.put` can set them, so the result is None here."""
+    return None
+
+
 def benchmark(recording: Recording, options: Options) -> Loops:
     """Return the view of the steps that a running `Profiler` has counted or, without one, of the kept spans.
 
     `skip_first` leaves out the first steps of each loop, by the step's own number or else by its begin. It does not
     apply to the steps of a running `Profiler`.
     """
-    if recording.benchmark is not None:
-        return show_benchmark(recording.benchmark, options)
+    if (steps := recording.once(running_steps)) is not None:
+        return show_benchmark(steps, options)
     loops = _measure_loops(recording.columns, recording.trace.coverage, options.skip_first)
     return Loops(Coverage.of_recording(recording), loops, options)
 

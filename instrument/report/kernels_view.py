@@ -30,12 +30,59 @@ from instrument.report.table import (
     share,
     shorten,
 )
-from instrument.report.units import SHARED, UNKNOWN, UNKNOWN_NUMBER, NumberedPlaces, find_places
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.columns import FARTHEST_NS, Int64s
+from instrument.trace.columns import FARTHEST_NS, Bools, Int64s
+from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, numbered
 from instrument.trace.intervals import are_innermost, clipped, lengths_by_group, overlap
+from instrument.trace.self_times import innermost
 from instrument.trace.watched import KernelColumns
+
+UNKNOWN = "(not known)"
+"""The place of an event whose launching call is not in the file."""
+
+NOWHERE = "(no span was open)"
+"""The place of an event at a time when no span was open on its thread."""
+
+SHARED = "(several tasks were open)"
+"""The place of an event at a time when several tasks of its thread had open spans."""
+
+UNKNOWN_NUMBER = 0
+"""The index of `UNKNOWN` among the places. It is the smallest."""
+
+
+class NumberedPlaces(NamedTuple):
+    """The innermost open span of each event: `number` is an index into `names`, pairs of a site's name and kind."""
+
+    number: Int64s
+    names: tuple[tuple[str, str], ...]
+
+
+def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
+    """Return the row of the innermost span that is open at each time on each thread (see `innermost`).
+
+    Only rows of the `mask` count. In a trace from another profiler, calls that launch device work do not count.
+    """
+    trace = recording.columns
+    mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
+    if recording.trace.origin.recorder == "other":
+        mask[trace.attributes.having("correlation")] = False
+    return innermost(trace, mask, thread_ids, times_ns)
+
+
+def find_places(
+    recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None
+) -> NumberedPlaces:
+    """Return the place (the innermost open span) of each event, given by its thread and time, in any order."""
+    trace = recording.columns
+    names = {(UNKNOWN, ""): UNKNOWN_NUMBER, (NOWHERE, ""): 1, (SHARED, ""): 2}
+    of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
+    rows = innermost_rows(recording, thread_ids, times_ns, mask)
+    place_of_row = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
+    number = np.where(rows < 0, -rows, place_of_row)
+    number[times_ns < recording.trace.coverage[0]] = UNKNOWN_NUMBER
+    return NumberedPlaces(number, tuple(names))
+
 
 KERNELS = "torch.profiler"
 STRETCHES = "pairs of events"

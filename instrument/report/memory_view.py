@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import HOST, Sample, is_operator
+from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.section import Section, View, device_name, mebibytes
 from instrument.report.table import MISSING, bounded, number, remaining_row, safe, shorten, wrapped
-from instrument.report.units import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.groups import Groups, numbered

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from instrument.recording.spans import FLOPS, flops_in
+from instrument.report.kernels_view import innermost_rows
 from instrument.report.operator_rows import (
     CallBlock,
     CallRow,
@@ -53,7 +54,6 @@ from instrument.report.table import (
     six_digits,
     tenths,
 )
-from instrument.report.units import innermost_rows
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import StreamTimes, lengths_below
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s

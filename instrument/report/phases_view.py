@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 
 from instrument.profile.model import PHASES
 from instrument.recording.spans import Interval
+from instrument.report.benchmark_view import LOADER, OPTIMIZER, Units, find_units, phase_of
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import in_unit, share, six_digits
-from instrument.report.units import LOADER, OPTIMIZER, Units, find_units, phase_of
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above

@@ -17,7 +17,6 @@ from instrument.recording.spans import Cost, Site, Span, Startup
 
 if TYPE_CHECKING:
     from instrument.recording.tally import Tally
-    from instrument.report.step_counts import Benchmark
     from instrument.trace.columns import Columns
     from instrument.trace.file import Saved
     from instrument.trace.trace import Trace
@@ -133,8 +132,8 @@ class Recording:
     `make_tally`, `make_totals`, `make_trace`, `make_startup`, `make_stats` and `make_cost` are called once, when their
     result is first read. `make_totals` returns the tally at a lower cost, summed over all threads if its argument is
     True. `window_ns` is the elapsed time that the tally covers. `recorder` is `native` or `other`. `collector_ids`
-    returns the trace id and span id that a request has at the collector, from its span and its first key. `benchmark`
-    counts the steps of a running loop. `died` describes how a process ended abnormally.
+    returns the trace id and span id that a request has at the collector, from its span and its first key. `died`
+    describes how a process ended abnormally.
     """
 
     make_tally: Callable[[], Tally]
@@ -146,7 +145,6 @@ class Recording:
     recorder: str = ""
     collector_ids: Callable[[Span, str], tuple[int, int]] | None = None
     make_stats: Callable[[], InstrumentationStats | None] = lambda: None
-    benchmark: Benchmark | None = None
     make_startup: Callable[[], Startup | None] = lambda: None
     make_totals: Callable[[bool], Tally] | None = None
     make_cost: Callable[[], Cost | None] = lambda: None
@@ -188,6 +186,10 @@ class Recording:
             self._made[make] = make(self)
         result: Made = self._made[make]
         return result
+
+    def put(self, make: Callable[[Recording], Made | None], made: Made) -> None:
+        """Set the result that `once` returns for `make`."""
+        self._made[make] = made
 
     @cached_property
     def startup(self) -> Startup | None:

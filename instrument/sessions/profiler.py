@@ -30,9 +30,8 @@ from instrument.native import OFF
 from instrument.profile.keys import load
 from instrument.profile.model import EVERYTHING, STATES, TRACER_OPTIONS, Profile, Schedule
 from instrument.recording.spans import HOST, Sample
-from instrument.report.benchmark_view import benchmark_line, show_benchmark
+from instrument.report.benchmark_view import Benchmark, LoopTimes, benchmark_line, running_steps, show_benchmark
 from instrument.report.section import summary
-from instrument.report.step_counts import Benchmark, LoopTimes
 from instrument.report.view import Options
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS, logger
@@ -481,7 +480,7 @@ class Profiler:
         steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
         if window is not None:
             recording = window._recording(torch_trace)
-            recording.benchmark = steps
+            recording.put(running_steps, steps)
             text = summary(names, recording, window._options({"unit": unit, "skip_first": skip_first, **options}))
             return f"{str(window).capitalize()}\n{text}"
         lines = [] if self._timer_only else [process.SWITCHED_OFF if OFF else "No window has ended yet."]
