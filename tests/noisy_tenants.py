@@ -9,7 +9,7 @@ import numpy as np
 from simulated_engine import Request, Service
 
 from instrument.recording.distributions import percentiles_of
-from instrument.report.neighbours_view import NeighbourBill, Without, neighbours
+from instrument.report.batches_view import NeighbourBill, Without, neighbours
 from instrument.report.request_groups import joined_requests, request_groups, request_ledger, request_turns
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import Account

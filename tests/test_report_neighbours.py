@@ -14,9 +14,8 @@ from test_ledger import CHAT, ENGINE, STEP, TOKENISE, made, schedule
 
 from instrument.cli import main
 from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
-from instrument.report.batches_view import batches
+from instrument.report.batches_view import NOBODY, batches, neighbours
 from instrument.report.device_view import device
-from instrument.report.neighbours_view import NOBODY, neighbours
 from instrument.report.request_groups import group_shares, joined_requests, request_ledger, request_turns
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording

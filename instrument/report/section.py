@@ -322,6 +322,7 @@ def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
 
 MODULES = {
     **dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators", "distribution": "overview",
+    "neighbours": "batches",
 }  # fmt: skip
 """The modules of views whose module has another name than the view."""
 
