@@ -414,7 +414,8 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
     """Yield the operators, parents first, each level by first call. All threads and tasks are merged."""
     paths, number = calls.paths, 0
     _, key_of_site = trace.numbered_sites(lambda site: site.key)
-    key, below = key_of_site[paths.site], Members(paths.parent, len(paths))
+    key, order = key_of_site[paths.site], np.argsort(paths.is_elsewhere, kind="stable")
+    below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
         """Return some nodes, grouped by site. The group with the latest first call comes first."""
