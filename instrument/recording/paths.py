@@ -45,7 +45,6 @@ class CallTree:
         self._shared: tuple[Located, dict[int, list[int]]] = self._located, {}
         self._said: dict[Callable[[Site], Any], list[Any]] = {}
         self._numbers: dict[Callable[[Site], Hashable], tuple[array[int], dict[Hashable, int]]] = {}
-        self._columns: dict[Callable[[CallTree, int], array[int]], array[int]] = {}
 
     def __len__(self) -> int:
         return len(self._nodes) // 2
@@ -124,14 +123,6 @@ class CallTree:
             numbers = numbers + array("i", firsts)
             self._numbers[say] = numbers, number_by_result
         return numbers
-
-    def column(self, more: Callable[[CallTree, int], array[int]]) -> array[int]:
-        """Return a computed column. `more(tree, length)` returns the values for the nodes from `length` on."""
-        column = self._columns.get(more, array("i"))
-        added = more(self, len(column))
-        if added:
-            column = self._columns[more] = column + added
-        return column
 
 
 class Located(NamedTuple):

@@ -15,6 +15,7 @@ thread. Each request is a track, too, and so is the window.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -197,13 +198,12 @@ def _mark_first_steps(
     thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
 ) -> Bools:  # fmt: skip
     """Return True for the first `count` steps of each thread, by a step's own number or, without one, by its begin."""
-    order = np.lexsort((first_rows, starts, thread))
-    sorted_threads = thread[order]
-    firsts = np.flatnonzero(np.diff(sorted_threads, prepend=NONE))
-    places = np.empty(len(order), dtype=np.int64)
-    places[order] = np.arange(len(order)) - np.repeat(firsts, np.diff(firsts, append=len(order)))
-    pairs = zip(numbers, places.tolist(), strict=True)
-    return np.array([(place if number is None else number) < count for number, place in pairs], dtype=np.bool_)
+    is_first, before, threads = np.zeros(len(numbers), dtype=np.bool_), Counter[int](), thread.tolist()
+    for step in np.lexsort((first_rows, starts)).tolist():
+        number = numbers[step]
+        is_first[step] = (before[threads[step]] if number is None else number) < count
+        before[threads[step]] += 1
+    return is_first
 
 
 # Counters

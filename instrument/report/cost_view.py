@@ -6,7 +6,7 @@ only the mean over all probes. It does not list the muted sites, or the use of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,9 @@ from instrument.report.section import NO_EVENTS, Coverage, Section, View, descri
 from instrument.report.table import (
     MISSING,
     Ratio,
+    bounded,
     number,
+    remaining_row,
     safe,
     share,
     tenths,
@@ -211,31 +213,23 @@ def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[Si
     tally, stats = recording.totals(merged=True), recording.stats
     tree = tally.tree
     keys = tree.keys()
-    labels = tree.by_site(_label_of_site)
     sums = tally.by(np.asarray(keys)[tally.site_of], len(keys))
-    calls, host_ns = sums["calls"].tolist(), sums["total_ns"].tolist()
     each_ns = [spent.per_call_ns] * len(keys) if stats is None else stats.added_ns(tree.sites[: len(keys)])
-    costs = {key: round(called * each_ns[key]) for key, called in enumerate(calls) if called}
-    whole_ns = sum(costs.values())
-    shown = [key for key, cost_ns in costs.items() if cost_ns >= options.least_ns]
-    shown = sorted(shown, key=lambda key: (-costs[key], labels[key]))[: options.bound]
-    rows = []
-    for key in shown:
-        site, cost_ns = tree.sites[key], costs[key]
-        numbers = calls[key], each_ns[key], cost_ns, host_ns[key], share(cost_ns, whole_ns)
-        rows.append(SiteCost(site.name, site.kind, _place_of_site(site), *numbers))
-    omitted = len(costs) - len(shown)
-    if omitted:
-        left_calls = sum(calls) - sum(row.calls for row in rows)
-        left_ns = whole_ns - sum(row.cost_ns for row in rows)
-        left_host_ns = sum(host_ns) - sum(row.host_ns for row in rows)
-        numbers = left_calls, left_ns / left_calls, left_ns, left_host_ns, share(left_ns, whole_ns)
-        rows.append(SiteCost("", "", "", *numbers, remaining=omitted))
-    return tuple(rows)
+    numbers = zip(tree.sites, sums["calls"].tolist(), each_ns, sums["total_ns"].tolist(), strict=False)
+    called = [(site, calls, each, round(calls * each), host_ns) for site, calls, each, host_ns in numbers if calls]
+    whole_ns = sum(cost_ns for *_, cost_ns, _ in called)
+    rows = [
+        SiteCost(site.name, site.kind, _place_of_site(site), calls, each, cost_ns, host_ns, share(cost_ns, whole_ns))
+        for site, calls, each, cost_ns, host_ns in called
+    ]
+    rows.sort(key=lambda row: (-row.cost_ns, row.name, row.place))
 
+    def rest(omitted: Sequence[SiteCost]) -> SiteCost:
+        calls, cost_ns = (sum(getattr(row, name) for row in omitted) for name in ("calls", "cost_ns"))
+        facts = {"each_ns": cost_ns / calls, "ratio": share(cost_ns, whole_ns)}
+        return remaining_row(omitted, ("calls", "cost_ns", "host_ns"), **facts)
 
-def _label_of_site(site: Site) -> tuple[str, str]:
-    return site.name, _place_of_site(site)
+    return bounded(rows, options, lambda row: row.cost_ns, rest)
 
 
 def _place_of_site(site: Site) -> str:

@@ -28,7 +28,7 @@ from instrument.profile.model import PHASES
 from instrument.recording.spans import Interval
 from instrument.report.benchmark_view import LOADER, OPTIMIZER, Units, find_units, phase_of
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import in_unit, share, six_digits
+from instrument.report.table import bounded, in_unit, share, six_digits
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, nearest_above
@@ -417,13 +417,14 @@ def _rank_of_phase(phase: str) -> tuple[int, str]:
 
 def _largest_rows(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
     """Return the rows with the most time in their order, and one row that sums up the others."""
-    large = sorted((row for row in rows if row.host.total_ns >= options.least_ns), key=lambda row: -row.host.total_ns)
-    shown_names = {row.name for row in large[: options.bound]}
-    rest_rows = [row for row in rows if row.name not in shown_names]
-    shown = [row for row in rows if row.name in shown_names]
-    if rest_rows:
-        host = _rest_times(sum(row.host.total_ns for row in rest_rows), base_ns)
-        timed = [row.device.total_ns for row in rest_rows if row.device is not None]
+
+    def rest(omitted: Sequence[PhaseRow]) -> PhaseRow:
+        host = _rest_times(sum(row.host.total_ns for row in omitted), base_ns)
+        timed = [row.device.total_ns for row in omitted if row.device is not None]
         device = _rest_times(sum(timed), device_base_ns) if timed else None
-        shown.append(PhaseRow(f"(remaining {len(rest_rows)})", sum(row.calls or 0 for row in rest_rows), host, device))
-    return shown
+        return PhaseRow(f"(remaining {len(omitted)})", sum(row.calls or 0 for row in omitted), host, device)
+
+    longest = sorted(rows, key=lambda row: -row.host.total_ns)
+    places = {row.name: place for place, row in enumerate(rows)}
+    shown = bounded(longest, options, lambda row: row.host.total_ns, rest)
+    return sorted(shown, key=lambda row: places.get(row.name, len(rows)))

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.distributions import percentiles
-from instrument.recording.paths import KIND, NAME, CallTree
+from instrument.recording.paths import KIND, NAME
 from instrument.recording.spans import Site, is_interruption
 from instrument.recording.tally import Records, Tally, Totals, summed, total_of
 from instrument.report.table import Ratio, share, where_of
 from instrument.report.view import Options, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.forest import NONE, least_below, nearest, nearest_above
-from instrument.trace.groups import Members, numbered
+from instrument.trace.forest import NONE, least_below, nearest_above
+from instrument.trace.groups import Members
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
@@ -41,90 +40,43 @@ ROW, PHASE, COPY, INSTANCE = (role << 28 for role in range(4))
 ROLES = INSTANCE
 
 
-class Names(NamedTuple):
-    """A tree of names as columns. Entries are ordered by the first tally line that needs them, parents before children.
-
-    Each entry has its parent, its level, and the node that first needed it. Each node has its entry, `NONE` if no tally
-    line needs it. A node that is not `visible` has no entry of its own and counts for that of its caller.
-    """
-
-    parents: Int64s
-    levels: Int64s
-    first_nodes: Int64s
-    entry_of: Int64s
-    visible: Bools
-
-
-def build_name_tree(parents: Int32s, levels: Int32s, nodes: Int64s) -> Names:
-    """Return the tree of names for some tally lines. `nodes` has the node of each line.
-
-    `levels` has three columns for each node: two levels that the node adds to the tree, and the level that it adds if
-    it is topmost. `NONE` is no level.
-    """
-    first_line = _first_line_below(parents, nodes)
-    is_alone = (parents == NONE) & (levels[:, 2] != NONE)
-    first_level = np.where(is_alone, levels[:, 2], levels[:, 0])
-    second_level = np.where(is_alone | (first_level == NONE), NONE, levels[:, 1])
-    visible = (first_line < len(nodes)) & (first_level != NONE)
-    # Each level that a node adds is an element, below the last element of the nearest visible node above.
-    order = np.flatnonzero(visible)
-    order = order[np.argsort(first_line[order], kind="stable")]
-    has_two = second_level[order] != NONE
-    firsts = np.cumsum(1 + has_two) - 1 - has_two
-    last_of = np.full(len(parents) + 1, NONE, dtype=np.int64)
-    last_of[order] = firsts + has_two
-    visible_node, above = nearest(parents, visible), nearest_above(parents, visible)
-    size = len(order) + int(has_two.sum())
-    up, level, node = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64), np.repeat(order, 1 + has_two)
-    up[firsts], level[firsts] = last_of[above[order]], first_level[order]
-    up[firsts[has_two] + 1], level[firsts[has_two] + 1] = firsts[has_two], second_level[order[has_two]]
-    numbers, elements = _number_paths(up, level)
-    by_first = np.argsort(elements)
-    entry_of_number = np.empty(len(by_first) + 1, dtype=np.int64)
-    entry_of_number[by_first] = np.arange(1, len(by_first) + 1)
-    entry_of_number[-1] = ROOT
-    entry_of_element = entry_of_number[np.concatenate([numbers, [NONE]])]
-    elements = elements[by_first]
-    entry_of = entry_of_element[last_of[visible_node]] if len(visible_node) else np.zeros(0, dtype=np.int64)
-    return Names(
-        parents=np.concatenate([[NONE], entry_of_element[up[elements]]]),
-        levels=np.concatenate([[NONE], level[elements]]),
-        first_nodes=np.concatenate([[NONE], node[elements]]),
-        entry_of=np.where(first_line < len(nodes), entry_of, NONE),
-        visible=visible,
-    )
-
-
-def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
-    """Return the number of the first tally line at or below each node, or the number of all lines without one."""
-    first_line = np.full(len(parents), len(nodes), dtype=np.int64)
-    first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
-    return np.array(least_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
-
-
-def _number_paths(up: Int64s, level: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the number of each element's path of levels, and for each number its first element.
-
-    Each turn doubles the compared length: elements are equal if their last levels and the paths above these are equal.
-    """
-    numbers, firsts = numbered(level)
-    while (up != NONE).any():
-        numbers, firsts = numbered(np.where(up == NONE, 0, numbers[up] + 1), numbers)
-        up = np.where(up == NONE, NONE, up[up])
-    return numbers, firsts
-
-
 class NameTree:
-    """The tree of names of all tally lines, for one tracer option. Entries are numbers."""
+    """The tree of names of all tally lines, for one tracer option. Entries are numbers.
+
+    Entries are ordered by the first tally line that needs them, parents before children. Each entry has its parent, its
+    level, and the node that first needed it. Each node has its entry, `NONE` if no tally line needs it. A node that is
+    not visible has no entry of its own and counts for that of its caller.
+    """
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
-        levels = np.asarray(tally.tree.column(LEVELS[tracer_option]), dtype=np.int32).reshape(-1, PER_SITE)
-        self._names = build_name_tree(tally.parents, levels[tally.site_of], tally.lines["node"])
-        self.parents = self._names.parents
+        levels_of_site, site_of, parents = _levels_of_sites(tally, tracer_option), tally.site_of.tolist(), tally.parents
+        first_line = _first_line_below(parents, tally.lines["node"])
+        order = np.argsort(first_line, kind="stable")
+        order = order[: np.searchsorted(first_line[order], len(tally.lines))]
+        up, levels, first_nodes = [NONE], [NONE], [NONE]
+        entry_of, visible = [NONE] * len(parents), [False] * len(parents)
+        entries: dict[tuple[int, int], int] = {}
+        for node, parent in zip(order.tolist(), parents[order].tolist(), strict=True):
+            entry, (*inner_levels, topmost_level) = ROOT, levels_of_site[site_of[node]]
+            if parent != NONE:
+                entry = entry_of[parent]
+            elif topmost_level != NONE:
+                inner_levels = [topmost_level]
+            visible[node] = inner_levels[0] != NONE
+            for level in inner_levels if visible[node] else ():
+                if level != NONE:
+                    above, entry = entry, entries.setdefault((entry, level), len(up))
+                    if entry == len(up):
+                        up.append(above)
+                        levels.append(level)
+                        first_nodes.append(node)
+            entry_of[node] = entry
+        self.parents, self._levels, self._first_nodes = np.array(up), np.array(levels), first_nodes
+        self._entry_of, self._visible = np.array(entry_of, dtype=np.int64), np.array(visible, dtype=np.bool_)
         self._children = Members(self.parents, len(self))
-        self._nodes = Members(np.where(self._names.visible, self._names.entry_of, NONE), len(self))
-        self._instances = np.flatnonzero((self._names.levels & ROLES == INSTANCE) & (self._names.levels != NONE))
+        self._nodes = Members(np.where(self._visible, self._entry_of, NONE), len(self))
+        self._instances = np.flatnonzero((self._levels & ROLES == INSTANCE) & (self._levels != NONE))
         self._numbers: dict[int, dict[int, int]] = {}
 
     def __len__(self) -> int:
@@ -141,7 +93,7 @@ class NameTree:
         """
         sums, below = self._add_hidden(self._sum_entries(thread), thread), set[int]()
         for node, more_ns in self._tally.device_below(thread).items():
-            entry = int(self._names.entry_of[node]) if self._names.visible[node] else NONE
+            entry = int(self._entry_of[node]) if self._visible[node] else NONE
             while entry != NONE:
                 sums["device_ns"][entry] += more_ns
                 below.add(entry)
@@ -150,7 +102,7 @@ class NameTree:
 
     def _sum_entries(self, thread: int | None) -> Records:
         """Return the sums by entry. The sums of an instance are also in the row of its type."""
-        sums = self._tally.by(np.where(self._names.visible, self._names.entry_of, NONE), len(self), thread)
+        sums = self._tally.by(np.where(self._visible, self._entry_of, NONE), len(self), thread)
         if not len(self._instances):
             return sums
         entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
@@ -159,8 +111,8 @@ class NameTree:
     def _add_hidden(self, sums: Records, thread: int | None) -> Records:
         """Return the sums plus the self time of hidden phases. A row without calls begins with its first phase."""
         lines = self._tally.of(thread)
-        lines = lines[~self._names.visible[lines["node"]] & (lines["calls"] != 0)]
-        entries = self._names.entry_of[lines["node"]]
+        lines = lines[~self._visible[lines["node"]] & (lines["calls"] != 0)]
+        entries = self._entry_of[lines["node"]]
         for name in ("self_ns", "waiting_ns"):
             np.add.at(sums[name], entries, lines[name])
         for entry, first_ns in zip(entries.tolist(), lines["first_ns"].tolist(), strict=True):
@@ -192,7 +144,7 @@ class NameTree:
 
     def site(self, entry: int) -> Site:
         """Return the site of the first call path of an entry."""
-        return self._tally.tree.sites[int(self._tally.site_of[self._names.first_nodes[entry]])]
+        return self._tally.tree.sites[int(self._tally.site_of[self._first_nodes[entry]])]
 
     def name(self, entry: int) -> str:
         """Return the name of an entry. The name of an instance ends with its number."""
@@ -223,7 +175,7 @@ class NameTree:
         """Return the sum of the topmost rows, None if one of them has only calls below it."""
         topmost = self._without_interruptions(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
-        hidden_in = self._names.entry_of[~self._names.visible]  # the entries in which phases are hidden
+        hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
         if any(len(self.children(entry)) or (hidden_in == entry).any() for entry in uncalled):
             return None
         total_ns: int = getattr(total_of(sums[topmost]), TIMES[state])
@@ -248,7 +200,7 @@ class NameTree:
         return self.values(self.sums(None)[0], "first_ns", least=True)[0]
 
     def _role(self, entry: int) -> int:
-        return int(self._names.levels[entry]) & ROLES
+        return int(self._levels[entry]) & ROLES
 
     def _instances_of(self, entry: int) -> list[int]:
         return [child for child in self.children(entry).tolist() if self._role(child) == INSTANCE]
@@ -322,46 +274,30 @@ class ShownEntries:
         return enough
 
 
-PER_SITE = 3
-"""The maximum number of levels that a site may add: one or two within the tree, and one if it is topmost."""
+def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
+    """Return the number of the first tally line at or below each node, or the number of all lines without one."""
+    first_line = np.full(len(parents), len(nodes), dtype=np.int64)
+    first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
+    return np.array(least_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
 
 
-def _make_leveller(tracer_option: str) -> Callable[[CallTree, int], array[int]]:
-    special = {"phase", "copy", *(INSTANTIATED if tracer_option == "AllOpDetail" else ())}
+def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
+    """Return for each site two levels that it adds to the tree, and the level that it adds if it is topmost.
 
-    def levels_from(tree: CallTree, known_numbers: int) -> array[int]:
-        """Return the levels that each site adds: none for a hidden phase, two for a printed instance, else one.
-
-        A phase without parents is a row like any other, so that the Total time is equal for all tracer options.
-        """
-        kinds = tree.by_site(KIND)
-        names = tree.numbered(NAME)[: len(kinds)]  # another thread may add sites meanwhile
-        start = known_numbers // PER_SITE
-        kinds = kinds[start:]
-        instances = tree.keys() if special.intersection(INSTANTIATED) else names
-        copies = tree.numbered(_copy_name) if "copy" in kinds else names
-        levels = array("i", [NONE]) * (PER_SITE * len(kinds))
-        levels[::PER_SITE] = names[start:]
-        for number, kind in enumerate(kinds, start) if special.intersection(kinds) else ():
-            if kind not in special:
-                continue
-            at, name = PER_SITE * (number - start), names[number]
-            if kind == "phase":
-                level = NONE if tracer_option == "Default" else PHASE | name
-                levels[at : at + PER_SITE] = array("i", (level, NONE, ROW | name))
-            elif kind == "copy":
-                levels[at] = COPY | copies[number]
-            else:
-                levels[at + 1] = INSTANCE | instances[number]
-        return levels
-
-    return levels_from
-
-
-LEVELS: Mapping[str, Callable[[CallTree, int], array[int]]] = {
-    option: _make_leveller(option) for option in ("Default", "OpDetail", "AllOpDetail")
-}
-"""The functions for `CallTree.column` that return the levels of sites, by tracer option."""
+    `NONE` is no level. A hidden phase adds none, and a printed instance adds two. A phase without parents is a row like
+    any other, so that the Total time is equal for all tracer options.
+    """
+    tree, hides_phases = tally.tree, tracer_option == "Default"
+    instantiated = INSTANTIATED if tracer_option == "AllOpDetail" else ()
+    columns = zip(tree.by_site(KIND), tree.numbered(NAME), tree.keys(), tree.numbered(_copy_name), strict=False)
+    return [
+        (NONE if hides_phases else PHASE | name, NONE, ROW | name)
+        if kind == "phase"
+        else (COPY | copy, NONE, NONE)
+        if kind == "copy"
+        else (name, INSTANCE | key if kind in instantiated else NONE, NONE)
+        for kind, name, key, copy in columns
+    ]
 
 
 def _copy_name(site: Site) -> str:
