@@ -305,10 +305,6 @@ class Comparison(View):
                 "a_second_after=After|mean_before_ns=Mean before|mean_after_ns=After|p99_before_ns=p99 before|"
                 "p99_after_ns=After",
                 ("These times are not matched by work: they change with the load and with the code.",),
-                texts={
-                    "a_second_before": lambda row, unit: f"{row.a_second_before:.4g}",
-                    "a_second_after": lambda row, unit: f"{row.a_second_after:.4g}",
-                },
             ),
             Section(
                 "Slowest requests",

@@ -14,6 +14,7 @@ import numpy as np
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS
 from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
+from instrument.report.request_groups import read_numbers
 from instrument.report.section import Coverage, Section, Text, View
 from instrument.report.table import MISSING, adding, bounded, in_unit, remaining_row
 from instrument.report.view import Options, Recording
@@ -212,12 +213,7 @@ def _copy_key(site: Site) -> tuple[str, str, bool | None, bool | None]:
 def sizes_of_copies(trace: Columns, rows: Int64s) -> Int64s:
     """Return the number of bytes that each call moved, 0 for an invalid size. A size beyond `LARGEST_COPY_BYTES` also
     counts as 0, because a sum of a few would not fit into 64 bits."""
-    return np.array(list(map(_valid_size, trace.attributes.values("bytes", rows))), dtype=np.int64)
-
-
-def _valid_size(moved: object) -> int:
-    is_size = isinstance(moved, int) and not isinstance(moved, bool) and 0 <= moved <= LARGEST_COPY_BYTES
-    return int(moved) if is_size else 0  # type: ignore[call-overload]
+    return read_numbers(trace.attributes, "bytes", rows, LARGEST_COPY_BYTES + 1).clip(0)
 
 
 def _is_staged(direction: str, call: str, sync: bool | None, pinned: bool | None) -> bool:

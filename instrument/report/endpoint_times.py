@@ -27,7 +27,7 @@ from instrument.recording.spans import (
     OUTCOME,
     is_blocked_loop,
 )
-from instrument.report.request_groups import ENDPOINT, group_values, values_of
+from instrument.report.request_groups import ENDPOINT, group_values, read_numbers, values_of
 from instrument.report.table import bounded, row_name, share
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
@@ -135,7 +135,7 @@ class Answers:
     @classmethod
     def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
         """Return the answers of the requests in the given rows of the trace."""
-        return cls(*(_read_numbers(attributes, name, rows) for name in ANSWER_FACTS))
+        return cls(*(read_numbers(attributes, name, rows) for name in ANSWER_FACTS))
 
     def only(self, places: Int64s) -> Answers:
         """Return the answers of the requests with the given indices."""
@@ -176,16 +176,6 @@ def _percentiles_of_known(times: Int64s) -> tuple[int | None, int | None]:
         return None, None
     p50_ns, p99_ns = percentiles_of(sorted_ns, (0.5, 0.99))
     return p50_ns, p99_ns
-
-
-def _read_numbers(attributes: Attributes, name: str, rows: Int64s) -> Int64s:
-    """Return an attribute of each row if it is an integer that is not negative, else `NONE`."""
-    numbers = np.full(len(rows), NONE, dtype=np.int64)
-    places = np.flatnonzero(np.isin(rows, attributes.having(name)))
-    for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63:
-            numbers[place] = value
-    return numbers
 
 
 IN_ORDER = (
@@ -421,7 +411,7 @@ def times_by_tokens(
 ) -> tuple[TokenTimes, ...]:
     """Return the times of some endpoints' requests by their output, input and cached tokens."""
     inputs, outputs, cached = (
-        _read_numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
+        read_numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
     )
     prefill_ns, after_ns = np.full((2, len(table.rows)), NONE, dtype=np.int64)
     at_place = {place: at for at, place in enumerate(table.place.tolist())}

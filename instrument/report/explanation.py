@@ -561,32 +561,25 @@ def _cause_sentence(lead: CauseShare, unit: str) -> str:
 def _list_unassessed(recording: Recording, times: CauseTimes) -> list[str]:
     """Return the causes that this recording cannot show, each with the reason in brackets."""
     trace, facts = recording.columns, recording.trace
-    names = {site.name for site in trace.sites}
-    kinds = {site.kind for site in trace.sites}
-    reasons = {}
-    if not len(times.locks):
-        reasons[listed.LOCK] = "no rule has a function that acquires one, such as `asyncio.locks:Lock.acquire`"
-    if not len(times.costs.rows):
-        steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)
-        reasons[", ".join(steps)] = "no rule has `batch:`"
-    elif np.ptp(times.joined.served.weight) == 0:
+    gauges = {sample.name for samples in host_gauges(facts) for sample in samples}
+    steps = (listed.BURST, listed.SLOW, listed.PREFILL, listed.FILL, listed.PREEMPTED, listed.PADDING)
+    batches = ", ".join(steps), False, "no rule has `batch:`"
+    if len(times.costs.rows):
         has_sizes = np.ptp(recording.once(listed.weights_of_pairs)) > 0
         unknown = (listed.PADDING,) if has_sizes else (listed.PREFILL, listed.PADDING)
-        reasons[", ".join(unknown)] = "no weights of `batch:` say how large the members are"
-    if not len(times.collections):
-        reasons[listed.COLLECTED] = "none was recorded"
-    if not len(times.blocks):
-        reasons[listed.BLOCKED] = "none was recorded"
-    if EXECUTOR_QUEUE not in names:
-        reasons[listed.EXECUTOR] = "no wait for one was recorded"
-    if "copy" not in kinds:
-        reasons[listed.COPY] = "none was recorded"
-    if not len(trace.device):
-        reasons[listed.DEVICE] = "no device time"
-    if not times.knows_first_calls:
-        reasons[listed.FIRST] = "the start of the process is not in the recording"
-    gauges = {sample.name for samples in host_gauges(facts) for sample in samples}
-    reasons |= {cause: "no gauge" for cause, gauge in listed.PRESSURES.items() if gauge not in gauges}
-    if facts.cost is None:
-        reasons[listed.INSTRUMENT] = "its cost is not known"
-    return [f"{cause} ({reason})" for cause, reason in reasons.items()]
+        has_weights = bool(np.ptp(times.joined.served.weight))
+        batches = ", ".join(unknown), has_weights, "no weights of `batch:` say how large the members are"
+    lock = "no rule has a function that acquires one, such as `asyncio.locks:Lock.acquire`"
+    known_causes: list[tuple[str, object, str]] = [
+        (listed.LOCK, len(times.locks), lock),
+        batches,
+        (listed.COLLECTED, len(times.collections), "none was recorded"),
+        (listed.BLOCKED, len(times.blocks), "none was recorded"),
+        (listed.EXECUTOR, any(site.name == EXECUTOR_QUEUE for site in trace.sites), "no wait for one was recorded"),
+        (listed.COPY, any(site.kind == "copy" for site in trace.sites), "none was recorded"),
+        (listed.DEVICE, len(trace.device), "no device time"),
+        (listed.FIRST, times.knows_first_calls, "the start of the process is not in the recording"),
+        *((cause, gauge in gauges, "no gauge") for cause, gauge in listed.PRESSURES.items()),
+        (listed.INSTRUMENT, facts.cost is not None, "its cost is not known"),
+    ]
+    return [f"{cause} ({reason})" for cause, is_known, reason in known_causes if not is_known]

@@ -8,6 +8,7 @@ request does not fit, its longest spans are kept.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -312,15 +313,14 @@ class KeptSpans:
 
     def _lane_document(self) -> dict[str, Any]:
         """Return the names of threads, and for each lane its thread and the number of its task, 0 without a task."""
-        names, tasks = self._recording.trace.threads, dict[int, dict[int, int]]()
-        threads: dict[int, int] = {}
-        lanes = []
+        names, tasks, threads = self._recording.trace.threads, Counter[int](), dict[int, int]()
+        lanes: dict[str, list[int]] = {"thread": [], "task": []}
         for thread, task in self._lanes_and_spans[0]:
-            ids = tasks.setdefault(thread, {})
-            lanes.append((threads.setdefault(thread, len(threads)), ids.setdefault(task, len(ids) + 1) if task else 0))
-        table = np.array(lanes, dtype=np.int64).reshape(-1, 2)
+            tasks[thread] += task != 0
+            lanes["thread"].append(threads.setdefault(thread, len(threads)))
+            lanes["task"].append(tasks[thread] if task else 0)
         thread_names = [shorten(safe(names.get(thread, "")), NAME) or f"thread {thread}" for thread in threads]
-        return {"threads": thread_names, "thread": table[:, 0].tolist(), "task": table[:, 1].tolist()}
+        return {"threads": thread_names, **lanes}
 
     def _turn_columns(self) -> dict[str, Any]:
         """Return the turns of the requests with spans. The time between two turns is unknown."""

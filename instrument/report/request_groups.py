@@ -22,7 +22,7 @@ from instrument.report.section import Section
 from instrument.report.table import bounded, remaining_row, safe, share
 from instrument.report.utilisation import request_of_spans, requests_within
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Bools, Columns, Int64s
+from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import Groups, distinct
 from instrument.trace.joined import THOUSANDTHS, Joined, join
@@ -172,11 +172,9 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
 
 
 def _sum_tokens(trace: Columns, rows: Int64s, groups: Groups, name: str, count: int) -> list[int | None]:
-    values = trace.attributes.values(name, rows) if len(trace.attributes.having(name)) else []
-    if not values:
+    if not len(rows) or not len(trace.attributes.having(name)):
         return [None] * count
-    numbers = [value if isinstance(value, int) and 0 <= value < 1 << 62 else 0 for value in values]
-    return [int(value) for value in groups.sums(np.array(numbers, dtype=np.int64)).tolist()]
+    return [int(value) for value in groups.sums(read_numbers(trace.attributes, name, rows, 1 << 62).clip(0)).tolist()]
 
 
 def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:
@@ -298,6 +296,16 @@ def size_names(trace: Columns) -> set[str]:
     some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), SEARCHED_ROWS)).astype(np.int64))]
     names = set(chain.from_iterable(trace.attributes.distinct(some)[1]))
     return {name for name in names if SIZE.search(name)}
+
+
+def read_numbers(attributes: Attributes, name: str, rows: Int64s, limit: int = 1 << 63) -> Int64s:
+    """Return an attribute of each row if it is an integer from 0 to below `limit`, else `NONE`."""
+    numbers = np.full(len(rows), NONE, dtype=np.int64)
+    places = np.flatnonzero(np.isin(rows, attributes.having(name)))
+    for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit:
+            numbers[place] = value
+    return numbers
 
 
 def size_numbers(trace: Columns, name: str, among: Int64s | None = None) -> Floats:

@@ -14,7 +14,7 @@ are the phases `copy in` and `copy out`, other copies `copy`. Layers are `comput
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from operator import attrgetter
 from typing import NamedTuple
@@ -444,8 +444,7 @@ def _slowest_requests(table: CompleteRequests, recording: Recording, options: Op
             cause = blame(trace, joined, parts, place, typical[endpoint])
             if cause is not None and cause.excess_ns * NOTABLE < int(table.wall_ns[index]):
                 cause = None
-        slow = _make_slow_request(table, index, recording, options, joined.keys.get(place, ()))
-        slowest.append(replace(slow, blame=cause))
+        slowest.append(_make_slow_request(table, index, recording, options, joined.keys.get(place, ()), cause))
     return tuple(slowest)
 
 
@@ -459,7 +458,7 @@ def describe_date(origin: Origin, at_ns: int, precision: str) -> str:
 
 
 def _make_slow_request(
-    table: CompleteRequests, at: int, recording: Recording, options: Options, keys: tuple[str, ...]
+    table: CompleteRequests, at: int, recording: Recording, options: Options, keys: tuple[str, ...], cause: Blame | None
 ) -> SlowRequest:
     trace, facts, row = recording.columns, recording.trace, int(table.rows[at])
     start_ns, error, wall_ns = int(trace.start_ns[row]), int(trace.error[row]), int(table.wall_ns[at])
@@ -484,6 +483,7 @@ def _make_slow_request(
         phases=phase_times(table.phases_of(at), wall_ns, options),
         unknown_ns=unknown_ns,
         unknown_ratio=share(unknown_ns, wall_ns),
+        blame=cause,
     )
 
 

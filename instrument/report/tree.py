@@ -236,10 +236,9 @@ class ShownEntries:
         if self._kept is not None:
             is_kept = self._kept[children]
             children, left_out = children[is_kept], children[~is_kept].tolist()
-        first_ns = self._first_ns[children].tolist()
-        heaviness = self._weight[children].tolist() if self._options.sorted_by != "default" else [0] * len(first_ns)
-        order = sorted(range(len(first_ns)), key=lambda place: (-heaviness[place], first_ns[place]))
-        return children[order].tolist() if order else [], left_out
+        keys = [self._first_ns[children]]
+        keys += [-self._weight[children]] if self._options.sorted_by != "default" else []
+        return children[np.lexsort(keys)].tolist(), left_out
 
     def _find_kept(self) -> Bools | None:
         """Return True for the entries with the most time that the options allow; None if they allow all."""
