@@ -21,10 +21,10 @@ from tallies import rows_of as lines_of
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recording.distributions import bucket
 from instrument.recording.spans import Cost, DeviceInterval, Site, Span
+from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.section import summary
 from instrument.report.table import LINE, columns, compact, safe, shorten, shorten_distinctly, table
-from instrument.report.tree import EventRow
 from instrument.report.view import THREADS, Options, Recording, document
 from instrument.trace.trace import Trace
 

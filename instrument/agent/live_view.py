@@ -24,10 +24,10 @@ from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan
 from instrument.recording.spans import is_interruption, is_request
 from instrument.recording.tally import Tally
+from instrument.report.event_rows import mask_topmost, sum_topmost_by_name
 from instrument.report.headlines import in_flight_headline
 from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
-from instrument.report.tree import mask_topmost, sum_topmost_by_name
 
 EVEN_RATIO = 0.9
 """The ratio of the shortest to the longest window of all processes, below which the windows count as uneven."""

@@ -35,6 +35,7 @@ import numpy as np
 from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.recording.tally import Tally, Totals
+from instrument.report.event_rows import TIMES, EventRow, EventsBlock, event_blocks, sum_topmost
 from instrument.report.section import Section, Text, View, value_of
 from instrument.report.table import (
     GAP,
@@ -52,7 +53,6 @@ from instrument.report.table import (
     table,
     title,
 )
-from instrument.report.tree import TIMES, EventRow, EventsBlock, event_blocks, sum_topmost
 from instrument.report.view import UNITS, Options, Recording, SortKey
 
 PLACES = {"All": "All", "CPU": "CPU", "GPU": "CUDA"}

@@ -30,6 +30,7 @@ from instrument.errors import TraceError
 from instrument.profile.model import VIEWS
 from instrument.recording.spans import GAUGES, HOST, NO_DEVICE_TIME
 from instrument.report.brief_view import Brief, brief
+from instrument.report.event_rows import EventRow
 from instrument.report.events_view import events
 from instrument.report.kept_spans import MOST_SPANS, KeptSpans, steps
 from instrument.report.requests_view import RequestTimes, describe_date, list_parts
@@ -59,7 +60,6 @@ from instrument.report.table import (
     shorten,
     tenths,
 )
-from instrument.report.tree import EventRow
 from instrument.report.view import UNITS, Options, Recording
 from instrument.runtime import atomic
 from instrument.trace.columns import Int64s

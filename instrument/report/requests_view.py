@@ -38,6 +38,7 @@ from instrument.report.endpoint_times import (
     request_outcome,
     times_by_tokens,
 )
+from instrument.report.event_rows import sum_topmost_by_name
 from instrument.report.request_groups import (
     GroupShare,
     complete_requests,
@@ -61,7 +62,6 @@ from instrument.report.table import (
     tenths,
     wrapped,
 )
-from instrument.report.tree import sum_topmost_by_name
 from instrument.report.utilisation import EndpointUse, measure_utilisation, request_of_spans
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
