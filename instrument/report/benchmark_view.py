@@ -461,9 +461,7 @@ class _Steps(NamedTuple):
 
     def at(self, places: Int64s) -> _Steps:
         """Return the steps with the given indices."""
-        return _Steps(
-            self.row[places], self.start_ns[places], self.end_ns[places], self.reader_ns[places], self.is_cut[places]
-        )
+        return _Steps._make(column[places] for column in self)
 
 
 def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ...]:

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -103,10 +105,7 @@ class Overview(View):
             "window", 0, self.window_ns, self.steps_ns or 0, share(self.window_ns, self.window_ns),
             share(self.steps_ns or 0, self.steps_ns or 0),
         )  # fmt: skip
-        of_devices = {
-            device: [use for use in self.devices if use.device == device]
-            for device in dict.fromkeys(use.device for use in self.devices)
-        }
+        of_devices = groupby(self.devices, attrgetter("device"))
         return [
             Section(
                 "By kind", [window, *self.kinds], f"kind=Kind|calls=Calls|time_ns=Time|ratio=Of window{steps}",
@@ -119,11 +118,11 @@ class Overview(View):
             ),
             *(
                 Section(
-                    "All devices" if device == ALL_DEVICES else f"Device {device}", uses,
+                    "All devices" if device == ALL_DEVICES else f"Device {device}", list(uses),
                     f"work=Work|stretches=Intervals|time_ns=Time|ratio=Of window{steps}",
                     texts={"work": lambda use, unit: "  " * (use.work == "communication") + use.work}, widths=12,
                 )
-                for device, uses in of_devices.items()
+                for device, uses in of_devices
             ),
         ]  # fmt: skip
 

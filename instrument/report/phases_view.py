@@ -59,21 +59,15 @@ class Calls:
 
 def _group_by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
     """Return the list of times of each phase that has any."""
-    order = np.argsort(phase, kind="stable")
-    numbers = phase[order]
-    firsts = np.flatnonzero(np.diff(numbers, prepend=NONE))
-    parts = np.split(times_ns[order], firsts[1:])
-    return {names[number]: part.tolist() for number, part in zip(numbers[firsts].tolist(), parts, strict=False)}
+    groups = Groups(phase, len(names)).members()
+    return {names[phase[indexes[0]]]: times_ns[indexes].tolist() for indexes in groups}
 
 
 def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     """Return the calls of phases within units. Phases inside a communication or a copy do not count."""
     of_sites = list(map(phase_of, trace.sites))
-    numbers: dict[str, int] = {}
-    number_of = np.array(
-        [*(NONE if name is None else numbers.setdefault(name, len(numbers)) for name in of_sites), NONE]
-    )
-    names = list(numbers)
+    names = list(dict.fromkeys(name for name in of_sites if name is not None))
+    number_of = np.array([*(NONE if name is None else names.index(name) for name in of_sites), NONE])
     is_call = trace.of_sites([name is not None for name in of_sites])
     is_work = trace.of_sites(
         [site.kind in ("comm", "copy") and name is None for site, name in zip(trace.sites, of_sites, strict=True)]

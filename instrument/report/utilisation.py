@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -227,10 +227,11 @@ def measure_utilisation(recording: Recording) -> Utilisation:
         if not outside and not len(work):
             continue
         busy = work.union()
-        device_within = _request_work(trace, work, owner, whole, busy)
-        with_device[device_within.rows] = True
-        labels = _label_uses(inside)
-        devices.append(_device_use(trace, device, work, busy, window, in_flight, outside, labels, device_within))
+        within = _request_work(trace, work, owner, whole, busy)
+        with_device[within.rows] = True
+        use = _device_use(trace, device, work, busy, window, in_flight)
+        labels, endpoints = _label_uses(inside), _endpoint_uses(trace, within)
+        devices.append(replace(use, outside=outside, labels=labels, endpoints=endpoints))
     asking_count, untimed = find_unanswered(trace)
     return Utilisation(
         window=window,
@@ -297,16 +298,9 @@ def count_reasons(unanswered: Iterable[Unanswered]) -> Counter[str]:
 
 
 def _device_use(
-    trace: Columns,
-    device: int,
-    work: DeviceIntervals,
-    busy: Union,
-    window: Interval,
-    in_flight: Union,
-    outside: int,
-    labels: tuple[LabelUse, ...],
-    device_within: _RequestWork,
+    trace: Columns, device: int, work: DeviceIntervals, busy: Union, window: Interval, in_flight: Union
 ) -> DeviceUse:
+    """Return the use of a device in the window, without labels and endpoints."""
     is_copy = trace.of_kind("copy")[work.row]
     compute, copies = (union(work.start_ns[mask], work.end_ns[mask]) for mask in (~is_copy, is_copy))
     hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], busy.length_ns()
@@ -331,15 +325,15 @@ def _device_use(
         most_streams=most_streams,
         launch_bound_ns=busy_ns - surely_busy.length_ns(),
         uncertainty_ns=(int(uncertain_ns.min()), int(uncertain_ns.max())) if len(uncertain_ns) else None,
-        outside=outside,
+        outside=0,
         streams=tuple(
             StreamUse(stream, len(rows), sum(rows.total_ns.tolist()), stream_ns, share(stream_ns, window_ns))
             for stream, rows in streams.items()
             for stream_ns in [unions[stream].length_ns()]
         ),
-        labels=labels,
+        labels=(),
         names=_name_uses(trace, work, busy_ns),
-        endpoints=_endpoint_uses(trace, device_within),
+        endpoints=(),
     )
 
 
