@@ -19,7 +19,7 @@ from instrument.report.section import Coverage, Section, Text, View
 from instrument.report.table import MISSING, adding, bounded, in_unit, remaining_row
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.groups import Groups
+from instrument.trace.groups import Groups, by_first_sight
 
 ACROSS = ("h2d", "d2h")
 """The directions to and from the host. Such a call waits for its copy unless the copy is asynchronous."""
@@ -94,27 +94,22 @@ class CopyUse:
 def sum_copies(trace: Columns) -> list[CopyUse]:
     """Return the copies by direction, call, synchronicity and memory, in the order of directions, then by bytes."""
     rows = np.flatnonzero(trace.of_kind("copy"))
-    sites = dict.fromkeys(trace.site[rows].tolist())
-    keys = {place: _copy_key(trace.sites[place]) for place in sites}
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
-    number_of = np.zeros(len(trace.sites) + 1, dtype=np.int64)
-    for place, key in keys.items():
-        number_of[place] = numbers[key]
-    group_of_row = number_of[trace.site[rows]]
+    keys_of_sites, number_of = trace.numbered_sites(_copy_key)
+    group_of_row, firsts = by_first_sight(number_of[trace.site[rows]])
+    keys = [keys_of_sites[number] for number in number_of[trace.site[rows[firsts]]].tolist()]
     moved = sizes_of_copies(trace, rows)
     host_ns = trace.total_ns[rows]
     device_ns, timed = trace.device_times(rows)
-    staged = np.array([_is_staged(*key) for key in numbers], dtype=np.bool_)[group_of_row] if numbers else timed
-    waited = np.array([_is_waited(*key) for key in numbers], dtype=np.bool_)[group_of_row] if numbers else timed
+    staged, waited = (
+        np.array([holds(*key) for key in keys], dtype=np.bool_)[group_of_row] for holds in (_is_staged, _is_waited)
+    )
     columns = (
         np.ones_like(rows), moved, host_ns, timed, device_ns * timed, moved * timed, host_ns * waited, moved * waited,
         staged,
     )  # fmt: skip
-    groups = Groups(group_of_row, len(numbers))
-    sums_of_columns = [groups.sums(column).tolist() for column in columns]
-    return sorted(
-        (CopyUse(*key, *sums) for key, *sums in zip(numbers, *sums_of_columns, strict=True)), key=_rank_of_copy
-    )
+    groups = Groups(group_of_row, len(keys))
+    sums_of_keys = zip(keys, *(groups.sums(column).tolist() for column in columns), strict=True)
+    return sorted((CopyUse(*key, *sums) for key, *sums in sums_of_keys), key=_rank_of_copy)
 
 
 def sum_by_direction(uses: Iterable[CopyUse]) -> list[CopyUse]:
