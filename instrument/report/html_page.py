@@ -427,43 +427,35 @@ def _about_document(recording: Recording, shown: Brief, header: str, unit: str) 
 
 def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
     """Return the few numbers at the top of the page, each with a note on what it is a share of."""
-    figures: list[dict[str, str]] = []
-
-    def add(label: str, value: str, note: str = "", mood: str = "") -> None:
-        figures.append({"label": label, "value": value, "note": note, "mood": mood})
-
-    served = shown.requests
+    served, lost = shown.requests, sum(shown.losses.values())
     if served.requests:
-        errors = sum(endpoint.errors for endpoint in served.endpoints)
-        cancelled = sum(endpoint.cancelled for endpoint in served.endpoints)
+        errors, cancelled = (sum(getattr(row, name) for row in served.endpoints) for name in ("errors", "cancelled"))
         ended = f"{errors:,} with an error" if errors else "none with an error"
         ended += f", {cancelled:,} cancelled" if cancelled else ""
-        add("Requests", f"{served.requests:,}", ended, "bad" if errors else "")
-        heaviest = served.endpoints[0]
-        name = shorten(safe(heaviest.name) or "(no name)", 60)
-        for label, time_ns in (("p50", heaviest.p50_ns), ("p99", heaviest.p99_ns)):
-            add(label, f"{in_unit(time_ns, unit)} {unit}", name)
-        slowest = served.slowest[0]
-        name = shorten(safe(slowest.name) or "(no name)", 60)
-        add("Slowest", f"{in_unit(slowest.wall_ns, unit)} {unit}", name)
+        first, slowest = served.endpoints[0], served.slowest[0]
+        figures = [("Requests", f"{served.requests:,}", ended, "bad" if errors else "")]
+        figures += [
+            (label, f"{in_unit(time_ns, unit)} {unit}", shorten(safe(name) or "(no name)", 60), "")
+            for label, time_ns, name in (
+                ("p50", first.p50_ns, first.name),
+                ("p99", first.p99_ns, first.name),
+                ("Slowest", slowest.wall_ns, slowest.name),
+            )
+        ]
     elif shown.steps is not None:
         loop = shown.steps.loops[0]
-        add("Steps", f"{loop.steps:,}", safe(loop.name))
+        figures = [("Steps", f"{loop.steps:,}", safe(loop.name), "")]
         times = () if loop.batch is None else (("p50", loop.batch.p50), ("p99", loop.batch.p99))
-        for label, value in times:
-            if value is not None:
-                add(label, f"{in_unit(value, unit)} {unit}", "of a step")
+        figures += [(label, f"{in_unit(ns, unit)} {unit}", "of a step", "") for label, ns in times if ns is not None]
     else:
-        add("Spans", f"{len(recording.columns):,}", "no request or step was recorded")
+        figures = [("Spans", f"{len(recording.columns):,}", "no request or step was recorded", "")]
     for use in shown.device.devices[:2]:
-        add(
-            f"GPU {use.device} busy", tenths(use.busy_ratio, 1), f"starved {tenths(use.starved_ratio, 1)} of the window"
-        )
+        starved = f"starved {tenths(use.starved_ratio, 1)} of the window"
+        figures.append((f"GPU {use.device} busy", tenths(use.busy_ratio, 1), starved, ""))
     if shown.cost is not None:
-        add("Instrumentation", rough_percent(shown.cost_ratio), "of the window")
-    lost = sum(shown.losses.values())
-    add("Not kept", f"{lost:,}" if lost else "0", "see About" if lost else "nothing was lost", "bad" if lost else "")
-    return figures
+        figures.append(("Instrumentation", rough_percent(shown.cost_ratio), "of the window", ""))
+    figures.append(("Not kept", f"{lost:,}", *(("see About", "bad") if lost else ("nothing was lost", ""))))
+    return [dict(zip(("label", "value", "note", "mood"), figure, strict=True)) for figure in figures]
 
 
 def _endpoint_documents(shown: Brief, unit: str) -> list[dict[str, Any]]:
