@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from instrument.recording.spans import is_collection
-from instrument.report.batches_view import NamedBatches, batches
 from instrument.report.benchmark_view import Loops
 from instrument.report.device_view import DeviceView
 from instrument.report.endpoint_times import BlockedLoops, EndpointTimes
@@ -26,6 +25,9 @@ from instrument.report.table import LINE, in_unit, safe, shorten, tenths
 from instrument.report.view import Options, Recording
 from instrument.trace.intervals import union
 from instrument.trace.ledger import COPIES, LOCK, QUEUE, SHARE, STALL, SUB_REQUESTS, TRANSPORT, UNKNOWN, WAITING
+
+if TYPE_CHECKING:
+    from instrument.report.batches_view import NamedBatches
 
 MOST = 3
 
@@ -187,6 +189,8 @@ def _find_main_batch(recording: Recording, endpoint: EndpointTimes) -> NamedBatc
     counts = Counter(trace.sites[site].name for site in trace.site[served.batch[is_served]].tolist())
     if not counts:
         return None
+    from instrument.report.batches_view import batches  # few recordings have batches
+
     name = counts.most_common(1)[0][0]
     return next((row for row in batches(recording, Options()).rows if row.name == name), None)
 

@@ -14,6 +14,7 @@ from itertools import chain
 from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError, TraceError
 from instrument.profile.document import nearest
@@ -28,7 +29,6 @@ from instrument.trace.groups import Groups, distinct
 from instrument.trace.joined import THOUSANDTHS, Joined, join
 from instrument.trace.ledger import DeviceLedger, Ledger, Turns, device_ledger, ledger, turns_of
 from instrument.trace.request_facts import INPUT_TOKENS, OUTPUT_TOKENS
-from instrument.trace.step_costs import Floats
 
 ENDPOINT = "endpoint"
 """The value of `requests_by` that groups requests by endpoint. It is the default of views that need groups."""
@@ -267,7 +267,7 @@ def median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> I
     return np.array(medians, dtype=np.int64)
 
 
-def _measure_work(recording: Recording) -> Floats:
+def _measure_work(recording: Recording) -> NDArray[np.float64]:
     """Return the base-2 logarithm of each measure of work: a row for each measure, a column for each request."""
     trace, joined = recording.columns, recording.once(joined_requests)
     served, count = joined.served, len(joined.rows)
@@ -308,7 +308,7 @@ def read_numbers(attributes: Attributes, name: str, rows: Int64s, limit: int = 1
     return numbers
 
 
-def size_numbers(trace: Columns, name: str, among: Int64s | None = None) -> Floats:
+def size_numbers(trace: Columns, name: str, among: Int64s | None = None) -> NDArray[np.float64]:
     rows = trace.attributes.having(name)
     rows = rows if among is None else rows[np.isin(rows, among)]
     numbers = np.zeros(len(trace))
