@@ -439,27 +439,25 @@ class CauseTimes:
         queued, queued_ns = self.overlapping_steps(place, QUEUE)
         served, served_ns = self.serving_steps(place)
         steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
-        shares = spent_ns / np.maximum(self.costs.end_ns[steps] - self.costs.start_ns[steps], 1)
+        costs = self.costs
+        lengths_ns = costs.end_ns - costs.start_ns
+        of_steps = {
+            BURST: lengths_ns, PADDING: costs.padding_ns, PREFILL: costs.heavy_ns, FIRST: self.first_ns,
+            DEVICE: self.device_ns,
+        }  # fmt: skip
         if cause in (SLOW, COPY, LOCK):
             paths = [number for number, name in enumerate(self._path_names) if path in (name, SPREAD)]
-            spent_ns = shares * self.excess_ns[steps][:, paths].sum(axis=1)
-        elif cause == PADDING:
-            spent_ns = shares * self.costs.padding_ns[steps]
-        elif cause == PREFILL:
-            spent_ns = shares * self.costs.heavy_ns[steps]
-            proofs = self._make_proofs(self.costs.rows[steps], spent_ns, most)
-            heavy = self.costs.heavy[steps[np.argsort(-spent_ns, kind="stable")[: len(proofs)]]]
-            return [
-                proof._replace(
-                    note=", ".join(
-                        filter(None, (f"for {called(trace, self.joined, request)}", self.describe_request(request)))
-                    )
-                )
-                for proof, request in zip(proofs, heavy.tolist(), strict=True)
-            ]
-        elif cause in (FIRST, DEVICE):
-            spent_ns = shares * (self.first_ns if cause == FIRST else self.device_ns)[steps]
-        return self._make_proofs(self.costs.rows[steps], spent_ns, most)
+            of_steps[cause] = self.excess_ns[:, paths].sum(axis=1)
+        spent_ns = spent_ns / np.maximum(lengths_ns[steps], 1) * of_steps[cause][steps]
+        proofs = self._make_proofs(costs.rows[steps], spent_ns, most)
+        if cause != PREFILL:
+            return proofs
+        heavy = costs.heavy[steps[np.argsort(-spent_ns, kind="stable")[: len(proofs)]]].tolist()
+        notes = [
+            filter(None, (f"for {called(trace, self.joined, request)}", self.describe_request(request)))
+            for request in heavy
+        ]
+        return [proof._replace(note=", ".join(note)) for proof, note in zip(proofs, notes, strict=True)]
 
     def _describe_holder(self, place: int, wait: int) -> str:
         """Return a text on the request that had a lock of the same name for most of a wait, "" if no request had it.
