@@ -136,8 +136,8 @@ class CauseTimes:
         names, none = (*some.names, UNKNOWN_REST), np.full(len(places), NONE)
         begins, ends = trace.start_ns[joined.rows], trace.end_ns[joined.rows]
         # The rows are request, part, row, pair, begin and end. An empty turn ends each request.
-        known = np.array([*some[1:6], some.start_ns + some.length_ns])
-        columns = np.concatenate([known, [places, none, none, none, ends[places], ends[places]]], axis=1)
+        of_turns = np.array([*some[1:6], some.start_ns + some.length_ns])
+        columns = np.concatenate([of_turns, [places, none, none, none, ends[places], ends[places]]], axis=1)
         columns = columns[:, np.lexsort((columns[4], columns[0]))]
         before_ns = np.append([0], columns[5])[:-1]
         firsts = firsts_of(columns[0])

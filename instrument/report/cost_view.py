@@ -216,11 +216,15 @@ def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[Si
     sums = tally.by(np.asarray(keys)[tally.site_of], len(keys))
     each_ns = [spent.per_call_ns] * len(keys) if stats is None else stats.added_ns(tree.sites[: len(keys)])
     numbers = zip(tree.sites, sums["calls"].tolist(), each_ns, sums["total_ns"].tolist(), strict=False)
-    called = [(site, calls, each, round(calls * each), host_ns) for site, calls, each, host_ns in numbers if calls]
+    called = [
+        (site, calls, added_ns, round(calls * added_ns), host_ns) for site, calls, added_ns, host_ns in numbers if calls
+    ]
     whole_ns = sum(cost_ns for *_, cost_ns, _ in called)
     rows = [
-        SiteCost(site.name, site.kind, _place_of_site(site), calls, each, cost_ns, host_ns, share(cost_ns, whole_ns))
-        for site, calls, each, cost_ns, host_ns in called
+        SiteCost(
+            site.name, site.kind, _place_of_site(site), calls, added_ns, cost_ns, host_ns, share(cost_ns, whole_ns)
+        )
+        for site, calls, added_ns, cost_ns, host_ns in called
     ]
     rows.sort(key=lambda row: (-row.cost_ns, row.name, row.place))
 

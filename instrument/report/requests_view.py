@@ -416,8 +416,8 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
     )
     whole_ns = sum(own_ns) + sum(shared_ns)
     rows = [
-        EndpointShare(name, requests, own, shared, share(own + shared, whole_ns))
-        for name, requests, own, shared in zip(names, sizes, own_ns, shared_ns, strict=True)
+        EndpointShare(name, requests, own_work_ns, batch_work_ns, share(own_work_ns + batch_work_ns, whole_ns))
+        for name, requests, own_work_ns, batch_work_ns in zip(names, sizes, own_ns, shared_ns, strict=True)
         if requests
     ]
 

@@ -358,10 +358,10 @@ def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
             Preparation(
                 phase,
                 name_of_site(sites[0]),
-                sum(each.calls for each in totals),
+                sum(row.calls for row in totals),
                 sum(outermost),
-                sum(each.self_ns for each in totals),
-                max(each.max_ns for each in totals),
+                sum(row.self_ns for row in totals),
+                max(row.max_ns for row in totals),
                 sum(in_requests),
             )
         )

@@ -227,10 +227,10 @@ def measure_utilisation(recording: Recording) -> Utilisation:
         if not outside and not len(work):
             continue
         busy = work.union()
-        within = _request_work(trace, work, owner, whole, busy)
-        with_device[within.rows] = True
+        request_work = _request_work(trace, work, owner, whole, busy)
+        with_device[request_work.rows] = True
         use = _device_use(trace, device, work, busy, window, in_flight)
-        labels, endpoints = _label_uses(inside), _endpoint_uses(trace, within)
+        labels, endpoints = _label_uses(inside), _endpoint_uses(trace, request_work)
         devices.append(replace(use, outside=outside, labels=labels, endpoints=endpoints))
     asking_count, untimed = find_unanswered(trace)
     return Utilisation(

@@ -187,9 +187,9 @@ class Recording:
         result: Made = self._made[make]
         return result
 
-    def put(self, make: Callable[[Recording], Made | None], made: Made) -> None:
+    def put(self, make: Callable[[Recording], Made | None], result: Made) -> None:
         """Set the result that `once` returns for `make`."""
-        self._made[make] = made
+        self._made[make] = result
 
     @cached_property
     def startup(self) -> Startup | None:
