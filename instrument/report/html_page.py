@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.profile.model import VIEWS
@@ -62,8 +63,9 @@ from instrument.report.table import (
 )
 from instrument.report.view import UNITS, Options, Recording
 from instrument.runtime import atomic
-from instrument.trace.columns import Int64s
+from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.forest import NONE
+from instrument.trace.watched import KernelColumns
 
 MOST_ROWS = 4000
 """The maximum number of rows of the call tree. In each level a last row sums up the others."""
@@ -168,47 +170,41 @@ class DeviceLanes:
     """The device work of a recording. `number_of` maps a row of the trace to the number of its span in the page."""
 
     def __init__(self, recording: Recording, number_of: Int64s, most_stretches: int = MOST_STRETCHES) -> None:
-        self._recording, self._number_of = recording, number_of
+        self._recording = recording
         self._lanes: dict[tuple[int, int, str], int] = {}
         self._names: dict[str, int] = {}
-        stretches, kernels = self._interval_columns(), self._kernel_columns()
-        every = {name: np.concatenate([stretches[name], kernels[name]]) for name in stretches}
+        trace, kernels = recording.columns, KernelColumns.of(recording.trace.kernels)
+        intervals, none = trace.device.only(trace.device.timed), np.full(len(kernels), NONE)
+        names_of_sites, names_of_kernels = (
+            np.array([*map(self._number_name, names), NONE], dtype=np.int64)
+            for names in ((site.name for site in trace.sites), kernels.names)
+        )
+        of_spans = names_of_sites[trace.site[intervals.row]], number_of[intervals.row], intervals.label
+        parts = (
+            self._list_columns(intervals, "", *of_spans),
+            self._list_columns(kernels, "kernels", names_of_kernels[kernels.name], none, none),
+        )
+        every = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         self._all_ns = int(every["length"].sum(dtype=np.float64)) if len(every["length"]) else 0
         self.count = len(every["start"])
         longest = np.sort(np.argsort(-every["length"], kind="stable")[:most_stretches])
         longest = longest[np.argsort(every["start"][longest], kind="stable")]
         self._kept: Mapping[str, Int64s] = {name: numbers[longest] for name, numbers in every.items()}
 
-    def _interval_columns(self) -> dict[str, Int64s]:
-        """Return the timed device intervals of spans as columns."""
-        trace, intervals = self._recording.columns, self._recording.columns.device
-        rows = np.flatnonzero(intervals.timed)
-        row = intervals.row[rows].astype(np.int64)
-        streams = zip(intervals.device[rows].tolist(), intervals.stream[rows].tolist(), strict=True)
-        lanes = [self._number_lane(device, stream, "") for device, stream in streams]
-        site_names = [self._number_name(site.name) for site in trace.sites]
+    def _list_columns(
+        self, work: DeviceIntervals | KernelColumns, kind: str, name: Int64s, span: Int64s, label: NDArray[Any]
+    ) -> dict[str, Int64s]:
+        """Return device work as columns, with a lane for each device and stream."""
+        streams = zip(work.device.tolist(), work.stream.tolist(), strict=True)
+        lanes = [self._lanes.setdefault((*stream, kind), len(self._lanes)) for stream in streams]
         return {
-            "start": intervals.start_ns[rows] - self._recording.trace.start_ns,
-            "length": intervals.end_ns[rows] - intervals.start_ns[rows],
+            "start": work.start_ns - self._recording.trace.start_ns,
+            "length": work.end_ns - work.start_ns,
             "lane": np.array(lanes, dtype=np.int64),
-            "name": np.array([*site_names, NONE], dtype=np.int64)[trace.site[row]],
-            "span": self._number_of[row],
-            "label": intervals.label[rows].astype(np.int64),
+            "name": name,
+            "span": span,
+            "label": label.astype(np.int64),
         }
-
-    def _kernel_columns(self) -> dict[str, Int64s]:
-        """Return the device work in torch.profiler's record as columns."""
-        base_ns, kernels = self._recording.trace.start_ns, self._recording.trace.kernels
-        rows = [
-            (row.start_ns - base_ns, row.end_ns - row.start_ns, self._number_lane(row.device, row.stream, "kernels"),
-             self._number_name(row.name), NONE, NONE)
-            for row in kernels
-        ]  # fmt: skip
-        table = np.array(rows, dtype=np.int64).reshape(-1, 6)
-        return dict(zip(("start", "length", "lane", "name", "span", "label"), table.T, strict=True))
-
-    def _number_lane(self, device: int, stream: int, kind: str) -> int:
-        return self._lanes.setdefault((device, stream, kind), len(self._lanes))
 
     def _number_name(self, name: str) -> int:
         return self._names.setdefault(shorten(safe(name), LANE_NAME) or "(no name)", len(self._names))
