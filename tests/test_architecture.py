@@ -354,10 +354,10 @@ LINES_AND_FILES = {
     "profile": (2_614, 8),
     "proposal": (1_390, 4),
     "recorder": (2_652, 10),
-    "recording": (4_051, 16),
-    "report": (14_877, 46),
+    "recording": (4_042, 16),
+    "report": (14_429, 37),
     "runtime": (2_819, 18),
-    "sessions": (6_769, 23),
+    "sessions": (6_767, 23),
     "trace": (10_812, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
