@@ -28,20 +28,9 @@ from tallies import by_keys
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import KINDS
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import (
-    BATCH_KEYS,
-    GAUGES,
-    HOST,
-    Cost,
-    DeviceInterval,
-    Gpu,
-    Kernel,
-    Origin,
-    Sample,
-    Site,
-    Span,
-)
+from instrument.recording.spans import BATCH_KEYS, HOST, Cost, DeviceInterval, Gpu, Kernel, Origin, Sample, Site, Span
 from instrument.trace import file, metadata
 from instrument.trace.trace import Allocation, Trace
 

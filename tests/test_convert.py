@@ -25,9 +25,8 @@ from instrument.cli import convert_verb, main
 from instrument.cli.notebook import FRAMES, LoadedTrace
 from instrument.errors import InstrumentError, TraceError
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.json_lines import JSON, json_lines
-from instrument.otlp.packed_spans import SpanPacker
-from instrument.otlp.span_ids import SpanIds
+from instrument.otlp.packed_spans import SpanIds, SpanPacker
+from instrument.otlp.span_forms import JSON, json_lines
 from instrument.recording.spans import KEY, DeviceInterval, Origin, Site, Span
 from instrument.trace import file
 from instrument.trace.trace import Trace
@@ -257,7 +256,7 @@ def lines_of(trace: Trace) -> list[bytes]:
 
 def test_a_line_has_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has them however its spans are packed: here five at a time."""
-    monkeypatch.setattr("instrument.otlp.json_lines.SPANS_IN_A_LINE", 3)
+    monkeypatch.setattr("instrument.otlp.span_forms.SPANS_IN_A_LINE", 3)
     monkeypatch.setattr("instrument.otlp.packed_spans.ROWS_AT_ONCE", 5)
     sizes = (2, 1, 12, 3, 1, 1)
     spans = [span for at, size in enumerate(sizes) for span in tree(size, 1 + 100 * at)]

@@ -23,11 +23,9 @@ from urllib.request import urlopen
 import pytest
 from test_gauges import FULL, library
 
-from instrument.otlp.exposition import PROCESSES, make_name
-from instrument.otlp.metrics import MEASURES
-from instrument.recorder.meter import HTTP_DURATION
-from instrument.recording.distributions import COUNTER
-from instrument.recording.gen_ai_metrics import DESCRIPTIONS
+from instrument.otlp.exposition import make_name
+from instrument.recording.metric_definitions import COUNTER, DEFINITIONS, GAUGES
+from instrument.recording.metric_definitions import HISTOGRAM as OF_DURATIONS
 
 __all__ = ["library"]
 
@@ -52,17 +50,9 @@ def expressions() -> list[str]:
 
 def exported() -> set[str]:
     """The names of the series that a scrape may have."""
-    histograms = {HTTP_DURATION[0]: "s", "instrument.call.duration": "s"}
-    histograms |= {name: "{request}" if name.endswith(".size") else "s" for name in DESCRIPTIONS}
-    names = {make_name(name, unit) + part for name, unit in histograms.items() for part in HISTOGRAM}
-    names |= {make_name(one.name, one.unit) + ("_total" if one.kind == COUNTER else "") for one in MEASURES}
-    names |= {
-        make_name(PROCESSES, "{process}"),
-        "http_server_active_requests",
-        "instrument_recording_memory_bytes",
-        "up",
-    }
-    return names | {"instrument_cost_seconds_total", "instrument_losses_total"}
+    metrics = [*DEFINITIONS.values(), *(metric for gauge in GAUGES.values() for metric in gauge.metrics)]
+    parts = {OF_DURATIONS: HISTOGRAM, COUNTER: ("_total",)}
+    return {"up"} | {make_name(one.name, one.unit) + part for one in metrics for part in parts.get(one.kind, ("",))}
 
 
 def test_the_files_are_those_of_the_list() -> None:

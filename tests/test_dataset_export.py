@@ -26,8 +26,8 @@ from test_settling import ENGINE, FRONT, Run, S, Told, run_of, with_nested, with
 
 from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.cli import main
-from instrument.otlp import dataset_export
-from instrument.otlp.dataset_export import DatasetExport
+from instrument.otlp import file_exports
+from instrument.otlp.file_exports import DatasetExport
 from instrument.profile.model import Capture, Parquet
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.spans import BATCH_KEYS, DeviceInterval, Span
@@ -387,14 +387,14 @@ def some_rows() -> list[tuple[str, Any]]:
 def test_rows_of_open_files_are_counted_by_the_next_exporter_which_removes_their_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(dataset_export, "GROUP_ROWS", 1)
+    monkeypatch.setattr(file_exports, "GROUP_ROWS", 1)
     settings = Parquet(str(tmp_path / "data"))
     killed = DatasetExport(settings, "run", 1 << 20)
     tables = some_rows()
     killed.put(tables)
     parts = [path for path in tmp_path.glob("data/**/*") if path.is_file()]
     assert {path.suffix for path in parts} == {".part"}
-    (journal,) = [path.read_text() for path in tmp_path.glob(f"instrument-*/*/{dataset_export.JOURNAL}")]
+    (journal,) = [path.read_text() for path in tmp_path.glob(f"instrument-*/*/{file_exports.JOURNAL}")]
     following = DatasetExport(settings, "run", 1 << 20)
     rows = sum(len(table) for _, table in tables)
     assert rows == json.loads(journal)["rows"]

@@ -1,6 +1,7 @@
 """The documentation: its English, its links, its examples, and `instrument help`, which prints it.
 
-`DOCS=write python -m pytest tests/test_docs.py -k keys` writes the lists of keys in `profile.md` anew.
+`DOCS=write python -m pytest tests/test_docs.py -k "keys or metrics"` writes the lists of keys in `profile.md` and the
+tables of metrics in `otlp.md` anew.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from instrument.cli.help_verb import FOLDER, describe_topic, find_topics
 from instrument.profile.keys import KEYS, loads
 from instrument.profile.model import VIEWS
 from instrument.profile.values import VARIABLES
+from instrument.recording.metric_definitions import DEFINITIONS, GAUGES
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
@@ -319,6 +321,33 @@ def test_the_lists_of_keys_are_those_of_the_definition(section: str) -> None:
         path.write_text(before + head + described_keys(section) + tail + rest.partition(tail)[2])
         text = path.read_text("utf-8")
     assert head + described_keys(section) + tail in text
+
+
+def described_metrics() -> dict[str, str]:
+    """Return the tables of `otlp.md` by the lines in front of them."""
+    totals = ["| metric | unit | measures | needs the key |", "|---|---|---|---|"]
+    totals += [
+        f"| `{one.name}` | `{one.unit}` | {one.description} | {one.needs and f'`{one.needs}`'} |"
+        for one in DEFINITIONS.values()
+    ]
+    gauges = ["| metric | unit | gauge in reports |", "|---|---|---|"]
+    for name, gauge in GAUGES.items():
+        for metric in gauge.metrics:
+            facts = "".join(f" `{key}={value}`" for key, value in metric.attributes)
+            gauges.append(f"| `{metric.name}`{facts} | `{metric.unit}` | `{name}`: {gauge.unit} {gauge.about} |")
+    heads = "Metrics that are counted:", "Gauges that are read at intervals, with `device:` in the profile:"
+    return {head: "\n".join(lines) for head, lines in zip(heads, (totals, gauges), strict=True)}
+
+
+@pytest.mark.parametrize("head", described_metrics())
+def test_the_tables_of_metrics_are_those_of_the_definitions(head: str) -> None:
+    path = PAGES["otlp.md"]
+    before, found, rest = path.read_text("utf-8").partition(f"{head}\n\n")
+    assert found, f"otlp.md has no line {head!r}"
+    if os.environ.get("DOCS") == "write":
+        path.write_text(before + found + described_metrics()[head] + "\n\n" + rest.partition("\n\n")[2])
+        rest = path.read_text("utf-8").partition(found)[2]
+    assert rest.startswith(described_metrics()[head] + "\n\n")
 
 
 # ---------------------------------------------------------------- instrument help

@@ -73,13 +73,13 @@ def test_a_meter_that_goes_on_reports_what_the_one_before_had_counted(make_recor
 @pytest.mark.parametrize(
     "what",
     [
-        {"requests": [[[["a", "b"]], [1, 2]]]},
-        {"requests": [[[["a", []]], [1, 2, 3, 4]]]},
+        {"histograms": {"a": [[[["a", "b"]], [1, 2]]]}},
+        {"histograms": {"a": [[[["a", []]], [1, 2, 3, 4]]]}},
         {"start_ns": "soon"},
         {"start_ns": float("inf")},
-        {"calls": [[[], [1, 2, 3, 4, 1 << 40, 1]]]},
-        {"calls": [[[], [-1, 2, 3, 4]]]},
-        {"generated": [3]},
+        {"histograms": {"a": [[[], [1, 2, 3, 4, 1 << 40, 1]]]}},
+        {"histograms": {"a": [[[], [-1, 2, 3, 4]]]}},
+        {"histograms": [3]},
         {"met": 3},
         {"met": [[[], [[1, "x"]]]]},
         {"counters": [["a", "b", []]]},

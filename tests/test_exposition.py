@@ -21,7 +21,8 @@ from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
 from instrument.recorder.meter import Meter
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.distributions import HISTOGRAM, Distribution, Metric, Snapshot
+from instrument.recording.distributions import Distribution, Metric, Snapshot
+from instrument.recording.metric_definitions import HISTOGRAM, HTTP_DURATION
 from instrument.recording.spans import HOST, Sample
 
 pytest.importorskip("prometheus_client")
@@ -141,7 +142,7 @@ def test_a_later_exporter_keeps_the_same_tenants() -> None:
     for one in (before, after):
         one.by, one.at_most = "tenant", 1
     assert before._group({"tenant": "ada"}) == (("tenant", "ada"),)
-    before._requests[("tenant", "ada"),] = Distribution()
+    before._histograms.place(HTTP_DURATION.name, (("tenant", "ada"),))
     after.restore(before.state())
     assert after._group({"tenant": "bo"}) == (("tenant", "other"),)
     after.groups = before.groups  # of the processes of one service

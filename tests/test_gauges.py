@@ -33,8 +33,9 @@ from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.mapped import Mapped
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.slot_ring import GaugePlace, Readings
-from instrument.recording.spans import GAUGES, HOST, Gpu, Sample
+from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.report.device_view import device
 from instrument.report.view import Options, Recording
 from instrument.runtime import control_groups

@@ -23,7 +23,7 @@ from instrument.instrumentors.requests import queue_jobs
 from instrument.profile.keys import loads
 from instrument.recorder.meter import Meter
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.gen_ai_metrics import QUEUE_TIME
+from instrument.recording.metric_definitions import QUEUE_TIME
 from instrument.recording.spans import TIME_IN_QUEUE, Span
 from instrument.sessions.session import Session
 from instrument.trace import file
@@ -112,7 +112,7 @@ def test_a_job_of_rq_is_a_request(session: Session) -> None:
     meter = Meter(RECORDER, 0)
     meter.count(rows_in())
     snapshot = meter.snapshot(requests=False, marks=(), losses={}, costs_ns={}, queued={})
-    (metric,) = (metric for metric in snapshot.metrics if metric.name == QUEUE_TIME)
+    (metric,) = (metric for metric in snapshot.metrics if metric.name == QUEUE_TIME.name)
     assert sorted(dict(labels).get("error.type", "") for labels in metric.series) == ["", "ZeroDivisionError"]
 
 

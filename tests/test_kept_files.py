@@ -12,9 +12,9 @@ from otlp_spans import ORIGIN
 from test_agent import agents, begin, children_of, folder, until
 
 from instrument.agent.exporter_process import EXPORTER_NAME
-from instrument.otlp import kept_files
+from instrument.otlp import file_exports
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.kept_files import REMOVED, KeptFiles
+from instrument.otlp.file_exports import REMOVED, KeptFiles
 from instrument.otlp.span_queue import Source
 from instrument.recording.spans import Site, Span
 from instrument.runtime import run_folder
@@ -126,7 +126,7 @@ def test_a_failed_write_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_much_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_files, "FILE_SPANS", 2)
+    monkeypatch.setattr(file_exports, "FILE_SPANS", 2)
     files = KeptFiles(tmp_path / "captures", "20261123T160205-2", 1 << 20)
     for number in (1, 2):
         files.add_spans(tree(number), Source(Ids(), ORIGIN, dict, dict))

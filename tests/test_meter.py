@@ -29,11 +29,11 @@ import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.otlp import exporter
-from instrument.otlp.points import make_exponential
+from instrument.otlp.packing import make_exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
-from instrument.recorder import meter
 from instrument.recorder.meter import queued_tasks
+from instrument.recording import distributions
 from instrument.recording.distributions import MOST_EXEMPLARS, Distribution, Exemplar, Exemplars, bucket
 
 DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
@@ -253,7 +253,7 @@ def test_requests_whose_rows_were_overwritten_are_counted_all_the_same() -> None
 
 
 def test_endpoints_beyond_the_limit_are_one_series_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meter, "SERIES_LIMIT", 5)
+    monkeypatch.setattr(distributions, "SERIES_LIMIT", 5)
     with collecting(take) as server:
         instrument.start(profile(url(server)))
         app = Served()
@@ -628,7 +628,7 @@ def test_calls_of_functions_beyond_the_limit_are_one_series_together(
 ) -> None:
     (tmp_path / "many_functions.py").write_text("".join(f"def f{number}(): pass\n" for number in range(12)))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(meter, "SERIES_LIMIT", 5)
+    monkeypatch.setattr(distributions, "SERIES_LIMIT", 5)
     with collecting(take) as server:
         instrument.start(profile(url(server), "functions: [{match: 'many_functions:*', metrics: true}]\n"))
         many: Any = importlib.import_module("many_functions")

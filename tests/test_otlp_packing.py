@@ -21,10 +21,9 @@ from otlp_spans import ORIGIN, THREADS, expected_attributes, legal, requests_in,
 
 from instrument.otlp import senders
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.json_lines import JSON
-from instrument.otlp.packed_spans import PROTOBUF, Form, SpanPacker, request_bodies
+from instrument.otlp.packed_spans import Form, SpanIds, SpanPacker
 from instrument.otlp.packing import EVENT_LIMIT, LinkedSpan
-from instrument.otlp.span_ids import SpanIds
+from instrument.otlp.span_forms import JSON, PROTOBUF, request_bodies
 from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, RemoteParent, link_of
 from instrument.recording.spans import BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
 from instrument.trace.columns import Columns

@@ -19,9 +19,9 @@ import instrument
 from instrument import scope
 from instrument.profile.keys import loads
 from instrument.profile.model import KINDS, SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
-    GAUGES,
     HOST,
     Cost,
     DeviceInterval,

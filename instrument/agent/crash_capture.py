@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.remote_parents import REMOTE
-from instrument.recording.spans import GAUGES, HOST
+from instrument.recording.spans import HOST
 
 if TYPE_CHECKING:
     from instrument.recording.mapped_facts import OpenSpan

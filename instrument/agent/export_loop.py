@@ -27,8 +27,9 @@ from instrument.agent.child import AgentEnd
 from instrument.device.gauges import GaugeSources, Gone
 from instrument.errors import ExportError
 from instrument.profile.model import Device, Otlp
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.slot_ring import GaugePlace
-from instrument.recording.spans import GAUGES, Origin, Sample
+from instrument.recording.spans import Origin, Sample
 from instrument.runtime import packets
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import logger
@@ -282,7 +283,7 @@ def _parse_reading(reading: Any) -> float | None:
 
 if TYPE_CHECKING:
     from instrument.agent import scrapes
-    from instrument.otlp import dataset_export, export_facts, exporter, kept_files, recording_export
+    from instrument.otlp import export_facts, exporter, file_exports, recording_export
     from instrument.otlp.exposition import Metered
     from instrument.otlp.span_queue import Source
     from instrument.recording.distributions import Metric
@@ -290,8 +291,7 @@ else:  # a run that has only its gauges read needs no numpy
     scrapes = LazyModule("instrument.agent.scrapes")
     export_facts = LazyModule("instrument.otlp.export_facts")
     recording_export = LazyModule("instrument.otlp.recording_export")
-    exporter, kept_files = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.kept_files")
-    dataset_export = LazyModule("instrument.otlp.dataset_export")
+    exporter, file_exports = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.file_exports")
 
 READ_INTERVAL_S = 0.2
 """Seconds between two reads of all recordings. If a ring overwrites rows in less time, those rows are lost."""
@@ -332,7 +332,7 @@ class ExportLoop:
         self._scopes: dict[int, list[scrapes.Scope]] = {}
         """The scrape scopes of each recording, by the recording's number."""
         self._scrapes: scrapes.Scrapes | None = None
-        self._datasets: dict[tuple[str, str], dataset_export.DatasetExport] = {}
+        self._datasets: dict[tuple[str, str], file_exports.DatasetExport] = {}
         """The datasets, by run and by their settings as text."""
         self._folder: Path | None = None
         self._ends_at = 0.0
@@ -392,7 +392,7 @@ class ExportLoop:
             if (export := self._recordings.get(number)) is not None:
                 export.is_scraped = bool(listens or message["is_scraped"])
                 if folder := settings.get("captures"):
-                    export.files = kept_files.KeptFiles(
+                    export.files = file_exports.KeptFiles(
                         Path(folder), str(message["run"]), int(message.get("disk_bytes") or 0)
                     )
                 if settings.get("parquet"):
@@ -456,9 +456,9 @@ class ExportLoop:
         settings, run = message["settings"]["parquet"], str(message["run"])
         place = run, repr(settings)
         if place not in self._datasets:
-            dataset_export.limit_pyarrow()
-            self._datasets[place] = dataset_export.DatasetExport(
-                dataset_export.settings_from(settings), run, int(message.get("disk_bytes") or 0)
+            file_exports.limit_pyarrow()
+            self._datasets[place] = file_exports.DatasetExport(
+                file_exports.settings_from(settings), run, int(message.get("disk_bytes") or 0)
             )
         export.dataset = self._datasets[place]
 

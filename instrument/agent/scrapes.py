@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from instrument.otlp import protobuf_exposition
+from instrument.otlp import exposition
 from instrument.otlp.exposition import Metered, MetricAndOrigin, metrics_of_run, registry_of, require_client
-from instrument.recording.distributions import COUNTER, HISTOGRAM, Metric, summed
+from instrument.recording.distributions import Metric, summed
+from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
 from instrument.runtime import atomic
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
@@ -152,12 +153,12 @@ class Scrapes:
 
         def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> Any:
             accept = environ.get("HTTP_ACCEPT", "")
-            if not protobuf_exposition.is_preferred(accept):
+            if not exposition.is_preferred(accept):
                 # The client library labels its text as 2.0.0 if asked, but its histograms are those of 1.0.0.
                 accept = accept.replace("version=2.0.0", "version=1.0.0")
                 return answer_in_text({**environ, "HTTP_ACCEPT": accept}, start_response)
-            headers = [("Content-Type", protobuf_exposition.CONTENT_TYPE)]
-            body = protobuf_exposition.pack_families(self._metrics(scope))
+            headers = [("Content-Type", exposition.CONTENT_TYPE)]
+            body = exposition.pack_families(self._metrics(scope))
             if "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
                 headers.append(("Content-Encoding", "gzip"))
                 body = gzip.compress(body, 6)

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, iterate_rows
 from instrument.chrome.writing import write_parts
 from instrument.errors import InstrumentError
-from instrument.recording.spans import GAUGES, HOST, Sample, Site
+from instrument.recording.metric_definitions import GAUGES
+from instrument.recording.spans import HOST, Sample, Site
 from instrument.trace.columns import Int32s, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import numbered

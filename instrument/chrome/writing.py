@@ -28,7 +28,8 @@ from instrument.chrome.lanes import (
     split_into_batches,
 )
 from instrument.errors import TraceError
-from instrument.recording.spans import GAUGES, HOST, Gpu, Sample, Site
+from instrument.recording.metric_definitions import GAUGES
+from instrument.recording.spans import HOST, Gpu, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.runtime import atomic, compression
 from instrument.trace.columns import Bools, Int64s

@@ -154,10 +154,9 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     """Write files as OTLP, by wall clock time. Each process is a resource. A request's tree may span several."""
     from instrument.otlp.export_facts import Ids
-    from instrument.otlp.json_lines import JSON, json_lines
-    from instrument.otlp.packed_spans import SpanPacker
-    from instrument.otlp.resource import resource_of
-    from instrument.otlp.span_ids import SpanIds
+    from instrument.otlp.packed_spans import SpanIds, SpanPacker
+    from instrument.otlp.service_sdk import resource_of
+    from instrument.otlp.span_forms import JSON, json_lines
     from instrument.runtime import atomic
     from instrument.trace.by_process import rows_by_process
     from instrument.trace.joined import grafted, join

@@ -1,8 +1,8 @@
 """Sends spans and metrics to an OpenTelemetry collector from a background thread, and counts every loss.
 
 `packed_spans` packs rows by the rules of `packing`. `span_queue` keeps the packed requests and counts spans. The thread
-of `exporter` sends the requests through `senders`, by HTTP or gRPC. `resource` reads the resource of the service's own
-OpenTelemetry SDK, so that both SDKs report the same one. `tracer` reads that SDK's current span.
+of `exporter` sends the requests through `senders`, by HTTP or gRPC. `service_sdk` reads the resource of the service's
+own OpenTelemetry SDK, so that both SDKs report the same one, and that SDK's current span.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.exporter import Delivery, Exporter
     from instrument.otlp.packing import Body, pack_resource
-    from instrument.otlp.resource import provider_attributes, resource_attributes
     from instrument.otlp.senders import modules_of, require_grpc
-    from instrument.otlp.tracer import current_parent
+    from instrument.otlp.service_sdk import current_parent, provider_attributes, resource_attributes
 
 __all__ = [
     "Body",
@@ -35,9 +34,8 @@ _NAMES_OF = {
     "export_facts": "Ids",
     "exporter": "Delivery Exporter",
     "packing": "Body pack_resource",
-    "resource": "provider_attributes resource_attributes",
     "senders": "modules_of require_grpc",
-    "tracer": "current_parent",
+    "service_sdk": "current_parent provider_attributes resource_attributes",
 }
 
 

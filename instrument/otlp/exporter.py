@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
-from instrument.otlp.packing import Body, split_request
-from instrument.otlp.points import Series
-from instrument.otlp.resource import (
+from instrument.otlp.packing import Body, Series, split_request
+from instrument.otlp.senders import THREAD_NAME, Response, Sender, make_metrics_url, make_sender
+from instrument.otlp.service_sdk import (
     detect_attributes,
     drop_parent_id,
     provider_attributes,
     resource_attributes,
+    suppress_instrumentation,
 )
-from instrument.otlp.senders import THREAD_NAME, Response, Sender, make_metrics_url, make_sender
 from instrument.otlp.span_queue import FATES, PATIENCE_S, QueuedRequest, RequestQueue, Source
-from instrument.otlp.tracer import suppress_instrumentation
 from instrument.recording.spans import Origin
 from instrument.runtime.environment import environment_attributes
 from instrument.runtime.faults import FAULTS, logger
@@ -45,7 +44,7 @@ HOLD_LIMIT_S = 300.0
 """The maximum seconds for which an answer of a collector can pause sending. Spans wait in the queue meanwhile."""
 
 _BATCH_DELAY_S = 1.0
-_PACKING = ("instrument.otlp.packed_spans", "instrument.trace.trace")
+_PACKING = ("instrument.otlp.span_forms", "instrument.trace.trace")
 _QUIET_NS = 60 * 10**9
 _LOOK_S = 0.005
 _RETRY_S = 0.1

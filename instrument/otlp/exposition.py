@@ -1,17 +1,23 @@
-"""Writes metrics in Prometheus's text formats with its client library, under OpenTelemetry's names for Prometheus.
+"""Writes metrics for Prometheus under OpenTelemetry's names: as text with its client library, or as protobuf.
 
 In names, dots become underscores, the unit is a suffix, and counters end in `_total`. The text formats have no
 exponential histograms, so bucket bounds are fixed, by OpenTelemetry's advice if there is any. The tally counts a call
 at the middle of a bucket of its own. A call within 0.78 % of a bound may count in the next bucket.
+
+A Prometheus server that stores native histograms requests protobuf, the only format with them. A native histogram has
+the buckets of OTLP's exponential histogram. Each histogram also has the fixed buckets of the text formats, which a
+server stores only with its setting `always_scrape_classic_histograms`.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import struct
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
@@ -19,56 +25,36 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
 from instrument.otlp.metrics import convert_samples
-from instrument.recording.distributions import (
-    COUNTER,
-    GAUGE,
-    HISTOGRAM,
-    Distribution,
-    Exemplar,
-    Labels,
-    Metric,
-    Snapshot,
-    bucket_middle,
-    summed,
+from instrument.otlp.packing import (
+    Exponential,
+    encode_varint,
+    encode_zigzag,
+    make_exponential,
+    pack_field,
+    pack_text,
 )
-from instrument.recording.gen_ai_metrics import FIRST_TOKEN, OUTPUT_TOKEN, QUEUE_TIME, REQUEST_DURATION
-from instrument.recording.numbers import is_own
+from instrument.recording.distributions import Distribution, Exemplar, Labels, Metric, Snapshot, bucket_middle, summed
+from instrument.recording.metric_definitions import (
+    BOUNDS_ITEMS,
+    BOUNDS_S,
+    COUNTER,
+    DEFINITIONS,
+    GAUGES,
+    HISTOGRAM,
+    PROCESSES,
+)
 from instrument.recording.spans import Gpu, Origin, Sample
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
     from prometheus_client.registry import CollectorRegistry
 
-BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-"""The bucket bounds in seconds that OpenTelemetry's conventions advise for `http.server.request.duration`."""
-
-_GENERATION_S = tuple(round(0.01 * 2**power, 2) for power in range(14))
-
-BOUNDS_OF: Mapping[str, Sequence[float]] = {
-    REQUEST_DURATION: _GENERATION_S,
-    FIRST_TOKEN: (
-        0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    ),
-    OUTPUT_TOKEN: (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
-    QUEUE_TIME: (0.001, 0.005, *_GENERATION_S),
-    "instrument.call.duration": tuple(round(1e-5 * 4**power, 5) for power in range(13)),
-}  # fmt: skip
-"""The bucket bounds of each metric's histogram, in seconds. GenAI metrics have the bounds of OpenTelemetry's
-convention. Calls of functions have bounds from 10 us to some minutes."""
-
-BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
-"""The bucket bounds of histograms of counts. No bound is a whole number, so no count equals a bound."""
-
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
 """The words for units at the end of Prometheus's metric names. A unit in braces has no word."""
 
 _UNITS_OF_RATES = {"By/s": "bytes_per_second"}
 
-OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
-"""The prefixes of gauges that measure one process. All other gauges measure the machine, so its processes report the
-same values."""
-
-PROCESSES, PROCESS_PID, SERVICE = "instrument.processes", "process.pid", "service.name"
+PROCESS_PID, SERVICE = "process.pid", "service.name"
 
 MetricAndOrigin = tuple[Metric, Origin]
 """A metric, and the origin that converts the times of its exemplars to wall time."""
@@ -121,7 +107,7 @@ def metrics_of_process(metered: Metered, why_alone: str) -> Iterator[MetricAndOr
     yield from _make_totals([((), metered)])
     yield from _make_gauges([((), metered)])
     description = f"Processes that these metrics are of: this one alone, {why_alone}."
-    yield Metric(PROCESSES, "{process}", GAUGE, description, {(): 1}), metered.origin
+    yield replace(PROCESSES.metric({(): 1}), description=description), metered.origin
 
 
 def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metric]]) -> Iterator[MetricAndOrigin]:
@@ -137,10 +123,9 @@ def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metri
     pids = [((*labels[process.origin.service], (PROCESS_PID, str(process.origin.pid))), process) for process in living]
     yield from _make_gauges(pids, of_processes=True)
     yield from _make_gauges([((), _merge_samples(living))] if living else [], of_processes=False)
-    description = "Living processes that these metrics are of. Totals include the processes that have ended."
     counts = Counter(process.origin.service for process in living)
     series: dict[Labels, float] = {key: counts[name] for name, key in labels.items()}
-    yield Metric(PROCESSES, "{process}", GAUGE, description, series or {(): 0}), Origin(0, "", 0, 0)
+    yield PROCESSES.metric(series or {(): 0}), Origin(0, "", 0, 0)
 
 
 def _merge_samples(living: Sequence[Metered]) -> Metered:
@@ -170,13 +155,14 @@ def _make_gauges(
     """Yield the newest sample of each gauge. `of_processes` selects gauges of processes, or of machines (False)."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
-        newest = {(sample.name, sample.device): sample for sample in part.samples}
+        newest = {
+            (sample.name, sample.device): sample
+            for sample in part.samples
+            if sample.name in GAUGES and of_processes in (None, GAUGES[sample.name].is_of_process)
+        }
         # A share's base, such as `cores`, is read more seldom, and may come after what is divided by it.
         values = {key: sample.value for key, sample in newest.items() if sample.value is not None}
         for series in convert_samples(newest.values(), {gpu.device: gpu for gpu in part.gpus}, part.origin, values, {}):
-            is_of_process = series.name.startswith(OF_PROCESSES) or is_own(series.name)
-            if of_processes not in (None, is_of_process):
-                continue
             metric = metrics.setdefault(series.name, Metric(series.name, series.unit, series.kind, "", {}))
             points: dict[Labels, Any] = {(*labels, *point.attributes.items()): point.value for point in series.points}
             metrics[series.name] = replace(metric, series={**metric.series, **points})
@@ -238,7 +224,8 @@ def ids_of(exemplar: Exemplar) -> dict[str, str]:
 
 def buckets_of(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
     """Yield each bound in s, the count of all values below it, and the longest exemplar of its bucket, if any."""
-    bounds = BOUNDS_OF.get(metric.name, BOUNDS_S) if metric.unit == "s" else BOUNDS_ITEMS
+    usual_bounds = BOUNDS_S if metric.unit == "s" else BOUNDS_ITEMS
+    bounds = DEFINITIONS[metric.name].bounds if metric.name in DEFINITIONS else usual_bounds
     counts = [0] * (len(bounds) + 1)
     for index, count in of.buckets.items():
         counts[bisect_left(bounds, bucket_middle(index) / 1e9)] += count
@@ -246,3 +233,95 @@ def buckets_of(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tup
     longest = {bisect_left(bounds, exemplar.value_ns / 1e9): exemplar for exemplar in exemplars}
     for at, (bound, count) in enumerate(zip((*bounds, math.inf), accumulate(counts), strict=True)):
         yield bound, count, longest.get(at)
+
+
+# ---------------------------------------------------------------- protobuf
+
+MEDIA_TYPE, MESSAGE = "application/vnd.google.protobuf", "io.prometheus.client.MetricFamily"
+CONTENT_TYPE = f"{MEDIA_TYPE}; proto={MESSAGE}; encoding=delimited"
+
+ZERO_THRESHOLD = 2.0**-128
+"""The upper bound in seconds of the bucket for zeros, the default of Prometheus's libraries. With a bound of 0,
+Prometheus would regard an empty histogram as one without native buckets."""
+
+_pack_double = struct.Struct("<Bd").pack
+
+
+def is_preferred(accept: str) -> bool:
+    """Return True if an HTTP header `Accept` prefers this format to all others."""
+    offers = [(0.0, False)]
+    for offer in accept.lower().split(","):
+        media_type, *parameters = map(str.strip, offer.split(";"))
+        is_ours = media_type == MEDIA_TYPE and {f"proto={MESSAGE}".lower(), "encoding=delimited"} <= {*parameters}
+        qualities = [parameter[2:] for parameter in parameters if parameter.startswith("q=")]
+        with suppress(ValueError):
+            offers.append((float(qualities[0]) if qualities else 1.0, is_ours))
+    quality, is_best = max(offers)
+    return is_best and quality > 0
+
+
+# The wire: each MetricFamily {name 1, help 2, type 3, metric 4} follows its length. Metric {label 1, gauge 2, counter
+# 3, histogram 7}; LabelPair {name 1, value 2}; Gauge, Counter {value 1}; Histogram {sample_count 1, sample_sum 2,
+# bucket 3, schema 5, zero_threshold 6, zero_count 7, positive_span 12, positive_delta 13}; BucketSpan {offset 1, length
+# 2}; Bucket {cumulative_count 1, upper_bound 2, exemplar 3}; Exemplar {label 1, value 2, timestamp 3}; Timestamp
+# {seconds 1, nanos 2}.
+def pack_families(metrics: Iterable[MetricAndOrigin]) -> bytes:
+    """Return metrics as delimited protobuf messages."""
+    return b"".join(pack_field(b"", _pack_family(metric, origin)) for metric, origin in metrics)
+
+
+def _pack_family(metric: Metric, origin: Origin) -> bytes:
+    name = make_name(metric.name, metric.unit) + ("_total" if metric.kind == COUNTER else "")
+    kind = {COUNTER: b"\x18\x00", HISTOGRAM: b"\x18\x04"}.get(metric.kind, b"\x18\x01")
+    points = []
+    for labels, value in metric.series.items():
+        if isinstance(value, Distribution):
+            packed = pack_field(b"\x3a", _pack_histogram(metric, labels, value, origin))
+        else:
+            packed = pack_field(b"\x1a" if metric.kind == COUNTER else b"\x12", _pack_double(0x09, value))
+        points.append(pack_field(b"\x22", _pack_labels(texts_by_name(labels)) + packed))
+    return pack_text(b"\x0a", name) + pack_text(b"\x12", metric.description) + kind + b"".join(points)
+
+
+def _pack_labels(texts: Mapping[str, str]) -> bytes:
+    pairs = (pack_text(b"\x0a", name) + pack_text(b"\x12", text) for name, text in sorted(texts.items()))
+    return b"".join(pack_field(b"\x0a", pair) for pair in pairs)
+
+
+def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Origin) -> bytes:
+    buckets, count = [], 0
+    for bound, count, exemplar in buckets_of(metric, labels, of):
+        packed = b"\x08" + encode_varint(count) + _pack_double(0x11, bound)
+        if exemplar is not None:
+            seconds, nanos = divmod(max(origin.realtime_of(exemplar.at_ns), 0), 10**9)
+            value = _pack_double(0x11, exemplar.value_ns / 1e9)
+            time = pack_field(b"\x1a", b"\x08" + encode_varint(seconds) + b"\x10" + encode_varint(nanos))
+            packed += pack_field(b"\x1a", _pack_labels(ids_of(exemplar)) + value + time)
+        buckets.append(pack_field(b"\x1a", packed))
+    total = b"\x08" + encode_varint(count) + _pack_double(0x11, of.sum_ns / 1e9)
+    return total + b"".join(buckets) + _pack_native(make_exponential(of, has_extremes=False))
+
+
+def _pack_native(of: Exponential) -> bytes:
+    """Return the native buckets. A bucket is numbered by its upper bound here, and by its lower bound in OTLP."""
+    spans: list[list[int]] = []
+    deltas, end, before = b"", 0, 0
+    for number, count in enumerate(of.counts, of.offset + 1):
+        if count:
+            if spans and number == end:
+                spans[-1][1] += 1
+            else:
+                spans.append([number - end, 1])
+            deltas += encode_varint(encode_zigzag(count - before))
+            end, before = number + 1, count
+    head = (
+        b"\x28"
+        + encode_varint(encode_zigzag(of.scale))
+        + _pack_double(0x31, ZERO_THRESHOLD)
+        + b"\x38"
+        + encode_varint(of.zero_count)
+    )
+    packed = (
+        b"\x08" + encode_varint(encode_zigzag(offset)) + b"\x10" + encode_varint(length) for offset, length in spans
+    )
+    return head + b"".join(pack_field(b"\x62", span) for span in packed) + pack_field(b"\x6a", deltas)

@@ -15,21 +15,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from instrument.otlp.points import Exponential, Point, Series, make_exponential
+from instrument.otlp.packing import Exponential, Point, Series, make_exponential
 from instrument.otlp.senders import Response
-from instrument.recording.distributions import (
-    COUNTER,
-    GAUGE,
-    HISTOGRAM,
-    Distribution,
-    Labels,
-    Metric,
-    Snapshot,
-    labels_as_json,
-    labels_from_json,
-)
-from instrument.recording.numbers import is_own
-from instrument.recording.spans import GAUGES, HOST, Gpu, Origin, Sample
+from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot, labels_as_json, labels_from_json
+from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, Measure
+from instrument.recording.spans import HOST, Gpu, Origin, Sample
 from instrument.runtime.cheap_start import dataclass, replace
 from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
 from instrument.runtime.unpatched import Lock
@@ -195,59 +185,6 @@ refusals reduce. A sample takes some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
 """The maximum number of nanoseconds for which a request of metrics may delay the spans that wait behind it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """The metric that a collector gets of a gauge: the value times `scale`, divided by the newest value of the gauge
-    `per`. `kind` is `gauge`, `updown` (a sum that goes both ways) or `counter`."""
-
-    gauge: str
-    name: str
-    unit: str
-    kind: str = "gauge"
-    scale: float = 1
-    per: str = ""
-    attributes: tuple[tuple[str, str], ...] = ()
-
-
-MEASURES: tuple[Measure, ...] = (
-    Measure("cores", "instrument.process.cpu.limit", "{cpu}"),
-    Measure("process_cpu", "process.cpu.utilization", "1", scale=0.01, per="cores"),
-    Measure("process_memory", "process.memory.usage", "By", "updown"),
-    Measure("process_memory_peak", "instrument.process.memory.peak", "By"),
-    Measure("cpu_wait", "instrument.process.cpu.wait", "1", scale=0.01),
-    Measure("memory_pressure", "instrument.process.memory.pressure", "1", scale=0.01),
-    Measure("system_cpu", "system.cpu.utilization", "1", scale=0.01),
-    Measure("utilization", "hw.gpu.utilization", "1", scale=0.01, attributes=(("hw.gpu.task", "general"),)),
-    Measure("memory_active", "instrument.gpu.memory.active", "1", scale=0.01),
-    Measure("memory_used", "hw.gpu.memory.usage", "By", "updown"),
-    Measure("memory_used", "hw.gpu.memory.utilization", "1", per="memory_total"),
-    Measure("memory_total", "hw.gpu.memory.limit", "By", "updown"),
-    Measure("memory_of_process", "instrument.gpu.process.memory.usage", "By", "updown"),
-    Measure("torch_allocated", "instrument.torch.memory.allocated", "By", "updown"),
-    Measure("torch_allocated_peak", "instrument.torch.memory.allocated_peak", "By"),
-    Measure("torch_reserved", "instrument.torch.memory.reserved", "By", "updown"),
-    Measure("torch_reserved_peak", "instrument.torch.memory.reserved_peak", "By"),
-    Measure("power", "hw.power", "W"),
-    Measure("energy", "hw.energy", "J", "counter"),
-    Measure("temperature", "hw.temperature", "Cel"),
-    Measure("sm_clock", "instrument.gpu.sm.clock", "Hz", scale=1e6),
-    Measure("memory_clock", "instrument.gpu.memory.clock", "Hz", scale=1e6),
-    Measure("sm_active", "instrument.gpu.sm.active", "1", scale=0.01),
-    Measure("sm_occupancy", "instrument.gpu.sm.occupancy", "1", scale=0.01),
-    Measure("tensor_active", "instrument.gpu.tensor.active", "1", scale=0.01),
-    Measure("dram_active", "instrument.gpu.dram.active", "1", scale=0.01),
-    Measure("pcie_sent", "instrument.gpu.pcie.io", "By/s", attributes=(("network.io.direction", "transmit"),)),
-    Measure("pcie_received", "instrument.gpu.pcie.io", "By/s", attributes=(("network.io.direction", "receive"),)),
-    Measure("nvlink_sent", "instrument.gpu.nvlink.io", "By/s", attributes=(("network.io.direction", "transmit"),)),
-    Measure("nvlink_received", "instrument.gpu.nvlink.io", "By/s", attributes=(("network.io.direction", "receive"),)),
-)
-"""The metrics that a collector gets of each gauge."""
-
-_OF_GAUGE: dict[str, list[Measure]] = {}
-for _measure in MEASURES:
-    _OF_GAUGE.setdefault(_measure.gauge, []).append(_measure)
 
 
 class Metrics:
@@ -431,7 +368,7 @@ def convert_samples(
         newest[sample.name, sample.device] = sample.value
         at_ns = origin.realtime_of(sample.at_ns)
         first_ns = begun_ns.setdefault(sample.device, at_ns)
-        for measure in _OF_GAUGE.get(sample.name) or _find_measures(sample.name):
+        for measure in GAUGES[sample.name].metrics if sample.name in GAUGES else ():
             base = newest.get((measure.per, sample.device)) if measure.per else 1.0
             if base:
                 series = series_by_name.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
@@ -444,12 +381,6 @@ def convert_samples(
                     )
                 )
     return list(series_by_name.values())
-
-
-def _find_measures(name: str) -> list[Measure]:
-    """Return the measure of one of the service's own gauges. The service's counters and sums are in snapshots."""
-    is_gauge = is_own(name) and not GAUGES[name].grows
-    return [Measure(name, name, GAUGES[name].unit)] if is_gauge else []
 
 
 def _describe_device(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str | int]:

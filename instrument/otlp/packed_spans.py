@@ -1,4 +1,4 @@
-"""Encodes spans from columns, many at once: as protobuf for a collector, or as OTLP JSON for a file.
+"""Encodes spans from columns, many at once, in one of the forms of `span_forms`, with the ids at a collector.
 
 An encoded span (an entry) has four pieces. The head has the ids, the times and the measured numbers. Heads of one
 layout are written together, as rows of one array. The other pieces (the span's attributes, the site's attributes, rare
@@ -12,19 +12,18 @@ members) are encoded once per distinct value. A device interval is an entry afte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from instrument.otlp.export_facts import Ids, mix_span_ids
 from instrument.otlp.packing import (
-    INTERNAL_KIND,
+    HAS_IS_REMOTE,
     IS_REMOTE,
     LINK_NAMES,
-    SERVER_KIND,
-    Body,
-    encode_varint,
     find_cause,
     find_status,
     make_device_attributes,
@@ -32,24 +31,21 @@ from instrument.otlp.packing import (
     make_own_attributes,
     make_site_attributes,
     make_thread_attributes,
-    pack_attributes,
-    pack_event,
-    pack_int_head,
-    pack_link,
-    pack_request,
-    pack_status,
-    pack_text,
     select_events,
 )
-from instrument.otlp.span_ids import RowIds, SpanIds
-from instrument.recording.remote_parents import LinkedSpan
+from instrument.recording.remote_parents import OWN_TRACE_FLAGS, LinkedSpan, RemoteParent
 from instrument.recording.spans import AttributeValue, Origin, Span
+from instrument.trace.by_process import find_outer_spans
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import numbered, sort_stably
+from instrument.trace.joined import Joined
 from instrument.trace.trace import MergedProcess
 
 Objects = NDArray[np.object_]
+UInt64s = NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
 
 ROWS_AT_ONCE = 16_384
 """The number of rows that are packed together. Their columns fit into the processor's caches."""
@@ -75,6 +71,8 @@ class Form(Protocol):
     """The bytes that end a span without rare members."""
     around: int
     """The number of bytes of an entry that its length field does not count."""
+    types: Mapping[str, str]
+    """The numpy types of fields with a fixed size. All other fields of a head are texts or varints."""
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
         """Return the encoded size of each value of a field, in bytes."""
@@ -85,11 +83,8 @@ class Form(Protocol):
     def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
         """Return the parts of a head, for the widths of its fields in bytes. A width of 0 leaves the field out."""
 
-    def field(self, name: str, width: int) -> str:
-        """Return the numpy type of a field of a head."""
-
     def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        """Return the encoded values of a field, with the type that `field` returns."""
+        """Return the encoded values of a field, or unencoded ones for a field in `types`."""
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
         """Return the encoded name, kind and attributes that the spans of a site share."""
@@ -102,6 +97,22 @@ class Form(Protocol):
 
     def state(self, state: str) -> bytes:
         """Return an encoded `tracestate`, which precedes the other members."""
+
+
+class RowIds(NamedTuple):
+    """The ids of rows as columns.
+
+    A trace id has 128 bits: `high` and `low`. `parent` is 0 for none. `is_server` marks spans that are server spans if
+    they are requests. `remote` is the number of the remote parent of the row's tree, `NONE` for none.
+    """
+
+    high: UInt64s
+    low: UInt64s
+    own: UInt64s
+    parent: UInt64s
+    flags: NDArray[np.uint32]
+    is_server: Bools
+    remote: Int64s
 
 
 class PackedRows(NamedTuple):
@@ -325,27 +336,23 @@ def _sum_sizes(parts: Sequence[Part]) -> int:
 def _make_heads(form: Form, layout: Mapping[str, int], columns: Mapping[str, NDArray[Any]]) -> Objects:
     """Return the heads of one layout: its shared bytes, with each span's fields written into them."""
     parts = form.head(layout)
-    size, at, shared = _sum_sizes(parts), 0, bytearray()
-    names: list[str] = []
-    places: list[int] = []
-    types: list[str] = []
-    widths: list[int] = []
-    for name, part in parts:
-        if isinstance(part, int):
-            names.append(name)
-            places.append(at)
-            types.append(form.field(name, part))
-            widths.append(part)
-            part = bytes(part)
-        shared += part
-        at += len(part)
-    table = np.empty(
-        len(columns["own"]), np.dtype({"names": names, "offsets": places, "formats": types, "itemsize": size})
+    widths = [part if isinstance(part, int) else len(part) for _, part in parts]
+    shared = b"".join(bytes(part) for _, part in parts)
+    places = [(*part, end - width) for part, width, end in zip(parts, widths, accumulate(widths), strict=True)]
+    fields = [(name, width, at) for name, width, at in places if isinstance(width, int)]
+    types = np.dtype(
+        {
+            "names": [name for name, _, _ in fields],
+            "formats": [form.types.get(name) or f"V{width}" for name, width, _ in fields],
+            "offsets": [at for _, _, at in fields],
+            "itemsize": len(shared),
+        }
     )
-    table.view(np.uint8).reshape(-1, size)[:] = np.frombuffer(shared, dtype=np.uint8)
-    for name, width in zip(names, widths, strict=True):
+    table = np.empty(len(columns["own"]), types)
+    table.view(np.uint8).reshape(-1, len(shared))[:] = np.frombuffer(shared, dtype=np.uint8)
+    for name, width, _ in fields:
         table[name] = form.values(name, columns[name], width)
-    return table.view(f"V{size}").astype(object)
+    return table.view(f"V{len(shared)}").astype(object)
 
 
 def _make_table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
@@ -367,91 +374,111 @@ Number = tuple[Int64s, Bools | None]
 """A measured number: its value in each row, and a mask of the rows that have the number, None for all rows."""
 
 
-def encode_varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
-    """Return numbers as varints of `width` bytes."""
-    number = numbers.astype(np.uint64)
-    digits = np.empty((len(number), width), dtype=np.uint8)
-    for place in range(width):
-        digits[:, place] = number & np.uint64(0x7F)
-        number = number >> np.uint64(7)
-    digits[:, :-1] |= 0x80
-    return digits.view(f"V{width}").reshape(-1)
+# ---------------------------------------------------------------- ids
 
 
-def count_varint_bytes(numbers: NDArray[Any]) -> Int64s:
-    """Return the number of bytes of each number as a varint."""
-    widths = np.ones(len(numbers), dtype=np.int64)
-    values = numbers.astype(np.uint64)
-    most = int(values.max(initial=0)).bit_length()
-    for bits in range(7, most, 7):
-        widths += values >= np.uint64(1 << bits)
-    return widths
+class SpanIds:
+    """The ids that a collector gets for the rows of a trace.
 
+    `ids` has one entry per process, and `process` the index of each row's process if there are several. `trace.own_id`
+    has the numbers by which the process knows its spans, `absent` those of parents and roots without a row.
+    """
 
-_TYPES = {"high": ">u8", "low": ">u8", "own": ">u8", "parent": ">u8", "flags": "<u4", "start": "<u8", "end": "<u8"}
+    def __init__(
+        self,
+        trace: Columns,
+        ids: Ids | Sequence[Ids],
+        process: Int64s | None = None,
+        absent: Mapping[int, int] | None = None,
+    ) -> None:
+        self._trace, self._process, self._absent = trace, process, absent or {}
+        self._ids = [ids] if isinstance(ids, Ids) else list(ids)
+        self._order = np.argsort(trace.span_id) if process is not None and len(trace) else None
+        self._seeds: UInt64s = np.array([remote.seeds for remote in self._ids], dtype=np.uint64)
+        remotes = {int(trace.root_id[row]): remote for row, remote in trace.remote.items()}
+        roots = sorted(remotes)
+        self._remotes: list[RemoteParent] = list(map(remotes.__getitem__, roots))
+        self._roots = np.array(roots, dtype=np.int64)
+        remote_ids = [
+            (remote.trace_id >> 64, remote.trace_id & _MASK, remote.span_id, HAS_IS_REMOTE | remote.flags & 0xFF)
+            for remote in self._remotes
+        ]
+        self._of_remotes: UInt64s = np.array(remote_ids, dtype=np.uint64).reshape(-1, 4)
+        self.have_states = np.array([*(bool(remote.state) for remote in self._remotes), False], dtype=np.bool_)
+        """True for each remote parent with a `tracestate`, by number. The last entry is for no parent."""
+        self._serving = np.array([remote.in_server_span for remote in self._remotes], dtype=np.bool_)
+        self._local = np.array([remote.is_local for remote in self._remotes], dtype=np.bool_)
 
+    def of(self, rows: Int64s) -> RowIds:
+        """Return the ids of rows as columns."""
+        trace = self._trace
+        span, parent, root = trace.span_id[rows], trace.parent_id[rows], trace.root_id[rows]
+        is_root = span == root
+        is_top = is_root | (parent == 0)
+        span_ids, above = self._mix_numbers(span, rows, 0), self._mix_numbers(parent, rows, 0)
+        high, low = self._mix_numbers(root, rows, 1), self._mix_numbers(root, rows, 2)
+        above[is_top] = 0
+        flags = np.full(len(rows), HAS_IS_REMOTE | OWN_TRACE_FLAGS, dtype=np.uint32)
+        remote = np.full(len(rows), NONE, dtype=np.int64)
+        if len(self._roots):
+            place = np.searchsorted(self._roots, root).clip(max=len(self._roots) - 1)
+            with_remote = np.flatnonzero(self._roots[place] == root)
+            place = remote[with_remote] = place[with_remote]
+            high[with_remote], low[with_remote], parents, flags[with_remote] = self._of_remotes[place].T
+            is_root[with_remote] &= ~self._serving[place]
+            tops = is_top[with_remote]
+            above[with_remote[tops]] = parents[tops]
+            flags[with_remote[tops & (parents != 0) & ~self._local[place]]] |= IS_REMOTE
+        return RowIds(high, low, span_ids, above, flags, is_root, remote)
 
-class ProtobufForm:
-    """The protobuf encoding of spans in `ScopeSpans.spans`."""
+    def state(self, remote: int) -> str:
+        """Return the `tracestate` of a remote parent by its number, "" for none."""
+        return "" if remote == NONE else self._remotes[remote].state
 
-    end = b""
-    around = 1
-    """The byte of the tag in front of the length."""
+    def links(self, spans: Sequence[tuple[int, int]], row: int) -> list[LinkedSpan]:
+        """Return links to spans, given by their numbers and their roots' numbers in the trace or in the process of
+        `row`."""
+        span_ids, root_ids = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        rows = np.full(len(spans), row)
+        requests = ((span_ids, 0), (root_ids, 1), (root_ids, 2))
+        own_ids, high, low = (self._mix_numbers(numbers, rows, part).tolist() for numbers, part in requests)
+        linked = [
+            LinkedSpan(upper << 64 | lower, span_id) for span_id, upper, lower in zip(own_ids, high, low, strict=True)
+        ]
+        if len(self._roots):
+            place = np.searchsorted(self._roots, root_ids).clip(max=len(self._roots) - 1)
+            for at in np.flatnonzero(self._roots[place] == root_ids).tolist():
+                remote = self._remotes[int(place[at])]
+                linked[at] = LinkedSpan(remote.trace_id, own_ids[at], remote.state)
+        return linked
 
-    length_widths = staticmethod(count_varint_bytes)
+    def links_of(self, joined: Joined) -> Mapping[int, list[LinkedSpan]]:
+        """Return links by row: from a batch to the requests that it serves, from a nested request to the outer span."""
+        trace, served = self._trace, joined.served
+        pairs = {row: [began] for row, began in find_outer_spans(trace, joined).items()}
+        known_requests = np.flatnonzero(served.request != NONE)
+        rows = joined.rows[served.request[known_requests]]
+        request_pairs = zip(trace.span_id[rows].tolist(), trace.root_id[rows].tolist(), strict=True)
+        for batch, pair in dict.fromkeys(zip(served.batch[known_requests].tolist(), request_pairs, strict=True)):
+            pairs.setdefault(batch, []).append(pair)
+        links = iter(self.links([*chain.from_iterable(pairs.values())], 0))
+        return {row: list(islice(links, len(request_pairs))) for row, request_pairs in pairs.items()}
 
-    def widths(self, name: str, values: NDArray[Any]) -> Int64s:
-        return np.zeros(len(values), dtype=np.int64) if name in _TYPES else count_varint_bytes(values)
+    def make_device_ids(self, count: int, row: int) -> UInt64s:
+        """Return new ids for device intervals of a row's process."""
+        number = 0 if self._process is None else int(self._process[row])
+        first = self._ids[number].take_device_numbers(count)
+        return mix_span_ids(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
 
-    def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
-        parts: list[Part] = [("", b"\x12"), ("length", widths["length"]), ("", b"\x0a\x10"), ("high", 8), ("low", 8)]
-        parts += [("", b"\x12\x08"), ("own", 8)]
-        parts += [("", b"\x22\x08"), ("parent", 8)] if widths["parent"] else []
-        parts += [("", b"\x39"), ("start", 8), ("", b"\x41"), ("end", 8), ("", b"\x85\x01"), ("flags", 4)]
-        for name, width in widths.items():
-            if width and name.startswith("instrument."):
-                parts += [("", pack_int_head(b"\x4a", name, width)), (name, width)]
-        return [part for part in parts if part[1]]
-
-    def field(self, name: str, width: int) -> str:
-        return _TYPES.get(name) or f"V{width}"
-
-    def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        return values if name in _TYPES else encode_varints(values, width)
-
-    def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
-        return pack_text(b"\x2a", name) + (SERVER_KIND if is_server else INTERNAL_KIND) + pack_attributes(attributes)
-
-    attributes = staticmethod(pack_attributes)
-
-    def members(self, members: RareMembers) -> bytes:
-        packed = [pack_status(members.status)]
-        packed += [pack_event(*event) for event in members.events]
-        packed += [b"\x60" + encode_varint(members.dropped)] if members.dropped else []
-        return b"".join([*packed, *map(pack_link, members.links)])
-
-    def state(self, state: str) -> bytes:
-        return pack_text(b"\x1a", state)
-
-
-PROTOBUF = ProtobufForm()
-
-
-REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
-"""The maximum bytes and spans of an uncompressed request. Some receivers refuse 1 MiB, or drop spans above 8,192."""
-
-
-def request_bodies(
-    packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
-) -> Iterator[Body]:
-    """Yield requests of packed entries under a packed resource, of at most `most_bytes` and `most_spans` each. A larger
-    entry is a request of its own."""
-    for pieces, sizes, _ in packed:
-        sums = np.cumsum(sizes)
-        at = 0
-        while at < len(sums):
-            before = int(sums[at - 1]) if at else 0
-            end = int(np.searchsorted(sums, before + most_bytes, side="right"))
-            end = max(min(end, at + most_spans), at + 1)
-            yield Body(pack_request(resource, pieces[at:end].ravel().tolist()), end - at)
-            at = end
+    def _mix_numbers(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:
+        """Return the span ids, or one half of the trace ids, for the recorder's numbers."""
+        process, trace = self._process, self._trace
+        if process is None or self._order is None:
+            return mix_span_ids(self._seeds[0, part], numbers.astype(np.uint64))
+        at = self._order[np.searchsorted(trace.span_id, numbers, sorter=self._order).clip(max=len(trace) - 1)]
+        is_known = trace.span_id[at] == numbers
+        own_numbers = np.where(is_known, trace.own_id[at], numbers)
+        for place in np.flatnonzero(~is_known).tolist():
+            own_numbers[place] = self._absent.get(int(numbers[place]), int(numbers[place]))
+        of_process = np.where(is_known, process[at], process[rows])
+        return mix_span_ids(self._seeds[of_process, part], own_numbers.astype(np.uint64))

@@ -21,7 +21,7 @@ from instrument import clock
 from instrument.otlp.export_facts import ExportFacts, Ids, decode_facts
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.exposition import Metered
-from instrument.otlp.kept_files import KeptFiles
+from instrument.otlp.file_exports import KeptFiles
 from instrument.otlp.recording_meter import Metering
 from instrument.otlp.recording_reader import DeviceTimes, RecordingReader
 from instrument.otlp.span_queue import Source
@@ -48,7 +48,7 @@ from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
 if TYPE_CHECKING:
-    from instrument.otlp.dataset_export import DatasetExport
+    from instrument.otlp.file_exports import DatasetExport
 
 FACTS_S = 1.0
 """Seconds between two reads of the export settings in a process's recording."""

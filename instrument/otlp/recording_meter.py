@@ -17,7 +17,7 @@ from instrument.otlp.metrics import DELAY_NS
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Ended, Meter
-from instrument.recording.distributions import COUNTER, UPDOWN, Labels, Metric, Snapshot
+from instrument.recording.distributions import Labels, Metric, Snapshot
 from instrument.recording.export_checkpoint import (
     DAMAGED,
     ENDS,
@@ -27,6 +27,14 @@ from instrument.recording.export_checkpoint import (
     losses_by_name,
 )
 from instrument.recording.mapped import Mapped, numbers_in
+from instrument.recording.metric_definitions import (
+    EXPORTED_SPANS,
+    INFLIGHT_SPANS,
+    LIVE_SPANS,
+    PROCESSED_SPANS,
+    RECORDING_MEMORY,
+    STARTED_SPANS,
+)
 from instrument.recording.numbers import metrics_of
 from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
@@ -220,31 +228,26 @@ class Metering:
             queued=facts.queued,
         )
         used_bytes = 0 if self._meter.has_ended else self._mapped.header.memory_bytes
-        about = "Memory that the recordings of living processes take."
-        memory = Metric("instrument.recording.memory", "By", UPDOWN, about, {(): used_bytes})
+        memory = RECORDING_MEMORY.metric({(): used_bytes})
         return replace(snapshot, metrics=(*snapshot.metrics, memory, *self._make_sdk_metrics(), *numbers))
 
     def _make_sdk_metrics(self) -> list[Metric]:
         """Return OpenTelemetry's own metrics of an SDK: the spans that were recorded, sampled and exported."""
         fates, live = self._fates, 0 if self._meter.has_ended else len(self._mapped.open_spans())
         started = sum(self._mapped.heads().values()) + self._mapped.ended_rows + live
-        processed, exported = "processor.span.processed", "exporter.span.exported"
-        counts = {
-            name: self._meter.rising(name, {error: sum(map(fates.__getitem__, lost)) for error, lost in of.items()})
-            for name, of in ((processed, _PROCESSOR_ERRORS), (exported, _EXPORT_ERRORS))
-        }
+        processed, exported = (
+            self._meter.rising(metric.name, {error: sum(map(fates.__getitem__, lost)) for error, lost in of.items()})
+            for metric, of in ((PROCESSED_SPANS, _PROCESSOR_ERRORS), (EXPORTED_SPANS, _EXPORT_ERRORS))
+        )
         exporter = self._exporter.component if self._sends else "instrument.file_span_exporter"
         waiting = max(fates["kept"] - sum(fates[fate] for fate in ENDS), 0)
-        series: tuple[tuple[str, str, str, dict[Labels, float]], ...] = (
-            ("span.live", UPDOWN, "Recorded spans that are open.", {(): live}),
-            ("span.started", COUNTER, "Recorded spans that have begun.", {(): started}),
-            (processed, COUNTER, "Spans that sampling kept, or that were lost before.",
-             _label_errors("instrument.tail_sampler", counts[processed])),
-            ("exporter.span.inflight", UPDOWN, "Kept spans that wait for their export.",
-             _label_errors(exporter, {"": waiting})),
-            (exported, COUNTER, "Kept spans whose export has finished.", _label_errors(exporter, counts[exported])),
-        )  # fmt: skip
-        return [Metric(f"otel.sdk.{name}", "{span}", kind, about, values) for name, kind, about, values in series]
+        return [
+            LIVE_SPANS.metric({(): live}),
+            STARTED_SPANS.metric({(): started}),
+            PROCESSED_SPANS.metric(_label_errors("instrument.tail_sampler", processed)),
+            INFLIGHT_SPANS.metric(_label_errors(exporter, {"": waiting})),
+            EXPORTED_SPANS.metric(_label_errors(exporter, exported)),
+        ]
 
     def metered(self) -> Metered | None:
         """Return the current metrics for a scrape, without sending them to the collector."""

@@ -24,9 +24,9 @@ from instrument.otlp.connection import (
     require_time_left,
     tls_context,
 )
-from instrument.otlp.points import Series, pack_metric
+from instrument.otlp.packing import Series, pack_metric
 from instrument.profile.document import without_secrets
-from instrument.recording.gen_ai_metrics import NAMESPACE
+from instrument.recording.metric_definitions import NAMESPACE
 from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.compression import compressor
 

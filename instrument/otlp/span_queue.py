@@ -18,7 +18,7 @@ from instrument.recording.spans import Origin
 from instrument.runtime.unpatched import Lock
 
 if TYPE_CHECKING:
-    from instrument.otlp.span_ids import SpanIds
+    from instrument.otlp.packed_spans import SpanIds
     from instrument.trace.columns import Columns, Int64s
 
 QUEUE_BYTES = 16 << 20
@@ -79,8 +79,8 @@ class Source:
         `facts` are the arguments of `SpanPacker`. Trees that began before a step of the wall clock keep the time before
         the step.
         """
-        from instrument.otlp.packed_spans import PROTOBUF, SpanPacker, request_bodies
-        from instrument.otlp.span_ids import SpanIds
+        from instrument.otlp.packed_spans import SpanIds, SpanPacker
+        from instrument.otlp.span_forms import PROTOBUF, request_bodies
         from instrument.trace.groups import Groups, ranked
 
         resource, threads, ids = pack_resource(self.resource()), self.threads(), ids or SpanIds(trace, self.ids)

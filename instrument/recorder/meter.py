@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from instrument.recorder.wrapping import RPC_STATUS, STATUS
 from instrument.recording.distributions import (
-    COUNTER,
-    HISTOGRAM,
+    ONE,
     OTHER,
     OVERFLOW,
     SERIES_LIMIT,
-    UPDOWN,
     Distribution,
     Exemplar,
-    Exemplars,
+    Histograms,
     Labels,
     Metric,
     Snapshot,
@@ -34,20 +32,24 @@ from instrument.recording.distributions import (
     group_of,
     labels_as_json,
     labels_from_json,
-    series_as_json,
-    series_from_json,
 )
-from instrument.recording.gen_ai_metrics import (
+from instrument.recording.metric_definitions import (
+    ACTIVE_REQUESTS,
     BATCH_SIZE,
+    CALL_DURATION,
+    COST,
+    DEFINITIONS,
     FIRST_TOKEN,
     GENERATION,
-    JOINED,
-    ONE,
+    HTTP_DURATION,
+    LOSSES,
     OUTPUT_TOKEN,
     QUEUE_TIME,
+    QUEUED_TASKS,
+    REQUEST_BATCH_SIZE,
     REQUEST_DURATION,
-    SERVING_BATCH_SIZE,
-    GenerationTimes,
+    RPC_DURATION,
+    MetricDefinition,
     generation_facts,
     generation_labels,
     is_among,
@@ -62,10 +64,6 @@ if TYPE_CHECKING:
     from instrument.recording.tally import Tally
 
 SCHEME = "url.scheme"
-
-HTTP_DURATION = "http.server.request.duration", "Duration of HTTP server requests."
-RPC_DURATION = "rpc.server.call.duration", "Duration of incoming remote procedure calls."
-"""The metrics of request durations, for HTTP and for RPC, each with its name and description."""
 
 Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
 """The ended requests by span name: the labels of the endpoint, and the number of requests in each histogram bucket."""
@@ -98,16 +96,13 @@ class Meter:
         self.by, self.at_most = "", 0
         self.watches = self.has_ended = False
         self._start_ns = start_ns
-        self._requests: dict[Labels, Distribution] = {}
-        self._generated = GenerationTimes()
+        self._histograms = Histograms()
         self._met: dict[str, Counter[int]] = {}
-        """The counts of the requests in `_requests` per bucket, by name."""
+        """The counts of the counted requests per bucket, by name."""
         self._endpoints: dict[Labels, None] = {}
         self._active: dict[Labels, int] = {}
-        self._calls: dict[Labels, Distribution] = {}
         self._asked_for: set[str] = set()
         self._counters: dict[tuple[str, str], float] = {}
-        self._exemplars: dict[Labels, Exemplars] = {}
         self.groups = set[str]()
 
     # ---------------------------------------------------------------- requests
@@ -120,14 +115,16 @@ class Meter:
             endpoint = endpoint_of(site)
             if isinstance(queued_s := attributes.get(TIME_IN_QUEUE), float):
                 labels = (*_call_labels(site), *_outcome_labels(attributes, row[ERROR]), *self._group(attributes))
-                self._generated.add(QUEUE_TIME, labels, round(queued_s * 1e9))
+                self._histograms.add(QUEUE_TIME.name, labels, round(queued_s * 1e9))
             if not endpoint:
                 continue
             duration_ns = row[END_NS] - row[START_NS]
             group = self._group(attributes)
-            _distribution_of(self._requests, (*_labels(endpoint, attributes, row[ERROR]), *group)).add(duration_ns)
+            labels = (*_labels(endpoint, attributes, row[ERROR]), *group)
+            self._histograms.add(_duration_of(endpoint).name, labels, duration_ns)
             if self._is_generation(endpoint):
-                self._count_generation((*_generation_labels(site), *group), attributes, duration_ns, row[ERROR])
+                labels = (*_generation_labels(site), *group)
+                self._count_generation(labels, attributes, duration_ns, row[ERROR])
             self._endpoints[endpoint] = None
             self._met.setdefault(site.name, Counter())[bucket(duration_ns)] += 1
 
@@ -136,15 +133,14 @@ class Meter:
         endpoint = endpoint_of(request.site)
         group = self._group(request.attributes)
         labels = (*_labels(endpoint, request.attributes, request.error), *group)
-        if endpoint and labels in self._requests:
-            exemplar = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
-            self._exemplars.setdefault(labels, Exemplars()).add(exemplar)
-            if self._is_generation(endpoint):
-                attributes = request.attributes
-                for name, of_generation, value_ns in _generation_values(
-                    (*_generation_labels(request.site), *group), attributes, request.total_ns, request.error
-                ):
-                    self._generated.note(name, of_generation, replace(exemplar, value_ns=value_ns))
+        exemplar = Exemplar(request.total_ns, request.end_ns, time.monotonic_ns(), trace_id, span_id)
+        is_counted = bool(endpoint) and self._histograms.note(_duration_of(endpoint).name, labels, exemplar)
+        if is_counted and self._is_generation(endpoint):
+            labels = (*_generation_labels(request.site), *group)
+            for name, of_generation, value_ns in _generation_values(
+                labels, request.attributes, request.total_ns, request.error
+            ):
+                self._histograms.note(name, of_generation, replace(exemplar, value_ns=value_ns))
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
         """Return the label for the group of a request: one of the first `at_most` values of `by`, or `OTHER`."""
@@ -171,11 +167,12 @@ class Meter:
         is_generation = self._is_generation(endpoint)
         labels = generation_labels(labels, attributes) if is_generation else (*labels, *generation_facts(attributes))
         labels = (*labels, *_outcome_labels(attributes, error), *self._group(attributes))
-        values = {QUEUE_TIME: queue_ns, **({SERVING_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
-        for name, value in values.items():
-            self._generated.add(name, labels, value)
+        values = {QUEUE_TIME: queue_ns, **({REQUEST_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
+        for definition, value in values.items():
+            self._histograms.add(definition.name, labels, value)
             if sampled_ids is not None:
-                self._generated.note(name, labels, Exemplar(value, request.end_ns, time.monotonic_ns(), *sampled_ids))
+                exemplar = Exemplar(value, request.end_ns, time.monotonic_ns(), *sampled_ids)
+                self._histograms.note(definition.name, labels, exemplar)
 
     def _is_generation(self, endpoint: Labels) -> bool:
         return is_among(str(dict(endpoint).get("http.route", "")), self.generations)
@@ -192,13 +189,13 @@ class Meter:
                 )
         for row in rows:
             if isinstance(keys := (row[ATTRIBUTES] or {}).get(BATCH_KEYS), list | tuple):
-                self._generated.add(BATCH_SIZE, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
+                self._histograms.add(BATCH_SIZE.name, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
 
     def _count_generation(
         self, labels_of_request: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
     ) -> None:
         for name, labels, value_ns in _generation_values(labels_of_request, attributes, duration_ns, error):
-            self._generated.add(name, labels, value_ns)
+            self._histograms.add(name, labels, value_ns)
 
     def ended(self) -> Ended:
         """Return the counts of all ended requests from the tally. It may be ahead of the rows that were read."""
@@ -226,7 +223,7 @@ class Meter:
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
             if missed:
                 self._endpoints[endpoint] = None
-                _distribution_of(self._requests, endpoint).add_buckets(missed)
+                self._histograms.of(_duration_of(endpoint).name, endpoint).add_buckets(missed)
                 counter.update(missed)
 
     def _active_requests(self) -> Metric:
@@ -240,13 +237,7 @@ class Meter:
         for labels, count in now.items():
             if labels in self._active or len(self._active) < SERIES_LIMIT:
                 self._active[labels] = count
-        return Metric(
-            "http.server.active_requests",
-            "{request}",
-            UPDOWN,
-            "Number of active HTTP server requests.",
-            dict(self._active),
-        )
+        return ACTIVE_REQUESTS.metric(dict(self._active))
 
     def _queued_tasks(self, waiting: Mapping[str, int]) -> Metric:
         """Return the metric that counts tasks waiting in executors, by the executor's name."""
@@ -255,8 +246,7 @@ class Meter:
             labels: Labels = (("instrument.executor", name),)
             labels = labels if len(series) < SERIES_LIMIT else OVERFLOW
             series[labels] = series.get(labels, 0) + count
-        about = "Number of tasks that wait for a thread of an executor."
-        return Metric("instrument.executor.queue.length", "{task}", UPDOWN, about, series)
+        return QUEUED_TASKS.metric(series)
 
     # ---------------------------------------------------------------- calls of functions
 
@@ -271,15 +261,12 @@ class Meter:
         totals = self._totals(self._asked_for)
         asked_for, tree = self._asked_for, totals.tree
         of_sites = zip(tree.by_site(_call_labels), tree.by_site(mark_of), strict=True)
-        beyond: list[int] = []
         of_labels = totals.lines_by([labels if mark in asked_for else () for labels, mark in of_sites])
+        lines_by_place: dict[Labels, list[int]] = {}
         for labels, lines in of_labels.items():
-            if labels not in self._calls and len(self._calls) >= SERIES_LIMIT:
-                beyond += lines
-            else:
-                self._calls.setdefault(labels, Distribution()).grow(_calls_of(totals, lines))
-        if beyond:
-            self._calls.setdefault(OVERFLOW, Distribution()).grow(_calls_of(totals, beyond))
+            lines_by_place.setdefault(self._histograms.place(CALL_DURATION.name, labels), []).extend(lines)
+        for place, lines in lines_by_place.items():
+            self._histograms.of(CALL_DURATION.name, place).grow(_calls_of(totals, lines))
 
     # ---------------------------------------------------------------- who goes on
 
@@ -287,29 +274,25 @@ class Meter:
         """Return all counts as values for JSON, without exemplars, for a meter that continues from them."""
         return {
             "start_ns": self._start_ns,
-            "requests": series_as_json(self._requests),
+            "histograms": self._histograms.state(),
             "met": [[name, [*counter.items()]] for name, counter in self._met.items()],
             "endpoints": [*map(labels_as_json, self._endpoints)],
-            "generated": self._generated.state(),
-            "calls": series_as_json(self._calls),
             "asked_for": sorted(self._asked_for),
             "counters": [[name, key, value] for (name, key), value in self._counters.items()],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the counts of an earlier meter. Raises one of `export_checkpoint.DAMAGED` for invalid ones."""
-        requests, calls = series_from_json(state["requests"]), series_from_json(state["calls"])
-        start_ns = int(state["start_ns"])
+        start_ns, histograms = int(state["start_ns"]), Histograms.from_state(state["histograms"])
         met = {str(name): Counter({int(index): int(count) for index, count in counts}) for name, counts in state["met"]}
         endpoints = dict.fromkeys(map(labels_from_json, state["endpoints"]))
-        generated = GenerationTimes.of(state["generated"])
         counters = {(str(name), str(key)): float(value) for name, key, value in state["counters"]}
         asked_for = {str(mark) for mark in state["asked_for"]}
-        self._start_ns, self._requests, self._calls, self._met = start_ns, requests, calls, met
-        self._endpoints = endpoints
+        self._start_ns, self._histograms, self._met, self._endpoints = start_ns, histograms, met, endpoints
+        requests = [*histograms.series(HTTP_DURATION.name), *histograms.series(RPC_DURATION.name)]
         values = (value for labels in requests for name, value in labels if name == self.by)
         self.groups.update(str(value) for value in values if value != OTHER)
-        self._generated, self._counters, self._asked_for = generated, counters, asked_for
+        self._counters, self._asked_for = counters, asked_for
 
     # ---------------------------------------------------------------- all together
 
@@ -324,36 +307,29 @@ class Meter:
     ) -> Snapshot:
         """Return all current metrics. `requests` is True if requests are recorded. `marks` identify the functions with
         metrics. `losses` are by reason, `costs_ns` by component, `queued` has the waiting tasks by executor."""
-        metrics = []
-        if requests or self._requests:
-            exemplars = {labels: of.all() for labels, of in self._exemplars.items()}
-            by_http = {labels: of for labels, of in self._requests.items() if not _is_rpc(labels)}
-            metrics.append(_durations(*HTTP_DURATION, by_http, exemplars))
-            if by_rpc := {labels: of for labels, of in self._requests.items() if _is_rpc(labels)}:
-                metrics.append(_durations(*RPC_DURATION, by_rpc, exemplars))
+        self._count_calls(marks)
+        always = [HTTP_DURATION] if requests else []
+        always += [REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN] if self.generations or self.watches else []
+        metrics = [
+            definition.metric(*self._histograms.copies(definition.name))
+            for definition in DEFINITIONS.values()
+            if definition in always or self._histograms.series(definition.name)
+        ]
+        if requests or self._histograms.series(HTTP_DURATION.name):
             metrics.append(self._active_requests())
             if queued and not self.has_ended:
                 metrics.append(self._queued_tasks(queued))
-        if self.generations or self.watches:
-            metrics += self._generated.metrics(REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN)
-        metrics += [metric for metric in self._generated.metrics(*JOINED) if metric.series]
-        if self.watches:
-            metrics += [metric for metric in self._generated.metrics(BATCH_SIZE) if metric.series]
-        self._count_calls(marks)
-        if self._calls:
-            about = "Time of a call, of the device's work, too, where it is timed."
-            metrics.append(_durations("instrument.call.duration", about, self._calls))
-        about = "What was recorded and not kept, by reason."
-        metrics.append(self._counted("instrument.losses", "{loss}", about, "instrument.reason", losses))
+        metrics.append(self._counted(LOSSES, "instrument.reason", losses))
         spent_s = {part: spent_ns / 1e9 for part, spent_ns in costs_ns.items()}
-        about = "Processor time of the instrumentation itself, as measured on this machine."
-        metrics.append(self._counted("instrument.cost", "s", about, "instrument.part", spent_s))
+        metrics.append(self._counted(COST, "instrument.part", spent_s))
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
 
-    def _counted(self, name: str, unit: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
-        """Return a counter metric that never falls, even if a value is now lower, such as a cost measured again."""
-        series: dict[Labels, float] = {((label, key),): value for key, value in self.rising(name, values).items()}
-        return Metric(name, unit, COUNTER, about, series)
+    def _counted(self, definition: MetricDefinition, label: str, values: Mapping[str, float]) -> Metric:
+        """Return a counter that never falls, even if a value is now lower, such as a cost measured again."""
+        series: dict[Labels, float] = {
+            ((label, key),): value for key, value in self.rising(definition.name, values).items()
+        }
+        return definition.metric(series)
 
     def rising(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
         """Return the largest value so far for each key of a counter."""
@@ -369,13 +345,6 @@ def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
     # sum is that of the buckets then.
     least_ns = sum(bucket_start(index) * count for index, count in buckets.items())
     return Distribution(sum(buckets.values()), max(total.elapsed_ns, least_ns), total.min_ns, total.max_ns, buckets)
-
-
-def _distribution_of(series: dict[Labels, Distribution], labels: Labels) -> Distribution:
-    """Return the distribution for these labels, or that of `OVERFLOW` beyond `SERIES_LIMIT`."""
-    if labels not in series and len(series) >= SERIES_LIMIT:
-        labels = OVERFLOW
-    return series.setdefault(labels, Distribution())
 
 
 def queued_tasks() -> Mapping[str, int]:
@@ -417,29 +386,16 @@ def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
     return ((OUTCOME, outcome),) if isinstance(outcome := attributes.get(OUTCOME), str) else ()
 
 
-def _durations(
-    name: str,
-    description: str,
-    of: Mapping[Labels, Distribution],
-    exemplars: Mapping[Labels, tuple[Exemplar, ...]] | None = None,
-) -> Metric:
-    series = {labels: distribution.copy() for labels, distribution in of.items()}
-    return Metric(name, "s", HISTOGRAM, description, series, exemplars or {})
-
-
 def _generation_values(
     call_labels: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
 ) -> Iterator[tuple[str, Labels, int]]:
     """Yield the name, labels and value of each metric of an ended generation. An item of its stream is a token."""
     labels = generation_labels(call_labels, attributes)
-    yield REQUEST_DURATION, (*labels, *_outcome_labels(attributes, error)), duration_ns
-    if error is not None:
-        return
-    times = token_times(attributes)
-    if times is not None:
-        yield FIRST_TOKEN, labels, times[0]
+    yield REQUEST_DURATION.name, (*labels, *_outcome_labels(attributes, error)), duration_ns
+    if error is None and (times := token_times(attributes)) is not None:
+        yield FIRST_TOKEN.name, labels, times[0]
         if times[1] is not None:
-            yield OUTPUT_TOKEN, labels, times[1]
+            yield OUTPUT_TOKEN.name, labels, times[1]
 
 
 def _generation_labels(site: Site) -> Labels:
@@ -471,6 +427,10 @@ _ENDPOINT = ("http.request.method", "http.route", "network.protocol.name", SCHEM
 
 def _is_rpc(endpoint: Labels) -> bool:
     return any(name == RPC_METHOD for name, _ in endpoint)
+
+
+def _duration_of(endpoint: Labels) -> MetricDefinition:
+    return RPC_DURATION if _is_rpc(endpoint) else HTTP_DURATION
 
 
 def _without_route(endpoint: Labels) -> Labels:

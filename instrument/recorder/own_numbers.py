@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from instrument.recorder import core
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.distributions import COUNTER, GAUGE
+from instrument.recording.metric_definitions import COUNTER, GAUGE
 from instrument.recording.numbers import MOST_GAUGES, SUM, cell_name, fits
 
 EVERY_NS = 10**9

@@ -89,10 +89,11 @@ OTHER = "other"
 
 MOST_COUNT = (1 << 63) - 1
 """The largest count that fits into OTLP."""
+ONE = 10**9
+"""The value 1 in a distribution of counts, whose unit is 1e-9."""
+
 LARGEST_SUM = 10**200
 """The largest valid sum in a stored distribution, in units of 1e-9. In this unit, sums of bytes soon exceed 64 bits."""
-
-COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
 
 @dataclass(slots=True)
@@ -313,3 +314,55 @@ class Snapshot:
     start_ns: int
     at_ns: int
     metrics: tuple[Metric, ...]
+
+
+class Histograms:
+    """The distributions of a process, by a metric's name and by labels, with exemplars."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, dict[Labels, Distribution]] = {}
+        self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
+
+    def place(self, name: str, labels: Labels) -> Labels:
+        """Return the labels under which a value counts, which are `OVERFLOW` beyond `SERIES_LIMIT`."""
+        series = self._series.setdefault(name, {})
+        if labels not in series and len(series) >= SERIES_LIMIT:
+            labels = OVERFLOW
+        series.setdefault(labels, Distribution())
+        return labels
+
+    def of(self, name: str, labels: Labels) -> Distribution:
+        """Return the distribution in which a value with these labels counts."""
+        place = self.place(name, labels)
+        return self._series[name][place]
+
+    def add(self, name: str, labels: Labels, value: int) -> None:
+        """Count one value: a time in ns, or a number in units of 1e-9."""
+        self.of(name, labels).add(max(value, 0))
+
+    def note(self, name: str, labels: Labels, exemplar: Exemplar) -> bool:
+        """Add an exemplar for a value. Return False if none with these labels has been counted."""
+        is_counted = labels in self.series(name)
+        if is_counted:
+            self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(exemplar)
+        return is_counted
+
+    def series(self, name: str) -> Mapping[Labels, Distribution]:
+        """Return the distributions of a metric by labels."""
+        return self._series.get(name, {})
+
+    def copies(self, name: str) -> tuple[dict[Labels, Distribution], dict[Labels, tuple[Exemplar, ...]]]:
+        """Return copies of a metric's distributions and of their exemplars."""
+        exemplars = {labels: of_series.all() for labels, of_series in self._exemplars.get(name, {}).items()}
+        return {labels: distribution.copy() for labels, distribution in self.series(name).items()}, exemplars
+
+    def state(self) -> dict[str, Any]:
+        """Return all distributions as values for JSON, without exemplars."""
+        return {name: series_as_json(series) for name, series in self._series.items()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Histograms:
+        """Return the distributions from the values of `state`. Raises `TypeError` or `ValueError` for anything else."""
+        histograms = cls()
+        histograms._series = {str(name): series_from_json(series) for name, series in state.items()}
+        return histograms

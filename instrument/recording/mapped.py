@@ -37,10 +37,11 @@ from instrument.recording.mapped_facts import (
     site_of,
 )
 from instrument.recording.memory_layout import duplicate
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.numbers import Cell
 from instrument.recording.paths import CallTree
 from instrument.recording.slot_ring import FEW_SAMPLES, LABELS, typed_reading
-from instrument.recording.spans import GAUGES, HOST, Sample, Site
+from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, buckets_of
 from instrument.runtime.cheap_start import NamedTuple
 

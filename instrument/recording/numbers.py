@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import ldexp
 
-from instrument.recording.distributions import COUNTER, GAUGE, HISTOGRAM, LARGEST_SUM, Distribution, Metric, bucket
-from instrument.recording.spans import GAUGES, HOST, Gauge, Sample
+from instrument.recording.distributions import LARGEST_SUM, ONE, Distribution, Metric, bucket
+from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, Gauge, Measure
+from instrument.recording.spans import HOST, Sample
 from instrument.runtime.cheap_start import NamedTuple
 
 NAME_BYTES = 112
@@ -20,9 +21,6 @@ MOST_GAUGES = 2_000
 
 LARGEST_MIDDLE = 9e9
 """The largest middle of a bucket. In units of 1e-9, a larger middle would not fit 64 bits."""
-
-NANO = 10**9
-"""The value 1 in a distribution, whose unit is 1e-9."""
 
 
 class Cell(NamedTuple):
@@ -79,7 +77,8 @@ def samples_of(
 def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
     """Add a number of the service to `GAUGES`. Return False if a gauge has that name, or there are too many names."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
-        GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, grows)
+        metrics = () if grows else (Measure(name, unit),)  # counters and sums are in snapshots
+        GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, own=True)
     return is_own(name)
 
 
@@ -96,7 +95,7 @@ def learn_gauges(gauges: Mapping[object, object]) -> None:
 
 def is_own(name: str) -> bool:
     """Return True for the name of one of the service's numbers in `GAUGES`."""
-    return name in GAUGES and GAUGES[name].about in (ABOUT, GROWS)
+    return name in GAUGES and GAUGES[name].own
 
 
 def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
@@ -111,9 +110,9 @@ def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
         elif cell.kind == SUM:
             sums[key] = cell.value
         elif cell.kind.lstrip("-").isdecimal():
-            index = bucket(int(min(middle_of(int(cell.kind)), LARGEST_MIDDLE) * NANO))
+            index = bucket(int(min(middle_of(int(cell.kind)), LARGEST_MIDDLE) * ONE))
             distributions.setdefault(key, Distribution()).add_buckets({index: int(cell.value)})
     for key, distribution in distributions.items():
-        distribution.sum_ns = min(int(min(sums.get(key, distribution.sum_ns / NANO), LARGEST_SUM) * NANO), LARGEST_SUM)
+        distribution.sum_ns = min(int(min(sums.get(key, distribution.sum_ns / ONE), LARGEST_SUM) * ONE), LARGEST_SUM)
     histograms = [Metric(*key, HISTOGRAM, ABOUT, {(): distribution}) for key, distribution in distributions.items()]
     return [*counters, *histograms]

@@ -11,7 +11,8 @@ from typing import Any
 from instrument.recording import memory_layout as layout
 from instrument.recording.memory_layout import GAUGES as CLAIMED
 from instrument.recording.memory_layout import MOST_SAMPLES, Claim, RecordingHead, generation_of
-from instrument.recording.spans import GAUGES, Sample
+from instrument.recording.metric_definitions import GAUGES
+from instrument.recording.spans import Sample
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.unpatched import Lock
 

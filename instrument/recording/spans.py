@@ -246,53 +246,6 @@ class Cost:
         return round(self.calls * max(self.cold_call_ns, self.per_call_ns)) + self.thread_ns
 
 
-@dataclass(frozen=True, slots=True)
-class Gauge:
-    """The unit and the description of a gauge.
-
-    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning.
-    """
-
-    unit: str
-    about: str
-    grows: bool = False
-
-
-GAUGES: dict[str, Gauge] = {
-    "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups"),
-    "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before"),
-    "process_memory": Gauge("bytes", "resident memory of the process"),
-    "process_memory_peak": Gauge("bytes", "most resident memory that the process ever had, as the system counts it"),
-    "cpu_wait": Gauge("%", "of one thread's time since the reading before, by all threads that waited for a processor"),
-    "memory_pressure": Gauge(
-        "%", "of the time since the reading before, in which a thread of the group waited for memory"
-    ),
-    "system_cpu": Gauge("%", "of all cores of the machine, by all that runs on it since the reading before"),
-    "utilization": Gauge("%", "of NVML's last sample period (1/6 s to 1 s), in which any kernel ran"),
-    "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written"),
-    "memory_used": Gauge("bytes", "of device memory, by all processes"),
-    "memory_total": Gauge("bytes", "of device memory that there is"),
-    "memory_of_process": Gauge("bytes", "of device memory, by this process"),
-    "torch_allocated": Gauge("bytes", "of device memory, by tensors, as torch's allocator counts them"),
-    "torch_allocated_peak": Gauge("bytes", "of device memory, the most that tensors had, since torch began to count"),
-    "torch_reserved": Gauge("bytes", "of device memory, that torch's allocator holds, for tensors or in its cache"),
-    "torch_reserved_peak": Gauge("bytes", "of device memory, the peak of torch's allocator, counted in the same way"),
-    "power": Gauge("W", "mean since the reading before, where the device counts its energy; else as NVML says it"),
-    "energy": Gauge("J", "since the first reading", grows=True),
-    "temperature": Gauge("C", "of the GPU"),
-    "sm_clock": Gauge("MHz", "of the streaming multiprocessors"),
-    "memory_clock": Gauge("MHz", "of device memory"),
-    "sm_active": Gauge("%", "of the streaming multiprocessors, busy on average since the reading before"),
-    "sm_occupancy": Gauge("%", "of the warps that the device has room for, on average since the reading before"),
-    "tensor_active": Gauge("%", "of the time since the reading before, in which tensor cores worked"),
-    "dram_active": Gauge("%", "of the bandwidth of device memory, used since the reading before"),
-    "pcie_sent": Gauge("bytes/s", "over PCIe from the device, mean since the reading before"),
-    "pcie_received": Gauge("bytes/s", "over PCIe to the device, mean since the reading before"),
-    "nvlink_sent": Gauge("bytes/s", "over all NVLinks from the device, mean since the reading before"),
-    "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before"),
-}
-"""All known gauges by name: those of host and GPUs, and the service's own numbers in recordings that were read."""
-
 HOST = -1
 """The value of `device` in a sample of the host."""
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from instrument.recording.spans import GAUGES, HOST, UNTIMED, Gauge, Gpu, Sample
+from instrument.recording.metric_definitions import GAUGES, Gauge
+from instrument.recording.spans import HOST, UNTIMED, Gpu, Sample
 from instrument.report.request_groups import GroupShare, group_shares, shares_section
 from instrument.report.section import Coverage, Section, View, explain_empty
 from instrument.report.table import (

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.profile.model import VIEWS
-from instrument.recording.spans import GAUGES, HOST, NO_DEVICE_TIME
+from instrument.recording.metric_definitions import GAUGES
+from instrument.recording.spans import HOST, NO_DEVICE_TIME
 from instrument.report.brief_view import Brief, brief
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import events

@@ -299,7 +299,7 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -
     """Yield the packed spans of a window, tree by tree. Batches get links to the requests in the window."""
     import numpy as np
 
-    from instrument.otlp.span_ids import SpanIds
+    from instrument.otlp.packed_spans import SpanIds
     from instrument.trace.joined import join
 
     span_ids = np.array([span.span_id for span in spans])

@@ -81,7 +81,7 @@ class OwnExport:
         self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends)
         self._run = ExportedRun({0: self._exported})
         if self.dataset is not None:
-            from instrument.otlp.dataset_export import DatasetExport
+            from instrument.otlp.file_exports import DatasetExport
 
             try:
                 key = f"{os.uname().nodename} {os.getpid()}"  # containers may share the folder of its journal

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.remote_parents import LINK, RemoteParent
-from instrument.recording.spans import GAUGES, AttributeValue, Origin
+from instrument.recording.spans import AttributeValue, Origin
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.forest import NONE, rows_of
 from instrument.trace.groups import Groups, ranked

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from instrument.recording.gen_ai_metrics import GENERATION, has_generation_names
+from instrument.recording.metric_definitions import GENERATION, has_generation_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.groups import firsts_of, numbered

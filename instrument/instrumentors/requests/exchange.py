@@ -43,9 +43,9 @@ from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
     from instrument.instrumentors.requests import server_timing
-    from instrument.recording import gen_ai_metrics
+    from instrument.recording import metric_definitions
 else:
-    gen_ai_metrics = LazyModule("instrument.recording.gen_ai_metrics")
+    metric_definitions = LazyModule("instrument.recording.metric_definitions")
     server_timing = LazyModule("instrument.instrumentors.requests.server_timing")
 
 HEADER = "http.request.header."
@@ -628,10 +628,10 @@ class Endpoints:
         facts = {"http.request.method": method}
         if route:
             facts["http.route"] = route
-            if self._generations and gen_ai_metrics.is_among(route, self._generations):
-                facts[gen_ai_metrics.OPERATION] = gen_ai_metrics.operation_of(route)
+            if self._generations and metric_definitions.is_among(route, self._generations):
+                facts[metric_definitions.OPERATION] = metric_definitions.operation_of(route)
                 if self._provider:
-                    facts[gen_ai_metrics.PROVIDER] = self._provider
+                    facts[metric_definitions.PROVIDER] = self._provider
         if protocol == "websocket":
             facts["network.protocol.name"] = "websocket"
         facts.update(self._address)

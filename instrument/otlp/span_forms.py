@@ -1,12 +1,13 @@
-"""Writes spans as lines of OTLP JSON, the format of OpenTelemetry's file exporter.
+"""The two forms of OTLP in which spans are encoded: protobuf for a collector, and JSON lines for a file.
 
-In OTLP's JSON, ids are hexadecimal and 64-bit integers are text. `packed_spans` packs the same content for a collector.
+Both forms have the same content. In OTLP's JSON, ids are hexadecimal and 64-bit integers are text. A file has one JSON
+object per line, the format of OpenTelemetry's file exporter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,11 +15,118 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.packed_spans import Part, RareMembers, SpanPacker
-from instrument.otlp.packing import SCHEMA_URL, SCOPE, find_version, make_plain
+from instrument.otlp.packed_spans import PackedRows, Part, RareMembers, SpanPacker
+from instrument.otlp.packing import (
+    INTERNAL_KIND,
+    SCHEMA_URL,
+    SCOPE,
+    SERVER_KIND,
+    Body,
+    encode_varint,
+    find_version,
+    make_plain,
+    pack_attributes,
+    pack_event,
+    pack_int_head,
+    pack_link,
+    pack_request,
+    pack_status,
+    pack_text,
+)
 from instrument.trace.columns import Int64s
 from instrument.trace.groups import firsts_of
 from instrument.trace.text import INT64
+
+
+def encode_varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
+    """Return numbers as varints of `width` bytes."""
+    number = numbers.astype(np.uint64)
+    digits = np.empty((len(number), width), dtype=np.uint8)
+    for place in range(width):
+        digits[:, place] = number & np.uint64(0x7F)
+        number = number >> np.uint64(7)
+    digits[:, :-1] |= 0x80
+    return digits.view(f"V{width}").reshape(-1)
+
+
+def count_varint_bytes(numbers: NDArray[Any]) -> Int64s:
+    """Return the number of bytes of each number as a varint."""
+    widths = np.ones(len(numbers), dtype=np.int64)
+    values = numbers.astype(np.uint64)
+    most = int(values.max(initial=0)).bit_length()
+    for bits in range(7, most, 7):
+        widths += values >= np.uint64(1 << bits)
+    return widths
+
+
+_TYPES = {"high": ">u8", "low": ">u8", "own": ">u8", "parent": ">u8", "flags": "<u4", "start": "<u8", "end": "<u8"}
+
+
+class ProtobufForm:
+    """The protobuf encoding of spans in `ScopeSpans.spans`."""
+
+    end = b""
+    around = 1
+    """The byte of the tag in front of the length."""
+    types: Mapping[str, str] = _TYPES
+
+    length_widths = staticmethod(count_varint_bytes)
+
+    def widths(self, name: str, values: NDArray[Any]) -> Int64s:
+        return np.zeros(len(values), dtype=np.int64) if name in _TYPES else count_varint_bytes(values)
+
+    def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
+        parts: list[Part] = [("", b"\x12"), ("length", widths["length"]), ("", b"\x0a\x10"), ("high", 8), ("low", 8)]
+        parts += [("", b"\x12\x08"), ("own", 8)]
+        parts += [("", b"\x22\x08"), ("parent", 8)] if widths["parent"] else []
+        parts += [("", b"\x39"), ("start", 8), ("", b"\x41"), ("end", 8), ("", b"\x85\x01"), ("flags", 4)]
+        for name, width in widths.items():
+            if width and name.startswith("instrument."):
+                parts += [("", pack_int_head(b"\x4a", name, width)), (name, width)]
+        return [part for part in parts if part[1]]
+
+    def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
+        return values if name in _TYPES else encode_varints(values, width)
+
+    def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
+        return pack_text(b"\x2a", name) + (SERVER_KIND if is_server else INTERNAL_KIND) + pack_attributes(attributes)
+
+    attributes = staticmethod(pack_attributes)
+
+    def members(self, members: RareMembers) -> bytes:
+        packed = [pack_status(members.status)]
+        packed += [pack_event(*event) for event in members.events]
+        packed += [b"\x60" + encode_varint(members.dropped)] if members.dropped else []
+        return b"".join([*packed, *map(pack_link, members.links)])
+
+    def state(self, state: str) -> bytes:
+        return pack_text(b"\x1a", state)
+
+
+PROTOBUF = ProtobufForm()
+
+
+REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
+"""The maximum bytes and spans of an uncompressed request. Some receivers refuse 1 MiB, or drop spans above 8,192."""
+
+
+def request_bodies(
+    packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
+) -> Iterator[Body]:
+    """Yield requests of packed entries under a packed resource, of at most `most_bytes` and `most_spans` each. A larger
+    entry is a request of its own."""
+    for pieces, sizes, _ in packed:
+        sums = np.cumsum(sizes)
+        at = 0
+        while at < len(sums):
+            before = int(sums[at - 1]) if at else 0
+            end = int(np.searchsorted(sums, before + most_bytes, side="right"))
+            end = max(min(end, at + most_spans), at + 1)
+            yield Body(pack_request(resource, pieces[at:end].ravel().tolist()), end - at)
+            at = end
+
+
+# ---------------------------------------------------------------- JSON
 
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
@@ -122,6 +230,7 @@ class JsonForm:
 
     end = b"}"
     around = 0
+    types: Mapping[str, str] = {}
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
         return count_digits(values)
@@ -141,9 +250,6 @@ class JsonForm:
                 parts += [("", b'%b%b{"intValue":"' % (comma, _encode_key(name))), (name, width), ("", b'"}}')]
                 comma = b","
         return parts
-
-    def field(self, name: str, width: int) -> str:
-        return f"V{width}"
 
     def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
         return encode_hexadecimal(values) if name in _IDS else encode_decimals(values, width)

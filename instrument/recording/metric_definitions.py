@@ -1,0 +1,277 @@
+"""Declares every metric of ours once. The OTLP export, both forms for Prometheus and the documentation follow.
+
+A total is a metric that a process counts, such as a request's duration. A gauge is read at intervals, such as a GPU's
+power, and a collector gets it as one or more metrics. Names, units and kinds follow OpenTelemetry's conventions for
+HTTP, RPC, generative models, hardware, processes and systems (version 1.44). A metric without a convention has a name
+that begins with `instrument.`. A service's own metrics are added to `GAUGES` when its recording is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from instrument.recording.spans import FIRST_ITEM, ITEMS, LAST_ITEM
+from instrument.runtime.cheap_start import LazyModule, NamedTuple, dataclass
+
+if TYPE_CHECKING:
+    from instrument.recording import distributions
+    from instrument.recording.distributions import Distribution, Exemplar, Labels, Metric
+else:
+    distributions = LazyModule("instrument.recording.distributions")  # a process that counts nothing needs none
+
+COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
+"""The kinds of metrics. An `updown` is a sum that goes both ways."""
+
+
+class MetricDefinition(NamedTuple):
+    """The declaration of a total. `needs` is the key of the profile that it needs, "" for none. `bounds` are those of a
+    histogram's buckets in Prometheus's text, in the unit of the metric."""
+
+    name: str
+    unit: str
+    kind: str
+    description: str
+    needs: str = ""
+    bounds: Sequence[float] = ()
+
+    def metric(
+        self,
+        series: Mapping[Labels, float | Distribution],
+        exemplars: Mapping[Labels, tuple[Exemplar, ...]] | None = None,
+    ) -> Metric:
+        """Return the metric with these values."""
+        return distributions.Metric(self.name, self.unit, self.kind, self.description, series, exemplars or {})
+
+
+DEFINITIONS: dict[str, MetricDefinition] = {}
+"""The totals by name, in the order in which they are reported."""
+
+
+def _define(*facts: Any) -> MetricDefinition:
+    definition = MetricDefinition(*facts)
+    return DEFINITIONS.setdefault(definition.name, definition)
+
+
+BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+"""The bucket bounds in seconds that OpenTelemetry's conventions advise for `http.server.request.duration`."""
+
+BOUNDS_ITEMS = (1.5, 2.5, 4.5, 8.5, 16.5, 32.5, 64.5, 128.5, 256.5, 512.5, 1024.5)
+"""The bucket bounds of histograms of counts. No bound is a whole number, so no count equals a bound."""
+
+_GENERATION_S = tuple(round(0.01 * 2**power, 2) for power in range(14))
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_CALL_S = tuple(round(1e-5 * 4**power, 5) for power in range(13))  # from 10 us to some minutes
+
+HTTP_DURATION = _define(
+    "http.server.request.duration", "s", HISTOGRAM, "Duration of HTTP server requests.", "requests", BOUNDS_S
+)
+RPC_DURATION = _define(
+    "rpc.server.call.duration", "s", HISTOGRAM, "Duration of incoming remote procedure calls.", "requests", BOUNDS_S
+)
+ACTIVE_REQUESTS = _define(
+    "http.server.active_requests", "{request}", UPDOWN, "Number of active HTTP server requests.", "requests"
+)
+QUEUED_TASKS = _define(
+    "instrument.executor.queue.length", "{task}", UPDOWN, "Number of tasks that wait for a thread of an executor.",
+    "requests",
+)  # fmt: skip
+REQUEST_DURATION = _define(
+    "gen_ai.server.request.duration", "s", HISTOGRAM,
+    "Generative AI server request duration such as time-to-last byte or last output token.", "gen_ai", _GENERATION_S,
+)  # fmt: skip
+FIRST_TOKEN = _define(
+    "gen_ai.server.time_to_first_token", "s", HISTOGRAM, "Time to generate first token for successful responses.",
+    "gen_ai", _FIRST_TOKEN_S,
+)  # fmt: skip
+OUTPUT_TOKEN = _define(
+    "gen_ai.server.time_per_output_token", "s", HISTOGRAM,
+    "Time per output token generated after the first token for successful responses.", "gen_ai", _TOKEN_S,
+)  # fmt: skip
+QUEUE_TIME = _define(
+    "instrument.request.queue.duration", "s", HISTOGRAM, "Time of a request in the queue, up to its first batch.",
+    "key` and `batch", (0.001, 0.005, *_GENERATION_S),
+)  # fmt: skip
+REQUEST_BATCH_SIZE = _define(
+    "instrument.request.batch.size", "{request}", HISTOGRAM,
+    "Requests of a batch, on average over those that served the request.", "key` and `batch", BOUNDS_ITEMS,
+)  # fmt: skip
+BATCH_SIZE = _define("instrument.batch.size", "{request}", HISTOGRAM, "Requests of a batch.", "batch", BOUNDS_ITEMS)
+CALL_DURATION = _define(
+    "instrument.call.duration", "s", HISTOGRAM, "Time of a call, of the device's work, too, where it is timed.",
+    "metrics", _CALL_S,
+)  # fmt: skip
+LOSSES = _define("instrument.losses", "{loss}", COUNTER, "What was recorded and not kept, by reason.")
+COST = _define(
+    "instrument.cost", "s", COUNTER, "Processor time of the instrumentation itself, as measured on this machine."
+)
+RECORDING_MEMORY = _define(
+    "instrument.recording.memory", "By", UPDOWN, "Memory that the recordings of living processes take."
+)
+LIVE_SPANS = _define("otel.sdk.span.live", "{span}", UPDOWN, "Recorded spans that are open.")
+STARTED_SPANS = _define("otel.sdk.span.started", "{span}", COUNTER, "Recorded spans that have begun.")
+PROCESSED_SPANS = _define(
+    "otel.sdk.processor.span.processed", "{span}", COUNTER, "Spans that sampling kept, or that were lost before."
+)
+INFLIGHT_SPANS = _define("otel.sdk.exporter.span.inflight", "{span}", UPDOWN, "Kept spans that wait for their export.")
+EXPORTED_SPANS = _define("otel.sdk.exporter.span.exported", "{span}", COUNTER, "Kept spans whose export has finished.")
+PROCESSES = _define(
+    "instrument.processes", "{process}", GAUGE,
+    "Living processes that these metrics are of. Totals include the processes that have ended.",
+)  # fmt: skip
+
+# ---------------------------------------------------------------- gauges
+
+
+class Measure(NamedTuple):
+    """The metric that a collector gets of a gauge: the value times `scale`, divided by the newest value of the gauge
+    `per`. `kind` is `gauge`, `updown` (a sum that goes both ways) or `counter`."""
+
+    name: str
+    unit: str
+    kind: str = GAUGE
+    scale: float = 1
+    per: str = ""
+    attributes: tuple[tuple[str, str], ...] = ()
+
+
+OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
+"""The prefixes of metrics that measure one process. All other gauges measure the machine, so its processes report the
+same values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """The unit and the description of a gauge in reports, and its metrics for a collector.
+
+    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning. `own`
+    marks a number of the service.
+    """
+
+    unit: str
+    about: str
+    metrics: tuple[Measure, ...] = ()
+    grows: bool = False
+    own: bool = False
+
+    @property
+    def is_of_process(self) -> bool:
+        """True if the gauge measures one process."""
+        return self.own or any(metric.name.startswith(OF_PROCESSES) for metric in self.metrics)
+
+
+def _one(name: str, unit: str, kind: str = GAUGE, scale: float = 1, per: str = "") -> tuple[Measure, ...]:
+    return (Measure(name, unit, kind, scale, per),)
+
+
+def _percent(name: str, per: str = "", *attributes: tuple[str, str]) -> tuple[Measure, ...]:
+    """Return the metric of a gauge in percent, which is a share."""
+    return (Measure(name, "1", GAUGE, 0.01, per, attributes),)
+
+
+def _transfer(name: str, direction: str) -> tuple[Measure, ...]:
+    """Return the metric of bytes per second in one direction."""
+    return (Measure(name, "By/s", attributes=(("network.io.direction", direction),)),)
+
+
+GAUGES: dict[str, Gauge] = {
+    "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups",
+                   _one("instrument.process.cpu.limit", "{cpu}")),
+    "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before",
+                         _percent("process.cpu.utilization", "cores")),
+    "process_memory": Gauge("bytes", "resident memory of the process", _one("process.memory.usage", "By", UPDOWN)),
+    "process_memory_peak": Gauge("bytes", "most resident memory that the process ever had, as the system counts it",
+                                 _one("instrument.process.memory.peak", "By")),
+    "cpu_wait": Gauge("%", "of one thread's time since the reading before, by all threads that waited for a processor",
+                      _percent("instrument.process.cpu.wait")),
+    "memory_pressure": Gauge(
+        "%", "of the time since the reading before, in which a thread of the group waited for memory",
+        _percent("instrument.process.memory.pressure")),
+    "system_cpu": Gauge("%", "of all cores of the machine, by all that runs on it since the reading before",
+                        _percent("system.cpu.utilization")),
+    "utilization": Gauge("%", "of NVML's last sample period (1/6 s to 1 s), in which any kernel ran",
+                         _percent("hw.gpu.utilization", "", ("hw.gpu.task", "general"))),
+    "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written",
+                           _percent("instrument.gpu.memory.active")),
+    "memory_used": Gauge("bytes", "of device memory, by all processes",
+                         _one("hw.gpu.memory.usage", "By", UPDOWN)
+                         + _one("hw.gpu.memory.utilization", "1", per="memory_total")),
+    "memory_total": Gauge("bytes", "of device memory that there is", _one("hw.gpu.memory.limit", "By", UPDOWN)),
+    "memory_of_process": Gauge("bytes", "of device memory, by this process",
+                               _one("instrument.gpu.process.memory.usage", "By", UPDOWN)),
+    "torch_allocated": Gauge("bytes", "of device memory, by tensors, as torch's allocator counts them",
+                             _one("instrument.torch.memory.allocated", "By", UPDOWN)),
+    "torch_allocated_peak": Gauge("bytes", "of device memory, the most that tensors had, since torch began to count",
+                                  _one("instrument.torch.memory.allocated_peak", "By")),
+    "torch_reserved": Gauge("bytes", "of device memory, that torch's allocator holds, for tensors or in its cache",
+                            _one("instrument.torch.memory.reserved", "By", UPDOWN)),
+    "torch_reserved_peak": Gauge("bytes", "of device memory, the peak of torch's allocator, counted in the same way",
+                                 _one("instrument.torch.memory.reserved_peak", "By")),
+    "power": Gauge("W", "mean since the reading before, where the device counts its energy; else as NVML says it",
+                   _one("hw.power", "W")),
+    "energy": Gauge("J", "since the first reading", _one("hw.energy", "J", COUNTER), grows=True),
+    "temperature": Gauge("C", "of the GPU", _one("hw.temperature", "Cel")),
+    "sm_clock": Gauge("MHz", "of the streaming multiprocessors", _one("instrument.gpu.sm.clock", "Hz", scale=1e6)),
+    "memory_clock": Gauge("MHz", "of device memory", _one("instrument.gpu.memory.clock", "Hz", scale=1e6)),
+    "sm_active": Gauge("%", "of the streaming multiprocessors, busy on average since the reading before",
+                       _percent("instrument.gpu.sm.active")),
+    "sm_occupancy": Gauge("%", "of the warps that the device has room for, on average since the reading before",
+                          _percent("instrument.gpu.sm.occupancy")),
+    "tensor_active": Gauge("%", "of the time since the reading before, in which tensor cores worked",
+                           _percent("instrument.gpu.tensor.active")),
+    "dram_active": Gauge("%", "of the bandwidth of device memory, used since the reading before",
+                         _percent("instrument.gpu.dram.active")),
+    "pcie_sent": Gauge("bytes/s", "over PCIe from the device, mean since the reading before",
+                       _transfer("instrument.gpu.pcie.io", "transmit")),
+    "pcie_received": Gauge("bytes/s", "over PCIe to the device, mean since the reading before",
+                           _transfer("instrument.gpu.pcie.io", "receive")),
+    "nvlink_sent": Gauge("bytes/s", "over all NVLinks from the device, mean since the reading before",
+                         _transfer("instrument.gpu.nvlink.io", "transmit")),
+    "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before",
+                             _transfer("instrument.gpu.nvlink.io", "receive")),
+}  # fmt: skip
+"""All known gauges by name: those of host and GPUs, and the service's own numbers in recordings that were read."""
+
+# ---------------------------------------------------------------- labels of generations
+
+NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
+
+PROVIDER = "gen_ai.provider.name"
+GENERATION = (OPERATION, PROVIDER, "gen_ai.request.model")
+"""The attributes of a generation's span that become labels. A service may set them with `annotate_request`."""
+
+
+def generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
+    """Return the labels of a generation: the given ones, and those from its span's attributes."""
+    usual = operation_of(str(dict(labels).get("http.route", "")))
+    return tuple({OPERATION: usual, **dict(labels), **dict(generation_facts(attributes))}.items())
+
+
+def operation_of(route: str) -> str:
+    """Return OpenTelemetry's name for the operation of an HTTP route that generates text, such as `chat`."""
+    return "chat" if route.endswith("/chat/completions") else "text_completion"
+
+
+def is_among(route: str, patterns: Sequence[str]) -> bool:
+    """Return True if an HTTP route matches one of the patterns, which are exact or end in `*`."""
+    return any(route.startswith(pattern[:-1]) if pattern.endswith("*") else route == pattern for pattern in patterns)
+
+
+def has_generation_names(names: Iterable[object]) -> bool:
+    """Return True if one of a span's attribute names marks it as a generation by a model."""
+    return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
+
+
+def generation_facts(attributes: Mapping[Any, Any]) -> Labels:
+    """Return the attributes that describe a generation, as labels."""
+    return tuple((name, value) for name in GENERATION if isinstance(value := attributes.get(name), str))
+
+
+def token_times(attributes: Mapping[Any, Any]) -> tuple[int, int | None] | None:
+    """Return the time to a stream's first item and the mean time per later item, in ns, None if it had no items."""
+    first_ns, last_ns, items = (attributes.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
+    if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
+        return None  # missing, or the service's own attributes of the same names
+    each_ns = max(last_ns - first_ns, 0) // (items - 1) if items > 1 else None
+    return max(first_ns, 0), each_ns
