@@ -20,8 +20,8 @@ from otlp_spans import ORIGIN, SECOND, offer, span
 import instrument
 from instrument.otlp import Exporter, Ids, metrics
 from instrument.otlp import exporter as exporter_module
-from instrument.otlp.metrics import Metrics, Snapshots
-from instrument.otlp.senders import make_metrics_url
+from instrument.otlp.metrics import Metrics
+from instrument.otlp.senders import Response, make_metrics_url
 from instrument.otlp.span_queue import Source
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
@@ -91,7 +91,6 @@ def test_every_gauge_arrives_by_its_conventional_name_unit_and_kind(
         offer(exporter, [span()])
         metrics_of(exporter).offer_samples(samples, [GPU])
         assert exporter.flush(60 * SECOND).complete
-        assert metrics_of(exporter).sent == len(samples)
         assert (metrics_of(exporter).losses(), metrics_of(exporter).notes()) == ({}, [])
     assert [found.name for found in collector.spans()] == ["op"]
     points = collector.points()
@@ -186,12 +185,13 @@ def test_totals_keep_their_start_when_the_wall_clock_is_set(
     monkeypatch: pytest.MonkeyPatch, preference: str, moved_ns: int
 ) -> None:
     monkeypatch.setenv(TEMPORALITY, preference)
-    snapshots, found = Snapshots(), []
+    counts, found = Metrics("http://collector"), []
     for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
         counted = Metric("count", "s", COUNTER, "", {(): float(at_ns)})
-        for piece in snapshots.split_snapshot(Snapshot(5_000, at_ns, (counted,)), origin, 10):
-            found += piece.series[0].points
-            snapshots.note_accepted(piece)
+        counts.put_snapshot(Snapshot(5_000, at_ns, (counted,)))
+        for request in counts.requests(origin):
+            found += request.series[0].points
+            counts.settle(request, Response(True))
     first, second = found
     assert first.start_ns == ORIGIN.realtime_of(5_000)
     assert second.start_ns == (first.at_ns if preference == "delta" else first.start_ns)
@@ -210,7 +210,6 @@ def test_many_samples_go_in_several_requests_and_all_arrive(collector: Receiver)
     with exporting(Otlp(collector.endpoint)) as exporter:
         metrics_of(exporter).offer_samples([sample("power", float(at), at=at) for at in range(2_500)], [GPU])
         exporter.flush(60 * SECOND)
-        assert metrics_of(exporter).sent == 2_500
     assert sorted(p.value for p in collector.points()) == [float(at) for at in range(2_500)]
 
 
@@ -306,7 +305,6 @@ def test_spans_rejected_in_a_successful_answer_are_counted() -> None:
         metrics_of(exporter).offer_samples([sample("power", 1.0), sample("energy", 1.0)], [GPU])
         exporter.flush(60 * SECOND)
         assert metrics_of(exporter).losses() == {"samples of gauges rejected by the OTLP export": 1}
-        assert metrics_of(exporter).sent == 1
         assert metrics_of(exporter).notes() == ["export.otlp: metrics did not get through: quota"]
 
 
@@ -329,8 +327,8 @@ def test_samples_that_nobody_fetches_stay_bounded_and_the_newest_remain(monkeypa
         for at in range(25):
             metrics_of(exporter).offer_samples([sample("power", float(at), at=at)], [GPU])
         assert metrics_of(exporter).losses() == {"samples of gauges dropped by the OTLP export": 15}
-        series, taken = metrics_of(exporter).take_samples(ORIGIN)
-        assert (taken, [point.value for point in series[0].points]) == (10, [float(at) for at in range(15, 25)])
+        (request,) = metrics_of(exporter).requests(ORIGIN)
+        assert [point.value for point in request.series[0].points] == [float(at) for at in range(15, 25)]
 
 
 def test_spans_that_wait_when_the_exporter_stops_are_counted() -> None:

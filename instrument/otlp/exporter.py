@@ -392,56 +392,28 @@ class Exporter:
                 return
             self._metrics_source = source
             try:
-                is_taken = self._attempt_metrics_of(sender, source, metrics)
+                is_taken = self._send_metrics_of(sender, source, metrics)
                 self.settled(source)
             finally:
                 self._metrics_source = None
             if not is_taken and len(self._metered) > 1 and self._stop_at_ns == _NEVER_NS:
                 self._metrics_deferred_until_ns = max(self._metrics_deferred_until_ns, time.monotonic_ns() + DELAY_NS)
-                self._move_to_end(source)
+                with self._queue.lock:  # the source may have been removed meanwhile
+                    self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
-    def _attempt_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
+    def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
         """Send a process's metrics. Return True if they were accepted, or after a fault, so that others' metrics are
         sent."""
+        suppress_instrumentation()
         try:
-            return source in self._metered and self._send_metrics_of(sender, source, metrics)
+            for request in metrics.requests(source.origin) if source in self._metered else ():
+                verdict = self._deliver_metrics(sender, source, request.series)
+                metrics.settle(request, verdict)
+                if not (verdict.taken and self._is_current(sender)):
+                    return bool(metrics.off)
         except Exception as fault:
             metrics.drop_waiting()
             FAULTS.note("OTLP export of metrics", fault)
-            return True
-
-    def _move_to_end(self, source: Source) -> None:
-        with self._queue.lock:
-            if source in self._metered:  # it may have been removed meanwhile
-                self._metered = (*(metered for metered in self._metered if metered is not source), source)
-
-    def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send the snapshot and the samples of a process. Return True if the collector accepted them. Samples that it
-        did not accept are lost. Totals are not, because the next snapshot contains them."""
-        suppress_instrumentation()
-        is_taken = self._send_snapshot(sender, source, metrics)
-        while is_taken and metrics.has_samples() and self._is_current(sender):
-            series, samples = metrics.take_samples(source.origin)
-            if not series:
-                continue
-            verdict = self._deliver_metrics(sender, source, series)
-            is_taken = verdict.taken
-            metrics.settle_samples(samples, verdict.rejected if is_taken else samples, verdict)
-        return is_taken or bool(metrics.off)
-
-    def _send_snapshot(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send the newest snapshot, unless it was sent. Return False if the collector did not accept it."""
-        snapshot = metrics.snapshots.take_newest()
-        if snapshot is None:
-            return True
-        for piece in metrics.split_snapshot(snapshot, source.origin):
-            verdict = self._deliver_metrics(sender, source, piece.series)
-            if not self._is_current(sender):
-                return False
-            metrics.settle_piece(piece, verdict)
-            if not verdict.taken:
-                return False
-        metrics.snapshots.note_delivered(snapshot)
         return True
 
     def _deliver_metrics(self, sender: Sender, source: Source, series: Sequence[Series]) -> Response:

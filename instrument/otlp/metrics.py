@@ -1,10 +1,9 @@
 """Prepares metrics for a collector from samples of gauges and from snapshots of totals, and counts lost ones.
 
-Names, units and kinds follow OpenTelemetry's conventions for hardware, processes and systems (version 1.44). A metric
-without a convention has a name that begins with `instrument.`. A value has the time at which it was read. A failed
-delivery of a snapshot loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered
-one. The start time of a total does not move with the wall clock, because a collector would read a new start time as a
-restart. A delta begins at the end of the previous delta.
+`metric_definitions` declares the metrics. A value has the time at which it was read. A failed delivery of a snapshot
+loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered one. The start time of
+a total does not move with the wall clock, because a collector would read a new start time as a restart. A delta begins
+at the end of the previous delta.
 """
 
 from __future__ import annotations
@@ -17,10 +16,17 @@ from typing import Any
 
 from instrument.otlp.packing import Exponential, Point, Series, make_exponential
 from instrument.otlp.senders import Response
-from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot, labels_as_json, labels_from_json
+from instrument.recording.distributions import (
+    Distribution,
+    Labels,
+    Metric,
+    Snapshot,
+    labels_as_json,
+    labels_from_json,
+)
 from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, Measure
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
-from instrument.runtime.cheap_start import dataclass, replace
+from instrument.runtime.cheap_start import dataclass, field, replace
 from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
 from instrument.runtime.unpatched import Lock
 
@@ -28,106 +34,199 @@ DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGR
 """The kinds of metrics that are sent as deltas, by the value of OpenTelemetry's temporality variable. With `lowmemory`
 our counters remain totals, because they are read as totals."""
 
+QUEUE_SAMPLES = 65_536
+"""The maximum number of samples that wait for delivery. Above that the oldest are dropped."""
+
+DELAY_NS = 10 * 10**9
+"""Nanoseconds for which samples are gathered before they are sent together in one request."""
+
+REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
+"""The maximum number of samples or series per request, and the lower bound of this maximum, which a collector's
+refusals reduce. A sample takes some 200 bytes, a histogram 400."""
+
+PATIENCE_NS = 2 * 10**9
+"""The maximum number of nanoseconds for which a request of metrics may delay the spans that wait behind it."""
+
+TimedValue = tuple[float | Distribution, int]
+"""The value of a series, and its wall time in ns."""
+
 
 @dataclass(slots=True)
-class Piece:
-    """The part of a snapshot in one request: series, the number of their points, and each value with its wall time."""
+class MetricsRequest:
+    """The metrics of one request: `count` samples, or `count` series of a snapshot with their `values`."""
 
-    series: list[Series]
-    points: int
-    values: dict[tuple[str, Labels], tuple[float | Distribution, int]]
+    series: list[Series] = field(default_factory=list)
+    count: int = 0
+    values: dict[tuple[str, Labels], TimedValue] = field(default_factory=dict)
 
 
-class Snapshots:
-    """The newest snapshot, and the progress of its delivery.
+class Metrics:
+    """The samples and the newest snapshot for a collector, and the counts of lost ones.
 
-    One thread calls `put`, another the other methods, and any thread `state`. `environ` is the environment of the
-    process with the metrics, which names the preferred temporality.
+    All methods may be called from any thread, but only one thread takes `requests` and settles them. If a collector
+    refuses all metrics, no more are sent; spans are still sent. `environ` is the environment of the process with the
+    metrics, which names the preferred temporality.
     """
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, endpoint: str | None, environ: Mapping[str, str] = os.environ) -> None:
+        self.off = (
+            "" if endpoint else "the endpoint for spans does not end in /v1/traces, so that of metrics is unknown"
+        )
+        if environ.get(METRICS_EXPORTER, "").strip() == "none":
+            self.off = f"{METRICS_EXPORTER} is none"
         temporality = environ.get(TEMPORALITY, "").strip().lower() or "cumulative"
         self._deltas = DELTAS.get(temporality, ())
-        self.problem = (
+        self._problem = (
             "" if temporality in DELTAS else f"{TEMPORALITY}: found {temporality!r}; allowed: {', '.join(DELTAS)}"
         )
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget all snapshots, and the progress of their delivery."""
-        self._newest: Snapshot | None = None
+        self._has_metrics = False
+        self._lock = Lock()
+        self._waiting: deque[Sample] = deque()
+        self._oldest_ns = 0
+        self.taken_ns = 0
+        """The time in ns of the newest sample that was offered to this exporter or the previous one."""
+        self._gpus: dict[int, Gpu] = {}
+        self._newest: dict[tuple[str, int], float] = {}
+        self._begun_ns: dict[int, int] = {}
+        self._snapshot: Snapshot | None = None
         self._tried: Snapshot | None = None
         self._delivered: Snapshot | None = None
-        self._delivered_values: dict[tuple[str, Labels], tuple[float | Distribution, int]] = {}
-        self._start_ns = self._start_realtime_ns = self.delivered_ns = 0
+        self._delivered_values: dict[tuple[str, Labels], TimedValue] = {}
+        self._start_ns = self._start_realtime_ns = self._delivered_ns = 0
+        self._lost = {"dropped": 0, "failed": 0, "rejected": 0}
+        self._lost_series = {"dropped": 0, "rejected": 0}
+        self._reason = ""
+        self._request_samples = REQUEST_SAMPLES
 
     def state(self) -> dict[str, Any]:
-        """Return the values that the collector has, as JSON, for another process that continues to send."""
-        values = [
-            [name, labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value, at_ns]
-            for (name, labels), (value, at_ns) in self._delivered_values.items()
-        ]
-        return {
-            "start_ns": self._start_ns,
-            "start_realtime_ns": self._start_realtime_ns,
-            "delivered_ns": self.delivered_ns,
-            "values": values,
-        }
+        """Return the values that the collector has and the losses, as JSON, for the next exporter."""
+        with self._lock:
+            values = [
+                [name, labels_as_json(labels), value.as_json() if isinstance(value, Distribution) else value, at_ns]
+                for (name, labels), (value, at_ns) in self._delivered_values.items()
+            ]
+            return {
+                "start_ns": self._start_ns,
+                "start_realtime_ns": self._start_realtime_ns,
+                "delivered_ns": self._delivered_ns,
+                "values": values,
+                "taken_ns": self.taken_ns,
+                "begun_ns": [*self._begun_ns.items()],
+                "newest": [[name, device, value] for (name, device), value in self._newest.items()],
+                "lost": [self._lost, self._lost_series],
+                "reason": self._reason,
+                "off": self.off,
+                "is_noted": self._has_metrics,
+            }
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of another exporter. Raise one of `export_checkpoint.DAMAGED` if it is malformed."""
-        values = {
+        values: dict[tuple[str, Labels], TimedValue] = {
             (str(name), labels_from_json(labels)): (
                 Distribution.of(value) if isinstance(value, list) else float(value),
                 int(at_ns),
             )
             for name, labels, value, at_ns in state["values"]
         }
-        start_ns, start_realtime_ns = int(state["start_ns"]), int(state["start_realtime_ns"])
-        self.delivered_ns = int(state["delivered_ns"])
-        self._start_ns, self._start_realtime_ns, self._delivered_values = start_ns, start_realtime_ns, values
+        start_ns, realtime_ns, delivered_ns, taken_ns = (
+            int(state[name]) for name in ("start_ns", "start_realtime_ns", "delivered_ns", "taken_ns")
+        )
+        begun_ns = {int(device): int(at_ns) for device, at_ns in state["begun_ns"]}
+        newest = {(str(name), int(device)): float(value) for name, device, value in state["newest"]}
+        lost, lost_series = ({str(fate): int(count) for fate, count in of.items()} for of in state["lost"])
+        with self._lock:
+            self._start_ns, self._start_realtime_ns, self._delivered_ns = start_ns, realtime_ns, delivered_ns
+            self._delivered_values, self._begun_ns, self._newest, self.taken_ns = values, begun_ns, newest, taken_ns
+            self._lost, self._lost_series = {**self._lost, **lost}, {**self._lost_series, **lost_series}
+            self._reason, self.off = str(state["reason"]), self.off or str(state["off"])
+            self._has_metrics = self._has_metrics or bool(state.get("is_noted"))
 
-    def put_newest(self, snapshot: Snapshot) -> None:
-        """Replace the newest snapshot."""
-        self._newest = snapshot
+    # ---------------------------------------------------------------- what waits
+
+    def offer_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
+        """Queue samples for delivery, in some microseconds. Does nothing if metrics are off."""
+        if self.off:
+            self._has_metrics = self._has_metrics or bool(samples)
+            return
+        with self._lock:
+            if not self._waiting:
+                self._oldest_ns = time.monotonic_ns()
+            self._gpus.update({gpu.device: gpu for gpu in gpus})
+            self._waiting.extend(samples)
+            self.taken_ns = max([self.taken_ns, *(sample.at_ns for sample in samples)])
+            while len(self._waiting) > QUEUE_SAMPLES:
+                self._waiting.popleft()
+                self._lost["dropped"] += 1
+
+    def put_snapshot(self, snapshot: Snapshot) -> None:
+        """Replace the newest snapshot. Does nothing if metrics are off."""
+        if self.off:
+            self._has_metrics = True
+        else:
+            self._snapshot = snapshot
 
     def has_waiting(self) -> bool:
-        """Return True if the newest snapshot has not been delivered."""
-        return self._newest is not self._delivered
+        """Return True if samples or a snapshot wait to be sent."""
+        return bool(self._waiting) or self._snapshot is not self._delivered
 
-    def is_due(self) -> bool:
-        """Return True if no attempt was made yet to send the newest snapshot."""
-        return self._newest is not self._tried
+    def is_due(self, now_ns: int) -> bool:
+        """Return True if it is time to send samples, or a snapshot that was not tried yet."""
+        return self._snapshot is not self._tried or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
-    def take_newest(self) -> Snapshot | None:
-        """Return the snapshot to send now, or None."""
-        self._tried = self._newest
-        return self._tried if self.has_waiting() else None
+    def make_due(self) -> None:
+        """Make the waiting samples due at once."""
+        self._oldest_ns = 0
 
-    def split_snapshot(self, snapshot: Snapshot, origin: Origin, most_points: int) -> Iterator[Piece]:
-        """Yield a snapshot in pieces of at most `most_points` points, one per request."""
+    def drop_waiting(self) -> None:
+        """Drop the waiting samples and snapshot, and count them."""
+        with self._lock:
+            self._lost["dropped"] += len(self._waiting)
+            self._waiting.clear()
+            snapshot, delivered = self._snapshot, self._delivered
+            self._tried = self._delivered = snapshot
+            if snapshot is not None and snapshot is not delivered:
+                self._lost_series["dropped"] += sum(len(metric.series) for metric in snapshot.metrics)
+
+    # ---------------------------------------------------------------- requests
+
+    def requests(self, origin: Origin) -> Iterator[MetricsRequest]:
+        """Yield what waits in requests, first the snapshot. The caller settles each one, and stops after a failed one.
+        Samples that were not accepted are lost. Totals are not, because the next snapshot contains them."""
+        snapshot = self._tried = self._snapshot
+        if snapshot is not None and snapshot is not self._delivered:
+            yield from self._split_snapshot(snapshot, origin)
+            self._delivered, self._delivered_ns = snapshot, snapshot.at_ns
+        while self._waiting:
+            with self._lock:
+                samples = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._request_samples))]
+                self._oldest_ns = time.monotonic_ns()
+                gpus = dict(self._gpus)
+            if series := convert_samples(samples, gpus, origin, self._newest, self._begun_ns):
+                yield MetricsRequest(series, len(samples))
+
+    def _split_snapshot(self, snapshot: Snapshot, origin: Origin) -> Iterator[MetricsRequest]:
         if self._start_ns != snapshot.start_ns or not self._start_realtime_ns:
             self._start_ns, self._start_realtime_ns = snapshot.start_ns, origin.realtime_of(snapshot.start_ns)
         at_ns = origin.realtime_of(snapshot.at_ns)
-        piece = Piece([], 0, {})
+        request = MetricsRequest()
         for metric in snapshot.metrics:
             series: Series | None = None
             for labels, value in metric.series.items():
                 point = self._make_point(metric, labels, value, at_ns, origin)
                 if point is None:
                     continue
-                if piece.points >= most_points:
-                    yield piece
-                    piece, series = Piece([], 0, {}), None
+                if request.count >= self._request_samples:
+                    yield request
+                    request, series = MetricsRequest(), None
                 if series is None:
                     is_delta = metric.kind in self._deltas
                     series = Series(metric.name, metric.unit, metric.kind, [], metric.description, is_delta)
-                    piece.series.append(series)
+                    request.series.append(series)
                 series.points.append(point)
-                piece.points += 1
-                piece.values[metric.name, labels] = value, point.at_ns
-        if piece.points:
-            yield piece
+                request.count += 1
+                request.values[metric.name, labels] = value, point.at_ns
+        if request.count:
+            yield request
 
     def _make_point(
         self, metric: Metric, labels: Labels, value: float | Distribution, at_ns: int, origin: Origin
@@ -148,7 +247,7 @@ class Snapshots:
                     return None
         else:
             sent_value = make_exponential(value, has_extremes=True) if isinstance(value, Distribution) else value
-        since_ns = self.delivered_ns
+        since_ns = self._delivered_ns
         exemplars = tuple(
             replace(exemplar, at_ns=origin.realtime_of(exemplar.at_ns))
             for exemplar in metric.exemplars.get(labels, ())
@@ -157,170 +256,15 @@ class Snapshots:
         # Not before its start, where the wall clock was set back.
         return Point(dict(labels), 0 if metric.kind == GAUGE else start_ns, max(at_ns, start_ns), sent_value, exemplars)
 
-    def note_accepted(self, piece: Piece) -> None:
-        """Note that the collector has accepted a piece."""
-        if self._deltas:
-            self._delivered_values = {**self._delivered_values, **piece.values}  # another thread may read it
-
-    def note_delivered(self, snapshot: Snapshot) -> None:
-        """Note that the collector has accepted all pieces of a snapshot."""
-        self._delivered, self.delivered_ns = snapshot, snapshot.at_ns
-
-    def drop_newest(self) -> int:
-        """Drop the newest snapshot. Return the number of its series."""
-        newest, self._delivered = self._newest, self._newest
-        self._tried = newest
-        return sum(len(metric.series) for metric in newest.metrics) if newest is not None else 0
-
-
-QUEUE_SAMPLES = 65_536
-"""The maximum number of samples that wait for delivery. Above that the oldest are dropped."""
-
-DELAY_NS = 10 * 10**9
-"""Nanoseconds for which samples are gathered before they are sent together in one request."""
-
-REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The maximum number of samples or series per request, and the lower bound of this maximum, which a collector's
-refusals reduce. A sample takes some 200 bytes, a histogram 400."""
-
-PATIENCE_NS = 2 * 10**9
-"""The maximum number of nanoseconds for which a request of metrics may delay the spans that wait behind it."""
-
-
-class Metrics:
-    """The samples and snapshots for a collector, and the counts of sent and lost ones.
-
-    All methods may be called from any thread. If a collector refuses all metrics, no more are sent; spans are still
-    sent. `environ` is the environment of the process with the metrics.
-    """
-
-    def __init__(self, endpoint: str | None, environ: Mapping[str, str] = os.environ) -> None:
-        self.off = (
-            "" if endpoint else "the endpoint for spans does not end in /v1/traces, so that of metrics is unknown"
-        )
-        if environ.get(METRICS_EXPORTER, "").strip() == "none":
-            self.off = f"{METRICS_EXPORTER} is none"
-        self._has_metrics = False
-        self.snapshots = Snapshots(environ)
-        self.after_fork_in_child()
-
-    def after_fork_in_child(self) -> None:
-        """Clear the samples and counts of the parent."""
-        self._lock = Lock()
-        self._waiting: deque[Sample] = deque()
-        self._oldest_ns = 0
-        self._gpus: dict[int, Gpu] = {}
-        self._newest: dict[tuple[str, int], float] = {}
-        self._begun_ns: dict[int, int] = {}
-        self._lost = {"dropped": 0, "failed": 0, "rejected": 0}
-        self._reason = ""
-        self._lost_series = {"dropped": 0, "rejected": 0}
-        self._request_samples = REQUEST_SAMPLES
-        self.snapshots.forget()
-        self.sent = 0
-        """The count of samples that the collector has accepted."""
-        self._taken_ns = 0
-
-    def state(self) -> dict[str, Any]:
-        """Return the values that the collector has and the losses, as JSON, for the next exporter."""
+    def settle(self, request: MetricsRequest, verdict: Response) -> None:
+        """Count the outcome of a request. If the collector refuses all metrics, send no more."""
+        lost = min(verdict.rejected, request.count) if verdict.taken else request.count
         with self._lock:
-            return {
-                **self.snapshots.state(),
-                "taken_ns": self._taken_ns,
-                "begun_ns": [*self._begun_ns.items()],
-                "newest": [[name, device, value] for (name, device), value in self._newest.items()],
-                "lost": [self._lost, self._lost_series],
-                "reason": self._reason,
-                "off": self.off,
-                "is_noted": self._has_metrics,
-            }
-
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of another exporter. Raise one of `export_checkpoint.DAMAGED` if it is malformed."""
-        begun_ns = {int(device): int(at_ns) for device, at_ns in state["begun_ns"]}
-        newest = {(str(name), int(device)): float(value) for name, device, value in state["newest"]}
-        lost = [{str(fate): int(count) for fate, count in of.items()} for of in state["lost"]]
-        self.snapshots.go_on(state)
-        with self._lock:
-            self._begun_ns, self._newest, self._taken_ns = begun_ns, newest, int(state["taken_ns"])
-            self._lost, self._lost_series = {**self._lost, **lost[0]}, {**self._lost_series, **lost[1]}
-            self._reason, self.off = str(state["reason"]), self.off or str(state["off"])
-            self._has_metrics = self._has_metrics or bool(state.get("is_noted"))
-
-    @property
-    def taken_ns(self) -> int:
-        """Return the time in ns of the newest sample that was offered to this exporter or the previous one."""
-        return self._taken_ns
-
-    def offer_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
-        """Queue samples for delivery, in some microseconds. Does nothing if metrics are off."""
-        if self.off:
-            self._has_metrics = self._has_metrics or bool(samples)
-            return
-        with self._lock:
-            if not self._waiting:
-                self._oldest_ns = time.monotonic_ns()
-            self._gpus.update({gpu.device: gpu for gpu in gpus})
-            self._waiting.extend(samples)
-            self._taken_ns = max([self._taken_ns, *(sample.at_ns for sample in samples)])
-            while len(self._waiting) > QUEUE_SAMPLES:
-                self._waiting.popleft()
-                self._lost["dropped"] += 1
-
-    def put_snapshot(self, snapshot: Snapshot) -> None:
-        """Replace the newest snapshot. Does nothing if metrics are off."""
-        if self.off:
-            self._has_metrics = True
-        else:
-            self.snapshots.put_newest(snapshot)
-
-    def has_waiting(self) -> bool:
-        """Return True if samples or a snapshot wait to be sent."""
-        return bool(self._waiting) or self.snapshots.has_waiting()
-
-    def is_due(self, now_ns: int) -> bool:
-        """Return True if it is time to send samples or a snapshot."""
-        return self.snapshots.is_due() or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
-
-    def make_due(self) -> None:
-        """Make the waiting samples due at once."""
-        self._oldest_ns = 0
-
-    def has_samples(self) -> bool:
-        """Return True if samples wait to be sent."""
-        return bool(self._waiting)
-
-    def split_snapshot(self, snapshot: Snapshot, origin: Origin) -> Iterator[Piece]:
-        """Yield the pieces of a snapshot to send, one per request."""
-        return self.snapshots.split_snapshot(snapshot, origin, self._request_samples)
-
-    def take_samples(self, origin: Origin) -> tuple[list[Series], int]:
-        """Remove the samples of the next request. Return them as series, and their number."""
-        with self._lock:
-            samples = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._request_samples))]
-            self._oldest_ns = time.monotonic_ns()
-            gpus = dict(self._gpus)
-        series = convert_samples(samples, gpus, origin, self._newest, self._begun_ns)
-        return series, len(samples)
-
-    def settle_samples(self, samples: int, lost: int, verdict: Response) -> None:
-        """Count the outcome of a request of samples. If the collector refuses all metrics, send no more."""
-        with self._lock:
-            fate = "rejected" if verdict.taken else "failed"
-            self.sent += samples - min(lost, samples)
-            self._lost[fate] += min(lost, samples)
-        self._note_verdict(verdict, lost)
-
-    def settle_piece(self, piece: Piece, verdict: Response) -> None:
-        """Count the outcome of sending a piece of a snapshot. The next snapshot repeats a refused piece."""
-        if verdict.taken:
-            self.snapshots.note_accepted(piece)
-            with self._lock:
-                self._lost_series["rejected"] += verdict.rejected
-        self._note_verdict(verdict, verdict.rejected if verdict.taken else piece.points)
-
-    def _note_verdict(self, verdict: Response, lost: int) -> None:
-        with self._lock:
+            if not request.values:
+                self._lost["rejected" if verdict.taken else "failed"] += lost
+            elif verdict.taken:
+                self._delivered_values.update(request.values if self._deltas else {})
+                self._lost_series["rejected"] += lost
             if lost:
                 self._reason = verdict.reason or "the collector did not say why"
             if verdict.too_large:
@@ -329,14 +273,6 @@ class Metrics:
                 self.off, self._has_metrics = f"the collector takes none ({self._reason})", True
         if verdict.refused:
             self.drop_waiting()
-
-    def drop_waiting(self) -> None:
-        """Drop the waiting samples and snapshot, and count them."""
-        with self._lock:
-            self._lost["dropped"] += len(self._waiting)
-            self._waiting.clear()
-            if self.snapshots.has_waiting():
-                self._lost_series["dropped"] += self.snapshots.drop_newest()
 
     def losses(self) -> dict[str, int]:
         """Return the counts of samples and series that did not reach the collector, by reason."""
@@ -348,7 +284,7 @@ class Metrics:
         """Return notes for the reports: why metrics are not sent, and why some were lost."""
         if self.off:
             return [f"export.otlp: metrics are not sent: {self.off}"] if self._has_metrics else []
-        notes = [f"export.otlp: {self.snapshots.problem}"] if self.snapshots.problem else []
+        notes = [f"export.otlp: {self._problem}"] if self._problem else []
         return [*notes, f"export.otlp: metrics did not get through: {self._reason}"] if self._reason else notes
 
 
