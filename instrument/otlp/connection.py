@@ -81,12 +81,7 @@ class TlsConnection(TcpConnection):
     """A `TcpConnection` encrypted by TLS with the settings in `context`."""
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        left_s: Callable[[], float],
-        context: ssl.SSLContext,
-        tunnel: Proxy | None = None,
+        self, host: str, port: int, left_s: Callable[[], float], context: ssl.SSLContext, tunnel: Proxy | None = None
     ) -> None:
         import ssl
 

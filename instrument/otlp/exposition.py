@@ -25,14 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
 from instrument.otlp.metrics import convert_samples
-from instrument.otlp.packing import (
-    Exponential,
-    encode_varint,
-    encode_zigzag,
-    make_exponential,
-    pack_field,
-    pack_text,
-)
+from instrument.otlp.packing import Exponential, encode_varint, encode_zigzag, make_exponential, pack_field, pack_text
 from instrument.recording.distributions import Distribution, Exemplar, Labels, Metric, Snapshot, bucket_middle, summed
 from instrument.recording.metric_definitions import (
     BOUNDS_ITEMS,

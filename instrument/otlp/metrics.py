@@ -16,14 +16,7 @@ from typing import Any
 
 from instrument.otlp.packing import Exponential, Point, Series, make_exponential
 from instrument.otlp.senders import Response
-from instrument.recording.distributions import (
-    Distribution,
-    Labels,
-    Metric,
-    Snapshot,
-    labels_as_json,
-    labels_from_json,
-)
+from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot, labels_as_json, labels_from_json
 from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, Measure
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
 from instrument.runtime.cheap_start import dataclass, field, replace

@@ -74,14 +74,7 @@ class RecordingExport:
     `TraceError` and `OSError`. One thread reads and settles; another may call `note_settled` and `note_sent`.
     """
 
-    def __init__(
-        self,
-        fd: int,
-        exporter: Exporter,
-        generation: int = 0,
-        *,
-        sends: bool = True,
-    ) -> None:
+    def __init__(self, fd: int, exporter: Exporter, generation: int = 0, *, sends: bool = True) -> None:
         self._sends = sends
         self._exporter = exporter
         self._lock = RLock()

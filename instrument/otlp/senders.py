@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from instrument.errors import ExportError
 from instrument.otlp import packing
-from instrument.otlp.connection import (
-    TcpConnection,
-    Timed,
-    TlsConnection,
-    find_proxy,
-    require_time_left,
-    tls_context,
-)
+from instrument.otlp.connection import TcpConnection, Timed, TlsConnection, find_proxy, require_time_left, tls_context
 from instrument.otlp.packing import Series, pack_metric
 from instrument.profile.document import without_secrets
 from instrument.recording.metric_definitions import NAMESPACE
@@ -319,10 +312,7 @@ _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
 """The texts with which gRPC in C, Go, Rust and Java refuses a request that is too large."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
 # RetryInfo {retry_delay {seconds, nanos}}, as a detail of a status or by itself
-_RETRY_INFO = {
-    "grpc-status-details-bin": rb"google\.rpc\.RetryInfo\x12.",
-    "google.rpc.retryinfo-bin": rb"\A",
-}
+_RETRY_INFO = {"grpc-status-details-bin": rb"google\.rpc\.RetryInfo\x12.", "google.rpc.retryinfo-bin": rb"\A"}
 _RETRY_DELAY = rb"(?:\x0a.(?:\x08" + _VARINT + rb")?(?:\x10" + _VARINT + rb")?)?"
 
 
@@ -371,10 +361,7 @@ class GrpcSender(Sender):
 
         settings = self._settings
         compression = grpc.Compression.Gzip if settings.compression == "gzip" else grpc.Compression.NoCompression
-        facts = {
-            "compression": compression,
-            "options": [("grpc.primary_user_agent", _make_user_agent())],
-        }
+        facts = {"compression": compression, "options": [("grpc.primary_user_agent", _make_user_agent())]}
         target = urlsplit(settings.endpoint).netloc or settings.endpoint
         if not settings.endpoint.startswith("https:"):
             return grpc.insecure_channel(target, **facts)
