@@ -251,7 +251,7 @@ def test_spans_requests_and_batches_are_frames_of_each_library(kind: str, tmp_pa
 def lines_of(trace: Trace) -> list[bytes]:
     columns = trace.columns
     packer = SpanPacker(JSON, columns, SpanIds(columns, Ids()), trace.origin, trace.threads)
-    return list(json_lines(packer, {"service.name": "shop"}, np.arange(len(columns)), columns.root_id))
+    return list(json_lines(packer.pack(np.arange(len(columns))), {"service.name": "shop"}, columns.root_id))
 
 
 def test_a_line_has_whole_trees(monkeypatch: pytest.MonkeyPatch) -> None:

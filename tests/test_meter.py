@@ -33,8 +33,7 @@ from instrument.otlp.packing import make_exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
 from instrument.recorder.meter import queued_tasks
-from instrument.recording import distributions
-from instrument.recording.distributions import MOST_EXEMPLARS, Distribution, Exemplar, Exemplars, bucket
+from instrument.recording.distributions import MOST_EXEMPLARS, Distribution, Exemplar, Exemplars, Histograms, bucket
 
 DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
 DELTA, CUMULATIVE = 1, 2
@@ -253,7 +252,7 @@ def test_requests_whose_rows_were_overwritten_are_counted_all_the_same() -> None
 
 
 def test_endpoints_beyond_the_limit_are_one_series_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributions, "SERIES_LIMIT", 5)
+    monkeypatch.setattr(Histograms, "series_limit", 5)
     with collecting(take) as server:
         instrument.start(profile(url(server)))
         app = Served()
@@ -628,7 +627,7 @@ def test_calls_of_functions_beyond_the_limit_are_one_series_together(
 ) -> None:
     (tmp_path / "many_functions.py").write_text("".join(f"def f{number}(): pass\n" for number in range(12)))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(distributions, "SERIES_LIMIT", 5)
+    monkeypatch.setattr(Histograms, "series_limit", 5)
     with collecting(take) as server:
         instrument.start(profile(url(server), "functions: [{match: 'many_functions:*', metrics: true}]\n"))
         many: Any = importlib.import_module("many_functions")

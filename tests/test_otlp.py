@@ -53,9 +53,9 @@ from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes
 
 from instrument.errors import ExportError
 from instrument.otlp import Delivery, Exporter, Ids, current_parent, packed_spans, senders
-from instrument.otlp.packed_spans import REQUEST_BYTES, REQUEST_SPANS
-from instrument.otlp.packing import Body, make_own_attributes
+from instrument.otlp.packing import REQUEST_BYTES, Body, make_own_attributes
 from instrument.otlp.senders import Response
+from instrument.otlp.span_forms import REQUEST_SPANS
 from instrument.otlp.span_queue import RequestQueue, Source
 from instrument.profile.model import Otlp
 from instrument.recording.remote_parents import RemoteParent

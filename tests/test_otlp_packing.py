@@ -21,9 +21,9 @@ from otlp_spans import ORIGIN, THREADS, expected_attributes, legal, requests_in,
 
 from instrument.otlp import senders
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.packed_spans import Form, SpanIds, SpanPacker
+from instrument.otlp.packed_spans import SpanIds, SpanPacker
 from instrument.otlp.packing import EVENT_LIMIT, LinkedSpan
-from instrument.otlp.span_forms import JSON, PROTOBUF, request_bodies
+from instrument.otlp.span_forms import JSON, PROTOBUF, Form, request_bodies
 from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, RemoteParent, link_of
 from instrument.recording.spans import BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
 from instrument.trace.columns import Columns
@@ -400,7 +400,7 @@ def test_two_who_send_for_one_process_give_no_two_device_intervals_one_id() -> N
     own = Ids()
     other = Ids(own.seeds, own.instance)
     assert own.span_id(7) == other.span_id(7)
-    found = [ids.make_device_span_id() for ids in (own, other) for _ in range(1_000)]
+    found = [ids.span_id(ids.take_device_numbers(1)) for ids in (own, other) for _ in range(1_000)]
     assert len(set(found)) == len(found)
 
 
@@ -415,7 +415,8 @@ def test_numbers_of_numpy_arrive_as_numbers() -> None:
 def test_ids_are_distinct_and_never_zero_whatever_the_seed(seed: int) -> None:
     ids = Ids()
     ids._seed, ids._trace_seeds = seed, [seed, seed]
-    found = [ids.span_id(number) for number in range(1, 3_000)] + [ids.make_device_span_id() for _ in range(3_000)]
+    found = [ids.span_id(number) for number in range(1, 3_000)]
+    found += [ids.span_id(ids.take_device_numbers(1)) for _ in range(3_000)]
     found += [ids.span_id(number) for number in range(2**63 - 3_000, 2**63)]
     assert len(set(found)) == len(found)
     assert all(0 < found_id < 2**64 for found_id in found)

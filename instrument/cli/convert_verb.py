@@ -179,7 +179,8 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
             packer = SpanPacker(
                 JSON, trace, ids, process.origin, process.threads, part=part, links=links, interruptions=interruptions
             )
-            yield from json_lines(packer, resource_of(process.origin, Ids().instance), rows, trace.root_id[rows])
+            resource = resource_of(process.origin, Ids().instance)
+            yield from json_lines(packer.pack(rows), resource, trace.root_id[rows])
 
     def write_lines() -> None:
         with atomic.replacing(target) as file:

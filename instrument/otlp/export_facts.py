@@ -57,10 +57,6 @@ class Ids:
         span_id: int = mix_bits(self._seed + number) or mix_bits(self._seed)
         return span_id
 
-    def make_device_span_id(self) -> int:
-        """Return a new id for a device interval."""
-        return self.span_id(self.take_device_numbers(1))
-
     def take_device_numbers(self, count: int) -> int:
         """Return the first of `count` new numbers for device intervals."""
         first = self._device_number

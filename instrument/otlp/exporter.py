@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
-from instrument.otlp.packing import Body, Series, split_request
+from instrument.otlp.packing import REQUEST_BYTES, Body, Series, split_request
 from instrument.otlp.senders import THREAD_NAME, Response, Sender, make_metrics_url, make_sender
 from instrument.otlp.service_sdk import (
     detect_attributes,
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from instrument.profile.model import Otlp
     from instrument.trace.columns import Columns, Int64s
 
-REQUEST_BYTES = 512 << 10
-"""The maximum size of a request in bytes before compression. Some receivers refuse 1 MiB."""
 LEAST_REQUEST_BYTES = 64 << 10
 """The lower bound in bytes for the request limit, which a collector's refusals reduce. When this many bytes wait in the
 queue, they are sent at once."""

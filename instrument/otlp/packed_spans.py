@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,11 @@ from instrument.otlp.packing import (
     find_cause,
     find_status,
     make_device_attributes,
-    make_device_name,
     make_own_attributes,
     make_site_attributes,
-    make_thread_attributes,
     select_events,
 )
+from instrument.otlp.span_forms import Form, Objects, PackedRows, Part, RareMembers
 from instrument.recording.remote_parents import OWN_TRACE_FLAGS, LinkedSpan, RemoteParent
 from instrument.recording.spans import AttributeValue, Origin, Span
 from instrument.trace.by_process import find_outer_spans
@@ -42,61 +41,12 @@ from instrument.trace.groups import numbered, sort_stably
 from instrument.trace.joined import Joined
 from instrument.trace.trace import MergedProcess
 
-Objects = NDArray[np.object_]
 UInt64s = NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
 
 ROWS_AT_ONCE = 16_384
 """The number of rows that are packed together. Their columns fit into the processor's caches."""
-
-
-class RareMembers(NamedTuple):
-    """The members that few spans have: an outcome, links, events and a count of dropped events."""
-
-    status: tuple[bool, str] | None
-    links: Sequence[LinkedSpan]
-    events: Sequence[tuple[int, str, Mapping[str, object]]]
-    dropped: int
-
-
-Part = tuple[str, bytes | int]
-"""A part of a head: ("", bytes that all spans of a layout share), or (name of a field, its width in bytes)."""
-
-
-class Form(Protocol):
-    """The encoding of a span in a form of OTLP, such as protobuf or JSON."""
-
-    end: bytes
-    """The bytes that end a span without rare members."""
-    around: int
-    """The number of bytes of an entry that its length field does not count."""
-    types: Mapping[str, str]
-    """The numpy types of fields with a fixed size. All other fields of a head are texts or varints."""
-
-    def widths(self, name: str, values: NDArray[Any]) -> Int64s:
-        """Return the encoded size of each value of a field, in bytes."""
-
-    def length_widths(self, lengths: Int64s) -> Int64s:
-        """Return the encoded size of the length of each entry, in bytes."""
-
-    def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
-        """Return the parts of a head, for the widths of its fields in bytes. A width of 0 leaves the field out."""
-
-    def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
-        """Return the encoded values of a field, or unencoded ones for a field in `types`."""
-
-    def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
-        """Return the encoded name, kind and attributes that the spans of a site share."""
-
-    def attributes(self, attributes: Mapping[str, object]) -> bytes:
-        """Return the encoded attributes of a span."""
-
-    def members(self, members: RareMembers) -> bytes:
-        """Return the encoded rare members of a span, with the bytes that end the span."""
-
-    def state(self, state: str) -> bytes:
-        """Return an encoded `tracestate`, which precedes the other members."""
 
 
 class RowIds(NamedTuple):
@@ -113,15 +63,6 @@ class RowIds(NamedTuple):
     flags: NDArray[np.uint32]
     is_server: Bools
     remote: Int64s
-
-
-class PackedRows(NamedTuple):
-    """Entries in the order of their rows, each followed by its device intervals. `pieces` has four columns, `sizes` the
-    bytes of each entry, `ends` the number of entries up to the end of each row."""
-
-    pieces: Objects
-    sizes: Int64s
-    ends: Int64s
 
 
 class SpanPacker:
@@ -233,7 +174,9 @@ class SpanPacker:
             place = self._trace.sites[site]
             native_id = thread if self._part is None else self._part.threads.get(thread, thread)
             attributes = {name: value for name, value in make_site_attributes(place).items() if name not in hidden}
-            attributes |= make_thread_attributes(native_id, self._threads.get(native_id))
+            attributes["thread.id"] = native_id
+            if (thread_name := self._threads.get(native_id)) is not None:
+                attributes["thread.name"] = thread_name
             packed = self._form.facts(place.name, bool(is_server), attributes)
             if not hidden:
                 self._facts[key] = packed
@@ -277,7 +220,7 @@ class SpanPacker:
             facts = make_device_attributes(
                 place, sets[of_set - 1] if of_set else {}, device, stream, work.labels[label]
             )
-            return form.facts(make_device_name(place), False, facts)
+            return form.facts(f"{place.name} (device)", False, facts)
 
         pieces = np.empty((len(of), 4), dtype=object)
         pieces[:, 1], pieces[:, 3] = b"", form.end

@@ -100,11 +100,6 @@ def make_device_attributes(
     return facts | {"cuda.device.index": device, "instrument.device.stream": stream, "instrument.device.label": label}
 
 
-def make_device_name(site: Site) -> str:
-    """Return the name of the device intervals of a site's spans."""
-    return f"{site.name} (device)"
-
-
 def make_site_attributes(site: Site) -> dict[str, object]:
     """Return the attributes that all spans of a site share."""
     facts = _rename_attributes(site.kind, site.attributes)
@@ -118,11 +113,6 @@ def make_site_attributes(site: Site) -> dict[str, object]:
     if site.line:
         facts["code.line.number"] = site.line
     return facts
-
-
-def make_thread_attributes(thread_id: int, name: str | None) -> dict[str, object]:
-    """Return the attributes that all spans of a thread share."""
-    return {"thread.id": thread_id} if name is None else {"thread.id": thread_id, "thread.name": name}
 
 
 def make_own_attributes(
@@ -192,6 +182,10 @@ def pack_request(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[byt
     return pack_field(b"\x0a", resource + of_schema + without_schema)
 
 
+REQUEST_BYTES = 512 << 10
+"""The maximum size of a request in bytes before compression. Some receivers refuse 1 MiB."""
+
+
 class Body(NamedTuple):
     """The bytes of an `ExportTraceServiceRequest`, and the count of its spans."""
 
@@ -227,20 +221,6 @@ def _split_fields(message: bytes, at: int, end: int) -> Iterator[tuple[int, int,
 def find_version() -> str:
     """Return the version of this package."""
     return str(sys.modules["instrument"].__version__)
-
-
-def pack_status(status: tuple[bool, str] | None) -> bytes:
-    """Return the status of a span as a field, no bytes for None."""
-    if status is None:
-        return b""
-    failed, message = status
-    return pack_field(b"\x7a", pack_text(b"\x12", message) + b"\x18\x02" if failed else b"\x18\x01")
-
-
-def pack_event(time_ns: int, name: str, attributes: Mapping[str, object]) -> bytes:
-    """Return an event of a span as a field."""
-    body = b"\x09" + struct.pack("<Q", time_ns) + pack_text(b"\x12", name) + pack_attributes(attributes, b"\x1a")
-    return pack_field(b"\x5a", body)
 
 
 @lru_cache(maxsize=16_384)

@@ -396,15 +396,16 @@ def _find_retry_info(metadata: Sequence[tuple[str, str | bytes]] | None) -> floa
     return None
 
 
+_SENDERS: Mapping[str, type[HttpSender | GrpcSender]] = {"http/protobuf": HttpSender, "grpc": GrpcSender}
+
+
 def make_sender(settings: Otlp) -> Sender:
     """Return the sender for the profile's protocol. Raises `ExportError` for settings that cannot work."""
-    if settings.protocol == "grpc":
-        return GrpcSender(settings)
-    if settings.protocol == "http/protobuf":
-        return HttpSender(settings)
-    raise ExportError(f"there is no OTLP protocol {settings.protocol!r}; allowed: http/protobuf, grpc")
+    if settings.protocol not in _SENDERS:
+        raise ExportError(f"there is no OTLP protocol {settings.protocol!r}; allowed: {', '.join(_SENDERS)}")
+    return _SENDERS[settings.protocol](settings)
 
 
 def modules_of(settings: Otlp) -> tuple[str, ...]:
     """Return the names of the modules for sending with these settings."""
-    return GrpcSender.modules if settings.protocol == "grpc" else HttpSender.modules
+    return _SENDERS[settings.protocol].modules

@@ -7,17 +7,18 @@ object per line, the format of OpenTelemetry's file exporter.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.otlp.packed_spans import PackedRows, Part, RareMembers, SpanPacker
 from instrument.otlp.packing import (
     INTERNAL_KIND,
+    REQUEST_BYTES,
     SCHEMA_URL,
     SCOPE,
     SERVER_KIND,
@@ -26,16 +27,40 @@ from instrument.otlp.packing import (
     find_version,
     make_plain,
     pack_attributes,
-    pack_event,
+    pack_field,
     pack_int_head,
     pack_link,
     pack_request,
-    pack_status,
     pack_text,
 )
+from instrument.recording.remote_parents import LinkedSpan
 from instrument.trace.columns import Int64s
 from instrument.trace.groups import firsts_of
 from instrument.trace.text import INT64
+
+Objects = NDArray[np.object_]
+
+
+class RareMembers(NamedTuple):
+    """The members that few spans have: an outcome, links, events and a count of dropped events."""
+
+    status: tuple[bool, str] | None
+    links: Sequence[LinkedSpan]
+    events: Sequence[tuple[int, str, Mapping[str, object]]]
+    dropped: int
+
+
+Part = tuple[str, bytes | int]
+"""A part of a head: ("", bytes that all spans of a layout share), or (name of a field, its width in bytes)."""
+
+
+class PackedRows(NamedTuple):
+    """Entries in the order of their rows, each followed by its device intervals. `pieces` has four columns, `sizes` the
+    bytes of each entry, `ends` the number of entries up to the end of each row."""
+
+    pieces: Objects
+    sizes: Int64s
+    ends: Int64s
 
 
 def encode_varints(numbers: NDArray[Any], width: int) -> NDArray[Any]:
@@ -66,16 +91,21 @@ class ProtobufForm:
     """The protobuf encoding of spans in `ScopeSpans.spans`."""
 
     end = b""
+    """The bytes that end a span without rare members."""
     around = 1
-    """The byte of the tag in front of the length."""
+    """The number of bytes of an entry that its length field does not count: here the tag in front of the length."""
     types: Mapping[str, str] = _TYPES
+    """The numpy types of fields with a fixed size. All other fields of a head are texts or varints."""
 
     length_widths = staticmethod(count_varint_bytes)
+    """Return the encoded size of the length of each entry, in bytes."""
 
     def widths(self, name: str, values: NDArray[Any]) -> Int64s:
+        """Return the encoded size of each value of a field, in bytes."""
         return np.zeros(len(values), dtype=np.int64) if name in _TYPES else count_varint_bytes(values)
 
     def head(self, widths: Mapping[str, int]) -> Sequence[Part]:
+        """Return the parts of a head, for the widths of its fields in bytes. A width of 0 leaves the field out."""
         parts: list[Part] = [("", b"\x12"), ("length", widths["length"]), ("", b"\x0a\x10"), ("high", 8), ("low", 8)]
         parts += [("", b"\x12\x08"), ("own", 8)]
         parts += [("", b"\x22\x08"), ("parent", 8)] if widths["parent"] else []
@@ -86,28 +116,37 @@ class ProtobufForm:
         return [part for part in parts if part[1]]
 
     def values(self, name: str, values: NDArray[Any], width: int) -> NDArray[Any]:
+        """Return the encoded values of a field, or unencoded ones for a field in `types`."""
         return values if name in _TYPES else encode_varints(values, width)
 
     def facts(self, name: str, is_server: bool, attributes: Mapping[str, object]) -> bytes:
+        """Return the encoded name, kind and attributes that the spans of a site share."""
         return pack_text(b"\x2a", name) + (SERVER_KIND if is_server else INTERNAL_KIND) + pack_attributes(attributes)
 
     attributes = staticmethod(pack_attributes)
 
     def members(self, members: RareMembers) -> bytes:
-        packed = [pack_status(members.status)]
-        packed += [pack_event(*event) for event in members.events]
+        """Return the encoded rare members of a span, with the bytes that end the span."""
+        packed: list[bytes] = []
+        if members.status is not None:
+            failed, why = members.status
+            packed.append(pack_field(b"\x7a", pack_text(b"\x12", why) + b"\x18\x02" if failed else b"\x18\x01"))
+        for time_ns, name, values in members.events:
+            event = b"\x09" + struct.pack("<Q", time_ns) + pack_text(b"\x12", name) + pack_attributes(values, b"\x1a")
+            packed.append(pack_field(b"\x5a", event))
         packed += [b"\x60" + encode_varint(members.dropped)] if members.dropped else []
         return b"".join([*packed, *map(pack_link, members.links)])
 
     def state(self, state: str) -> bytes:
+        """Return an encoded `tracestate`, which precedes the other members."""
         return pack_text(b"\x1a", state)
 
 
 PROTOBUF = ProtobufForm()
 
 
-REQUEST_BYTES, REQUEST_SPANS = 512 << 10, 4_000
-"""The maximum bytes and spans of an uncompressed request. Some receivers refuse 1 MiB, or drop spans above 8,192."""
+REQUEST_SPANS = 4_000
+"""The maximum number of spans of a request. Some receivers drop spans above 8,192."""
 
 
 def request_bodies(
@@ -134,9 +173,9 @@ SPANS_IN_A_LINE = 1_000
 """The number of spans after which a line ends. The line still completes the current span tree."""
 
 
-def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s, roots: Int64s) -> Iterator[bytes]:
-    """Yield the lines for the spans of one process in pieces, with a packer of `JSON`. `rows` are in order of their
-    trees, and `roots` has the root of each. Each line has complete trees."""
+def json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
+    """Yield the lines for the spans of one process in pieces. The spans are packed as `JSON` in order of their trees,
+    and `roots` has the root of each. Each line has complete trees."""
     scope = {"scope": {"name": SCOPE, "version": find_version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
     line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
     head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')
@@ -144,7 +183,7 @@ def json_lines(packer: SpanPacker, resource: Mapping[str, object], rows: Int64s,
     places = np.append(firsts_of(roots)[1:], len(roots))
     place, end = 0, 0
     is_open = False
-    for pieces, _, row_ends in packer.pack(rows):
+    for pieces, _, row_ends in packed:
         begin, first = 0, place
         place += len(row_ends)
         while begin < len(pieces):
@@ -293,3 +332,5 @@ def _encode_members(facts: Mapping[str, Any]) -> bytes:
 
 
 JSON = JsonForm()
+
+Form = ProtobufForm | JsonForm

@@ -319,14 +319,16 @@ class Snapshot:
 class Histograms:
     """The distributions of a process, by a metric's name and by labels, with exemplars."""
 
+    series_limit = SERIES_LIMIT
+
     def __init__(self) -> None:
         self._series: dict[str, dict[Labels, Distribution]] = {}
         self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
 
     def place(self, name: str, labels: Labels) -> Labels:
-        """Return the labels under which a value counts, which are `OVERFLOW` beyond `SERIES_LIMIT`."""
+        """Return the labels under which a value counts, which are `OVERFLOW` beyond the limit."""
         series = self._series.setdefault(name, {})
-        if labels not in series and len(series) >= SERIES_LIMIT:
+        if labels not in series and len(series) >= self.series_limit:
             labels = OVERFLOW
         series.setdefault(labels, Distribution())
         return labels

@@ -161,7 +161,7 @@ class Gauge:
         return self.own or any(metric.name.startswith(OF_PROCESSES) for metric in self.metrics)
 
 
-def _one(name: str, unit: str, kind: str = GAUGE, scale: float = 1, per: str = "") -> tuple[Measure, ...]:
+def _metric(name: str, unit: str, kind: str = GAUGE, scale: float = 1, per: str = "") -> tuple[Measure, ...]:
     return (Measure(name, unit, kind, scale, per),)
 
 
@@ -177,12 +177,12 @@ def _transfer(name: str, direction: str) -> tuple[Measure, ...]:
 
 GAUGES: dict[str, Gauge] = {
     "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups",
-                   _one("instrument.process.cpu.limit", "{cpu}")),
+                   _metric("instrument.process.cpu.limit", "{cpu}")),
     "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before",
                          _percent("process.cpu.utilization", "cores")),
-    "process_memory": Gauge("bytes", "resident memory of the process", _one("process.memory.usage", "By", UPDOWN)),
+    "process_memory": Gauge("bytes", "resident memory of the process", _metric("process.memory.usage", "By", UPDOWN)),
     "process_memory_peak": Gauge("bytes", "most resident memory that the process ever had, as the system counts it",
-                                 _one("instrument.process.memory.peak", "By")),
+                                 _metric("instrument.process.memory.peak", "By")),
     "cpu_wait": Gauge("%", "of one thread's time since the reading before, by all threads that waited for a processor",
                       _percent("instrument.process.cpu.wait")),
     "memory_pressure": Gauge(
@@ -195,25 +195,25 @@ GAUGES: dict[str, Gauge] = {
     "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written",
                            _percent("instrument.gpu.memory.active")),
     "memory_used": Gauge("bytes", "of device memory, by all processes",
-                         _one("hw.gpu.memory.usage", "By", UPDOWN)
-                         + _one("hw.gpu.memory.utilization", "1", per="memory_total")),
-    "memory_total": Gauge("bytes", "of device memory that there is", _one("hw.gpu.memory.limit", "By", UPDOWN)),
+                         _metric("hw.gpu.memory.usage", "By", UPDOWN)
+                         + _metric("hw.gpu.memory.utilization", "1", per="memory_total")),
+    "memory_total": Gauge("bytes", "of device memory that there is", _metric("hw.gpu.memory.limit", "By", UPDOWN)),
     "memory_of_process": Gauge("bytes", "of device memory, by this process",
-                               _one("instrument.gpu.process.memory.usage", "By", UPDOWN)),
+                               _metric("instrument.gpu.process.memory.usage", "By", UPDOWN)),
     "torch_allocated": Gauge("bytes", "of device memory, by tensors, as torch's allocator counts them",
-                             _one("instrument.torch.memory.allocated", "By", UPDOWN)),
+                             _metric("instrument.torch.memory.allocated", "By", UPDOWN)),
     "torch_allocated_peak": Gauge("bytes", "of device memory, the most that tensors had, since torch began to count",
-                                  _one("instrument.torch.memory.allocated_peak", "By")),
+                                  _metric("instrument.torch.memory.allocated_peak", "By")),
     "torch_reserved": Gauge("bytes", "of device memory, that torch's allocator holds, for tensors or in its cache",
-                            _one("instrument.torch.memory.reserved", "By", UPDOWN)),
+                            _metric("instrument.torch.memory.reserved", "By", UPDOWN)),
     "torch_reserved_peak": Gauge("bytes", "of device memory, the peak of torch's allocator, counted in the same way",
-                                 _one("instrument.torch.memory.reserved_peak", "By")),
+                                 _metric("instrument.torch.memory.reserved_peak", "By")),
     "power": Gauge("W", "mean since the reading before, where the device counts its energy; else as NVML says it",
-                   _one("hw.power", "W")),
-    "energy": Gauge("J", "since the first reading", _one("hw.energy", "J", COUNTER), grows=True),
-    "temperature": Gauge("C", "of the GPU", _one("hw.temperature", "Cel")),
-    "sm_clock": Gauge("MHz", "of the streaming multiprocessors", _one("instrument.gpu.sm.clock", "Hz", scale=1e6)),
-    "memory_clock": Gauge("MHz", "of device memory", _one("instrument.gpu.memory.clock", "Hz", scale=1e6)),
+                   _metric("hw.power", "W")),
+    "energy": Gauge("J", "since the first reading", _metric("hw.energy", "J", COUNTER), grows=True),
+    "temperature": Gauge("C", "of the GPU", _metric("hw.temperature", "Cel")),
+    "sm_clock": Gauge("MHz", "of the streaming multiprocessors", _metric("instrument.gpu.sm.clock", "Hz", scale=1e6)),
+    "memory_clock": Gauge("MHz", "of device memory", _metric("instrument.gpu.memory.clock", "Hz", scale=1e6)),
     "sm_active": Gauge("%", "of the streaming multiprocessors, busy on average since the reading before",
                        _percent("instrument.gpu.sm.active")),
     "sm_occupancy": Gauge("%", "of the warps that the device has room for, on average since the reading before",
