@@ -32,14 +32,16 @@ from instrument.recording.metric_definitions import (
     BOUNDS_S,
     COUNTER,
     DEFINITIONS,
+    GAUGE,
     GAUGES,
     HISTOGRAM,
     PROCESSES,
+    UPDOWN,
 )
 from instrument.recording.spans import Gpu, Origin, Sample
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric as Family
+    from prometheus_client.metrics_core import Metric as Family
     from prometheus_client.registry import CollectorRegistry
 
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
@@ -180,33 +182,28 @@ def make_name(name: str, unit: str) -> str:
 
 
 def _make_family(metric: Metric, origin: Origin) -> Family:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.metrics_core import Metric as Family
     from prometheus_client.samples import Exemplar as BucketExemplar
 
-    names = sorted({_make_label(key) for labels in metric.series for key, _ in labels})
     name = make_name(metric.name, metric.unit)
-    family: HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily
-    if metric.kind == HISTOGRAM:
-        family = HistogramMetricFamily(name, metric.description, labels=names)
-    elif metric.kind == COUNTER:
-        family = CounterMetricFamily(name, metric.description, labels=names)
-    else:
-        family = GaugeMetricFamily(name, metric.description, labels=names)
+    family = Family(name, metric.description, GAUGE if metric.kind == UPDOWN else metric.kind)
+    # Prometheus takes a label that a series has not for an empty one.
+    blanks = {_make_label(key): "" for labels in metric.series for key, _ in labels}
     for labels, value in metric.series.items():
-        # Prometheus takes a label that a series has not for an empty one.
-        by_name = texts_by_name(labels)
-        texts = [by_name.get(label, "") for label in names]
-        if isinstance(family, HistogramMetricFamily):
-            if isinstance(value, Distribution):
-                buckets: list[Any] = []
-                for bound, count, exemplar in buckets_of(metric, labels, value):
-                    longest = exemplar and BucketExemplar(
-                        ids_of(exemplar), exemplar.value_ns / 1e9, origin.realtime_of(exemplar.at_ns) / 1e9
-                    )
-                    buckets.append(("+Inf" if bound == math.inf else str(bound), float(count), longest))
-                family.add_metric(texts, buckets, value.sum_ns / 1e9)
-        elif not isinstance(value, Distribution):
-            family.add_metric(texts, value)
+        texts = {**blanks, **texts_by_name(labels)}
+        if not isinstance(value, Distribution):
+            family.add_sample(f"{name}_total" if metric.kind == COUNTER else name, texts, value)
+            continue
+        count = 0
+        for bound, count, exemplar in buckets_of(metric, labels, value):
+            longest = None
+            if exemplar is not None:
+                at_s = origin.realtime_of(exemplar.at_ns) / 1e9
+                longest = BucketExemplar(ids_of(exemplar), exemplar.value_ns / 1e9, at_s)
+            edge = "+Inf" if bound == math.inf else str(bound)
+            family.add_sample(f"{name}_bucket", {**texts, "le": edge}, count, exemplar=longest)
+        family.add_sample(f"{name}_count", texts, count)
+        family.add_sample(f"{name}_sum", texts, value.sum_ns / 1e9)
     return family
 
 

@@ -145,7 +145,7 @@ same values."""
 class Gauge:
     """The unit and the description of a gauge in reports, and its metrics for a collector.
 
-    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning. `own`
+    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning. `is_own`
     marks a number of the service.
     """
 
@@ -153,12 +153,12 @@ class Gauge:
     about: str
     metrics: tuple[Measure, ...] = ()
     grows: bool = False
-    own: bool = False
+    is_own: bool = False
 
     @property
     def is_of_process(self) -> bool:
         """True if the gauge measures one process."""
-        return self.own or any(metric.name.startswith(OF_PROCESSES) for metric in self.metrics)
+        return self.is_own or any(metric.name.startswith(OF_PROCESSES) for metric in self.metrics)
 
 
 def _metric(name: str, unit: str, kind: str = GAUGE, scale: float = 1, per: str = "") -> tuple[Measure, ...]:

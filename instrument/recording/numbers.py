@@ -78,7 +78,7 @@ def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
     """Add a number of the service to `GAUGES`. Return False if a gauge has that name, or there are too many names."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         metrics = () if grows else (Measure(name, unit),)  # counters and sums are in snapshots
-        GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, own=True)
+        GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
     return is_own(name)
 
 
@@ -95,7 +95,7 @@ def learn_gauges(gauges: Mapping[object, object]) -> None:
 
 def is_own(name: str) -> bool:
     """Return True for the name of one of the service's numbers in `GAUGES`."""
-    return name in GAUGES and GAUGES[name].own
+    return name in GAUGES and GAUGES[name].is_own
 
 
 def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
