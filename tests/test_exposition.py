@@ -16,7 +16,8 @@ from readback import spans_in
 import instrument
 from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
-from instrument.otlp.exposition import BOUNDS_S, Metered, make_name, metrics_of_process, text_of
+from instrument.otlp.exposition import BOUNDS_S, make_name, metrics_of_process, text_of
+from instrument.otlp.metrics import Metered
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
 from instrument.recorder.meter import Meter

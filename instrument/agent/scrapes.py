@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from instrument.otlp import exposition
-from instrument.otlp.exposition import Metered, MetricAndOrigin, metrics_of_run, registry_of, require_client
+from instrument.otlp.exposition import MetricAndOrigin, metrics_of_run, registry_of, require_client
+from instrument.otlp.metrics import Metered
 from instrument.recording.distributions import Metric, summed
 from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
 from instrument.runtime import atomic

@@ -18,13 +18,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
-from instrument.otlp.metrics import convert_samples
+from instrument.otlp.metrics import Metered, convert_samples
 from instrument.otlp.packing import Exponential, encode_varint, encode_zigzag, make_exponential, pack_field, pack_text
 from instrument.recording.distributions import Distribution, Exemplar, Labels, Metric, Snapshot, bucket_middle, summed
 from instrument.recording.metric_definitions import (
@@ -38,7 +38,7 @@ from instrument.recording.metric_definitions import (
     PROCESSES,
     UPDOWN,
 )
-from instrument.recording.spans import Gpu, Origin, Sample
+from instrument.recording.spans import Origin
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -53,16 +53,6 @@ PROCESS_PID, SERVICE = "process.pid", "service.name"
 
 MetricAndOrigin = tuple[Metric, Origin]
 """A metric, and the origin that converts the times of its exemplars to wall time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Metered:
-    """The metrics of one process: its totals, and the newest samples of its gauges while it lives."""
-
-    origin: Origin
-    snapshot: Snapshot | None
-    samples: Sequence[Sample] = ()
-    gpus: Sequence[Gpu] = ()
 
 
 def require_client() -> None:

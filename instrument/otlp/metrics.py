@@ -281,6 +281,16 @@ class Metrics:
         return [*notes, f"export.otlp: metrics did not get through: {self._reason}"] if self._reason else notes
 
 
+@dataclass(frozen=True, slots=True)
+class Metered:
+    """The metrics of one process: its totals, and the newest samples of its gauges while it lives."""
+
+    origin: Origin
+    snapshot: Snapshot | None
+    samples: Sequence[Sample] = ()
+    gpus: Sequence[Gpu] = ()
+
+
 def convert_samples(
     samples: Iterable[Sample],
     gpus: Mapping[int, Gpu],

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from instrument.otlp.export_facts import ExportFacts, decode_facts
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.exposition import Metered
-from instrument.otlp.metrics import DELAY_NS
+from instrument.otlp.metrics import DELAY_NS, Metered
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
 from instrument.recorder.meter import Ended, Meter

@@ -141,7 +141,7 @@ class HttpSender(Sender):
     `http.client.HTTPConnection`, and would make spans of the calls to the collector.
     """
 
-    modules = ("http.client", "email.utils", "importlib.metadata", "ssl")
+    modules = ("http.client", "email.utils")
 
     def __init__(self, settings: Otlp) -> None:
         from urllib.parse import urlsplit
@@ -319,7 +319,7 @@ _RETRY_DELAY = rb"(?:\x0a.(?:\x08" + _VARINT + rb")?(?:\x10" + _VARINT + rb")?)?
 class GrpcSender(Sender):
     """Sends OTLP over gRPC. Only the channel is from the package `grpc`; requests are packed here."""
 
-    modules = ("grpc", "importlib.metadata")
+    modules = ("grpc",)
     _of_parents: ClassVar[list[Any]] = []
 
     def __init__(self, settings: Otlp) -> None:

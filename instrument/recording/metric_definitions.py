@@ -145,8 +145,8 @@ same values."""
 class Gauge:
     """The unit and the description of a gauge in reports, and its metrics for a collector.
 
-    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning. `is_own`
-    marks a number of the service.
+    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning. One
+    that `is_own` is a number of the service.
     """
 
     unit: str

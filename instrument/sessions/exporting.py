@@ -33,9 +33,10 @@ from instrument.sessions.session_threads import SessionThreads
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp import exposition, recording_reader
+    from instrument.otlp import metrics, recording_reader
 else:
     otlp, recording_reader = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.recording_reader")
+    metrics = LazyModule("instrument.otlp.metrics")
 
 FLUSH_POLL_S = 0.01
 """Seconds between two checks by `flush` whether the agent has sent everything."""
@@ -103,7 +104,7 @@ class Exporting:
         self._exporter, self._own, self.handover = recorded.exporter, recorded.own, recorded.handover
         self.lock = SessionLock()
         """The lock that guards the reader of the recording and the profile in force."""
-        self._scraped_here: exposition.Metered | None = None
+        self._scraped_here: metrics.Metered | None = None
         """The metrics that the last scrape returned for this process alone."""
         self._scraped: dict[bool, str] = {}
         """The last answers of the agent to scrapes. The key is True for OpenMetrics."""
@@ -285,7 +286,7 @@ class Exporting:
         if self._own is None and RECORDER.memory_fd >= 0:
             FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, self._begin_scrapes))
             self._threads().start()
-        nothing = exposition.Metered(self._recorded.origin(), None, [], ())
+        nothing = metrics.Metered(self._recorded.origin(), None, [], ())
         metered = self._metered_here() or self._scraped_here or nothing
         self._scraped_here = metered
         return exposition.text_of(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
@@ -303,10 +304,8 @@ class Exporting:
         reader.prepare()
         self._own = reader
 
-    def _metered_here(self) -> exposition.Metered | None:
+    def _metered_here(self) -> metrics.Metered | None:
         """Return the current metrics of this process, None if the session is busy for longer than `SCRAPE_WAIT_S`."""
-        from instrument.otlp import exposition
-
         with self.lock.acquired(SCRAPE_WAIT_S) as is_acquired:
             if not is_acquired:
                 return None
@@ -321,7 +320,7 @@ class Exporting:
             gauges = self._recorded.gauges
             samples = gauges.samples(now_ns - GAUGE_AGE_LIMIT_NS, now_ns)
             snapshot = None if metered is None else metered.snapshot
-            return exposition.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
+            return metrics.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
 
     # ---------------------------------------------------------------- what is still on its way
 

@@ -25,8 +25,7 @@ from instrument.runtime.faults import logger
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp.exposition import Metered
-    from instrument.otlp.metrics import Metrics
+    from instrument.otlp.metrics import Metered, Metrics
     from instrument.otlp.recording_export import ExportedRun, RecordingExport
     from instrument.otlp.span_queue import Source
     from instrument.profile.model import Parquet
