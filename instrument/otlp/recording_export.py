@@ -20,7 +20,6 @@ import numpy as np
 from instrument import clock
 from instrument.otlp.export_facts import ExportFacts, Ids, decode_facts
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.file_exports import KeptFiles
 from instrument.otlp.metrics import Metered
 from instrument.otlp.recording_meter import Metering
 from instrument.otlp.recording_reader import DeviceTimes, RecordingReader
@@ -48,7 +47,7 @@ from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
 if TYPE_CHECKING:
-    from instrument.otlp.file_exports import DatasetExport
+    from instrument.otlp.file_exports import DatasetExport, KeptFiles
 
 FACTS_S = 1.0
 """Seconds between two reads of the export settings in a process's recording."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -237,7 +237,6 @@ def _encode_value(value: object) -> dict[str, Any]:
 
 
 _HEX = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), dtype=np.uint16)
-_DIGITS = np.frombuffer(b"".join(b"%04d" % number for number in range(10_000)), dtype=np.uint32)
 _POWERS = 10 ** np.arange(1, 19, dtype=np.int64)
 _IDS = frozenset(("high", "low", "own", "parent"))
 
@@ -252,13 +251,19 @@ def count_digits(numbers: NDArray[Any]) -> Int64s:
     return np.asarray(np.searchsorted(_POWERS, np.abs(numbers), side="right") + 1 + (numbers < 0))
 
 
+@cache
+def _make_digits() -> NDArray[np.uint32]:
+    """Return the four decimal digits of each number below 10,000."""
+    return np.frombuffer(b"".join(b"%04d" % number for number in range(10_000)), dtype=np.uint32)
+
+
 def encode_decimals(numbers: NDArray[Any], width: int) -> NDArray[Any]:
     """Return numbers as decimal texts of `width` characters."""
     remainder, parts = np.abs(numbers.astype(np.int64)), -(-width // 4)
     digits = np.empty((len(remainder), parts), dtype=np.uint32)
     for place in range(parts - 1, -1, -1):
         remainder, part = np.divmod(remainder, 10_000)
-        digits[:, place] = _DIGITS[part]
+        digits[:, place] = _make_digits()[part]
     text = np.ascontiguousarray(digits.view(np.uint8)[:, parts * 4 - width :])
     text[numbers < 0, 0] = ord("-")
     return text.view(f"V{width}").reshape(-1)

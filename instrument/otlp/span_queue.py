@@ -126,16 +126,13 @@ class RequestQueue:
 
     def offer(self, body: Body, source: Source) -> bool:
         """Queue one request, without waiting. Return False once the queue is closed."""
-        self._enqueue(QueuedRequest(body.data, body.spans, source))
-        return not self.is_closed
-
-    def _enqueue(self, request: QueuedRequest) -> None:
-        self._inbox.append(request)
+        self._inbox.append(QueuedRequest(body.data, body.spans, source))
         if self.lock.acquire(blocking=False):  # otherwise its holder, or the thread's next round, takes it in
             try:
                 self._queue_offered()
             finally:
                 self.lock.release()
+        return not self.is_closed
 
     @property
     def pending(self) -> int:
