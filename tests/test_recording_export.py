@@ -91,7 +91,7 @@ class Service:
     def kill(self) -> None:
         """Have who exports be ended in the middle of it."""
         self.exported._place.close()
-        self.exported._mapped.close()
+        self.exported.mapped.close()
         self.exported.is_ours = False
         self.open.set()
         self.exporter.stop(0)

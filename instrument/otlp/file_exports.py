@@ -114,7 +114,7 @@ class DatasetExport:
         digest = blake2b(repr((key, settings.path)).encode(errors="surrogatepass"), digest_size=8).hexdigest()
         self._spool = _create_spool_root() / digest
         self.counts: Counter[str] = Counter()
-        self._uploads = None if self._folder.is_local else _Uploads(self._folder, disk_bytes, self.counts)
+        self._uploads = None if self._folder.is_local else _Uploads(self._folder, self._spool, disk_bytes, self.counts)
         self._local = self._folder if self._uploads is None else Folder(str(self._spool))
         self._name = f"{digest[:8]}{os.urandom(4).hex()}"
         self._waiting: dict[str, list[Any]] = {}
@@ -145,11 +145,9 @@ class DatasetExport:
             self._count_lost(lost, "its exporter was killed before it had closed the files")
         (self._spool / JOURNAL).unlink(missing_ok=True)
         if self._uploads is not None:
-            from pyarrow import parquet
-
             for path in sorted(self._spool.rglob("*.parquet")):
                 with suppress(OSError, ValueError):
-                    self._uploads.add(path, str(path.relative_to(self._spool)), parquet.read_metadata(path).num_rows)
+                    self._uploads.add(path)
 
     def _count_lost(self, rows: int, why: object) -> None:
         """Count lost rows, and log the reason if it is a new one."""
@@ -255,11 +253,8 @@ class DatasetExport:
             if self._uploads is None:
                 self.counts["stored"] += rows
             else:
-                from pyarrow import parquet
-
                 for name in names:
-                    path = Path(name)
-                    self._uploads.add(path, str(path.relative_to(self._spool)), parquet.read_metadata(path).num_rows)
+                    self._uploads.add(Path(name))
         self._write_journal()
 
     def end(self, until: float) -> None:
@@ -295,8 +290,8 @@ def _create_spool_root() -> Path:
 class _Uploads:
     """Uploads complete files on a thread, the oldest first. Each upload is retried until it succeeds."""
 
-    def __init__(self, folder: Folder, disk_bytes: int, counts: Counter[str]) -> None:
-        self._folder, self._disk_bytes, self._counts = folder, disk_bytes, counts
+    def __init__(self, folder: Folder, spool: Path, disk_bytes: int, counts: Counter[str]) -> None:
+        self._folder, self._spool, self._disk_bytes, self._counts = folder, spool, disk_bytes, counts
         self._files: deque[_SpooledFile] = deque()
         self._changed = threading.Condition()
         self._ends = False
@@ -310,8 +305,11 @@ class _Uploads:
         with self._changed:
             return sum(file.rows for file in self._files)
 
-    def add(self, path: Path, name: str, rows: int) -> None:
+    def add(self, path: Path) -> None:
         """Queue a file for its upload. Drop the oldest files above the limit of disk space."""
+        from pyarrow import parquet
+
+        rows, name = parquet.read_metadata(path).num_rows, str(path.relative_to(self._spool))
         with self._changed:
             self._files.append(_SpooledFile(path, name, rows, path.stat().st_size))
             over_bytes = sum(file.size_bytes for file in self._files) - self._disk_bytes

@@ -17,7 +17,7 @@ from typing import Any
 from instrument.otlp.packing import Exponential, Point, Series, make_exponential
 from instrument.otlp.senders import Response
 from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot, labels_as_json, labels_from_json
-from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, Measure
+from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, MetricDefinition
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
 from instrument.runtime.cheap_start import dataclass, field, replace
 from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
@@ -307,24 +307,24 @@ def convert_samples(
         newest[sample.name, sample.device] = sample.value
         at_ns = origin.realtime_of(sample.at_ns)
         first_ns = begun_ns.setdefault(sample.device, at_ns)
-        for measure in GAUGES[sample.name].metrics if sample.name in GAUGES else ():
-            base = newest.get((measure.per, sample.device)) if measure.per else 1.0
+        for metric in GAUGES[sample.name].metrics if sample.name in GAUGES else ():
+            base = newest.get((metric.per, sample.device)) if metric.per else 1.0
             if base:
-                series = series_by_name.setdefault(measure.name, Series(measure.name, measure.unit, measure.kind))
+                series = series_by_name.setdefault(metric.name, Series(metric.name, metric.unit, metric.kind))
                 series.points.append(
                     Point(
-                        _describe_device(measure, gpus.get(sample.device), sample.device),
-                        first_ns if measure.kind != "gauge" else 0,
-                        max(at_ns, first_ns) if measure.kind != "gauge" else at_ns,
-                        sample.value * measure.scale / base,
+                        _describe_device(metric, gpus.get(sample.device), sample.device),
+                        first_ns if metric.kind != "gauge" else 0,
+                        max(at_ns, first_ns) if metric.kind != "gauge" else at_ns,
+                        sample.value * metric.scale / base,
                     )
                 )
     return list(series_by_name.values())
 
 
-def _describe_device(measure: Measure, gpu: Gpu | None, device: int) -> dict[str, str | int]:
+def _describe_device(metric: MetricDefinition, gpu: Gpu | None, device: int) -> dict[str, str | int]:
     if device == HOST:
-        return dict(measure.attributes)
+        return dict(metric.attributes)
     known_gpu = gpu or Gpu(device)
     return {
         "hw.id": known_gpu.uuid or f"GPU {device}",
@@ -334,5 +334,5 @@ def _describe_device(measure: Measure, gpu: Gpu | None, device: int) -> dict[str
         # A GPU that NVML does not list may be another maker's: torch alone reported it.
         **({"hw.vendor": "NVIDIA"} if gpu is not None else {}),
         "cuda.device.index": device,
-        **dict(measure.attributes),
+        **dict(metric.attributes),
     }

@@ -34,10 +34,9 @@ from instrument.recording.export_checkpoint import (
     count_undecided_as_lost,
 )
 from instrument.recording.mapped import Mapped
-from instrument.recording.mapped_facts import Header
 from instrument.recording.rows import REQUEST_BIT, is_sampled
 from instrument.recording.slot_ring import NOTHING_TO_COME
-from instrument.recording.spans import Origin, Span
+from instrument.recording.spans import Span
 from instrument.runtime.unpatched import RLock
 from instrument.trace.by_process import Interruptions
 from instrument.trace.columns import DeviceIntervals, Int64s
@@ -79,11 +78,11 @@ class RecordingExport:
         self._lock = RLock()
         self._place = ExportCheckpoint(fd)
         try:
-            self._mapped = Mapped(fd)
+            self.mapped = Mapped(fd)
         except BaseException:
             self._place.close()
             raise
-        self._generation = generation or self._mapped.generation
+        self._generation = generation or self.mapped.generation
         self._progress = Progress()
         self._reported_fates: Counter[str] = Counter()
         self._reading: _Reading | None = None
@@ -109,7 +108,7 @@ class RecordingExport:
 
     def close(self) -> None:
         """End the export of this recording, so that another exporter can continue it."""
-        with closing(self._place), closing(self._mapped):
+        with closing(self._place), closing(self.mapped):
             try:
                 if self._reading is not None and self.is_ours:
                     self._reading.metering.end()
@@ -121,7 +120,7 @@ class RecordingExport:
     def after_fork_in_child(self) -> None:
         """Close the parent's recording in the child. The parent continues to export it."""
         self._place.close()
-        self._mapped.close()
+        self.mapped.close()
 
     # ---------------------------------------------------------------- reading
 
@@ -184,12 +183,12 @@ class RecordingExport:
         reading = self._reading
         if reading is None:
             return
-        reading.threads = self._mapped.threads()
+        reading.threads = self.mapped.threads()
         for served in settled.served:
             reading.metering.count_served(served)
         trace, rows = settled.trace, np.zeros(0, np.int64)
         if trace is not None:
-            trace = reading.times.join(trace, self._mapped.settled_ns() or NOTHING_TO_COME)
+            trace = reading.times.join(trace, self.mapped.settled_ns() or NOTHING_TO_COME)
             rows, hits = reading.interruptions.attach(trace)
             is_first = trace.of_kind("request") & (trace.span_id == trace.root_id)
             for request in spans_of(trace, rows[is_first[rows]]):
@@ -231,11 +230,6 @@ class RecordingExport:
             reading.base["unstored"] += rows
             self.note_settled()
 
-    @property
-    def mapped(self) -> Mapped:
-        """The mapped memory of the recording."""
-        return self._mapped
-
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
         """Return the device intervals of spans, as `DeviceTimes.intervals_of` does."""
         reading = self._reading
@@ -248,13 +242,13 @@ class RecordingExport:
 
     def _is_superseded(self) -> bool:
         """Return True if a later session of the process has begun and has overwritten the rows."""
-        return self._mapped.generation_now() != self._generation
+        return self.mapped.generation_now() != self._generation
 
     def _read_facts(self) -> ExportFacts | None:
         now = time.monotonic()
         if now < self._facts_at:
             return self._facts
-        header = self._mapped.header
+        header = self.mapped.header
         facts = decode_facts(header.facts.get("export"))
         self._facts_at = now + FACTS_S if facts is not None else 0.0
         reading = self._reading
@@ -267,16 +261,14 @@ class RecordingExport:
 
     def _begin_reading(self, facts: ExportFacts) -> _Reading:
         """Continue the export of the previous exporter, or begin the export of a new session."""
-        self._mapped.tree()
-        header, progress = self._mapped.header, self._progress
+        self.mapped.tree()
+        progress = self._progress
         if progress.generation != self._generation:
             progress = Progress(self._generation, before=progress.unreported())
         elif progress.is_reported:
             self._reported_fates, progress.is_reported = Counter(progress.fates), False
         unsettled, unanswered = progress.unsettled, progress.unanswered
-        reading = _Reading(
-            self._mapped, progress, facts, _read_origin_now(header), self._exporter, self._place, sends=self._sends
-        )
+        reading = _Reading(self.mapped, progress, facts, self._exporter, self._place, self._sends)
         with self._lock:
             self._progress, self._reading = progress, reading
         count_undecided_as_lost(reading.base)
@@ -355,7 +347,7 @@ class RecordingExport:
 
     def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
         """Return the ended spans of an interval that the recording still has."""
-        spans = saved_of(self._mapped, begin_ns).trace.spans
+        spans = saved_of(self.mapped, begin_ns).trace.spans
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
     def send(self, spans: Sequence[Span]) -> None:
@@ -379,7 +371,7 @@ class RecordingExport:
     @property
     def key(self) -> str:
         """The key of the recording, unique in its run."""
-        return f"{read_origin(self._mapped.header).pid}-{self._generation}"
+        return f"{read_origin(self.mapped.header).pid}-{self._generation}"
 
     def before_scrape(self) -> None:
         """Note the requests that have ended, before the recording is read for a scrape."""
@@ -529,16 +521,11 @@ class _Reading:
     """The state of reading one session in a recording. It continues the rows and counts of the previous exporter."""
 
     def __init__(
-        self,
-        mapped: Mapped,
-        progress: Progress,
-        facts: ExportFacts,
-        origin: Origin,
-        exporter: Exporter,
-        place: ExportCheckpoint,
-        *,
+        self, mapped: Mapped, progress: Progress, facts: ExportFacts, exporter: Exporter, place: ExportCheckpoint,
         sends: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
+        monotonic_ns, realtime_ns = clock.pair()  # both clocks of the machine are read anew
+        origin = replace(read_origin(mapped.header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)
         self.facts = facts
         self.threads: Mapping[int, str] = {}
         self.base = Counter(progress.fates)
@@ -559,9 +546,3 @@ class _Reading:
         self.reader.rows.spans_per_request = facts.spans_per_request
         if facts.capture != self.reader.rows.sampler.capture:
             self.reader.rows.sampler.change(facts.capture)
-
-
-def _read_origin_now(header: Header) -> Origin:
-    """Return the origin of a recording's process, with both of the machine's clocks read anew."""
-    monotonic_ns, realtime_ns = clock.pair()
-    return replace(read_origin(header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)

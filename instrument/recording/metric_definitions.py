@@ -25,15 +25,22 @@ COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
 
 
 class MetricDefinition(NamedTuple):
-    """The declaration of a total. `needs` is the key of the profile that it needs, "" for none. `bounds` are those of a
-    histogram's buckets in Prometheus's text, in the unit of the metric."""
+    """The declaration of a metric.
+
+    `needs` is the key of the profile that a total needs, "" for none. `bounds` are those of a histogram's buckets in
+    Prometheus's text, in the unit of the metric. The metric of a gauge is the gauge's value times `scale`, divided by
+    the newest value of the gauge `per`. All its series have the `attributes`.
+    """
 
     name: str
     unit: str
-    kind: str
-    description: str
+    kind: str = GAUGE
+    description: str = ""
     needs: str = ""
     bounds: Sequence[float] = ()
+    scale: float = 1
+    per: str = ""
+    attributes: tuple[tuple[str, str], ...] = ()
 
     def metric(
         self,
@@ -124,18 +131,6 @@ PROCESSES = _define(
 # ---------------------------------------------------------------- gauges
 
 
-class Measure(NamedTuple):
-    """The metric that a collector gets of a gauge: the value times `scale`, divided by the newest value of the gauge
-    `per`. `kind` is `gauge`, `updown` (a sum that goes both ways) or `counter`."""
-
-    name: str
-    unit: str
-    kind: str = GAUGE
-    scale: float = 1
-    per: str = ""
-    attributes: tuple[tuple[str, str], ...] = ()
-
-
 OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
 """The prefixes of metrics that measure one process. All other gauges measure the machine, so its processes report the
 same values."""
@@ -151,7 +146,7 @@ class Gauge:
 
     unit: str
     about: str
-    metrics: tuple[Measure, ...] = ()
+    metrics: tuple[MetricDefinition, ...] = ()
     grows: bool = False
     is_own: bool = False
 
@@ -161,25 +156,25 @@ class Gauge:
         return self.is_own or any(metric.name.startswith(OF_PROCESSES) for metric in self.metrics)
 
 
-def _metric(name: str, unit: str, kind: str = GAUGE, scale: float = 1, per: str = "") -> tuple[Measure, ...]:
-    return (Measure(name, unit, kind, scale, per),)
+def _metric(name: str, unit: str, kind: str = GAUGE, **facts: Any) -> tuple[MetricDefinition, ...]:
+    return (MetricDefinition(name, unit, kind, **facts),)
 
 
-def _percent(name: str, per: str = "", *attributes: tuple[str, str]) -> tuple[Measure, ...]:
+def _percent(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
     """Return the metric of a gauge in percent, which is a share."""
-    return (Measure(name, "1", GAUGE, 0.01, per, attributes),)
+    return _metric(name, "1", scale=0.01, **facts)
 
 
-def _transfer(name: str, direction: str) -> tuple[Measure, ...]:
+def _transfer(name: str, direction: str) -> tuple[MetricDefinition, ...]:
     """Return the metric of bytes per second in one direction."""
-    return (Measure(name, "By/s", attributes=(("network.io.direction", direction),)),)
+    return _metric(name, "By/s", attributes=(("network.io.direction", direction),))
 
 
 GAUGES: dict[str, Gauge] = {
     "cores": Gauge("cores", "that the process may use, by its affinity and the limits of its control groups",
                    _metric("instrument.process.cpu.limit", "{cpu}")),
     "process_cpu": Gauge("%", "of one core, by all threads of the process since the reading before",
-                         _percent("process.cpu.utilization", "cores")),
+                         _percent("process.cpu.utilization", per="cores")),
     "process_memory": Gauge("bytes", "resident memory of the process", _metric("process.memory.usage", "By", UPDOWN)),
     "process_memory_peak": Gauge("bytes", "most resident memory that the process ever had, as the system counts it",
                                  _metric("instrument.process.memory.peak", "By")),
@@ -191,7 +186,7 @@ GAUGES: dict[str, Gauge] = {
     "system_cpu": Gauge("%", "of all cores of the machine, by all that runs on it since the reading before",
                         _percent("system.cpu.utilization")),
     "utilization": Gauge("%", "of NVML's last sample period (1/6 s to 1 s), in which any kernel ran",
-                         _percent("hw.gpu.utilization", "", ("hw.gpu.task", "general"))),
+                         _percent("hw.gpu.utilization", attributes=(("hw.gpu.task", "general"),))),
     "memory_active": Gauge("%", "of NVML's last sample period, in which device memory was read or written",
                            _percent("instrument.gpu.memory.active")),
     "memory_used": Gauge("bytes", "of device memory, by all processes",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import ldexp
 
 from instrument.recording.distributions import LARGEST_SUM, ONE, Distribution, Metric, bucket
-from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, Gauge, Measure
+from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, Gauge, MetricDefinition
 from instrument.recording.spans import HOST, Sample
 from instrument.runtime.cheap_start import NamedTuple
 
@@ -77,7 +77,7 @@ def samples_of(
 def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
     """Add a number of the service to `GAUGES`. Return False if a gauge has that name, or there are too many names."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
-        metrics = () if grows else (Measure(name, unit),)  # counters and sums are in snapshots
+        metrics = () if grows else (MetricDefinition(name, unit),)  # counters and sums are in snapshots
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
     return is_own(name)
 
