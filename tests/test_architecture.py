@@ -341,8 +341,8 @@ def test_a_class_has_at_most_forty_methods_with_those_that_it_inherits() -> None
 SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (321, 4),
-    "agent": (4_605, 15),
-    "chrome": (3_261, 9),
+    "agent": (4_608, 15),
+    "chrome": (3_263, 9),
     "cli": (2_990, 16),
     "compat": (1_181, 6),
     "device": (3_620, 11),
@@ -350,15 +350,15 @@ LINES_AND_FILES = {
     "fleet": (136, 1),
     "instrumentors": (12_523, 40),
     "native": (9_222, 29),
-    "otlp": (5_517, 21),
+    "otlp": (5_188, 16),
     "profile": (2_614, 8),
     "proposal": (1_390, 4),
-    "recorder": (2_652, 10),
-    "recording": (4_042, 16),
-    "report": (14_429, 37),
+    "recorder": (2_612, 10),
+    "recording": (4_192, 16),
+    "report": (14_431, 37),
     "runtime": (2_819, 18),
-    "sessions": (6_767, 23),
-    "trace": (10_812, 36),
+    "sessions": (6_765, 23),
+    "trace": (10_813, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
