@@ -29,7 +29,7 @@ import pytest
 import server_programs
 from server_programs import answers
 
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 from instrument.trace import file
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
@@ -161,7 +161,7 @@ def serve_twice(
 def await_agent(traces: Path) -> None:
     """Wait until the agent is gone of the run that has saved these, with the run's folder: it has sent all by then."""
     until = time.monotonic() + REPORT_LIMIT_S
-    while any(run.name in path.name for run in run_folder.list_runs() for path in traces.iterdir()):
+    while any(run.name in path.name for run in agent_socket.list_runs() for path in traces.iterdir()):
         assert time.monotonic() < until, "the agent goes on"
         time.sleep(0.1)
 

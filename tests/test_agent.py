@@ -25,7 +25,7 @@ from instrument import chrome, clock
 from instrument.agent import end_reports
 from instrument.agent.processes import Process, Run, exit_fd_of, missed_processes, write_note
 from instrument.agent.runs import MOST_ENDED, RUN_END_S
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
 from instrument.trace import file
 
 PROFILE = """
@@ -42,21 +42,21 @@ import os, sys
 if "IMPATIENT" not in os.environ:
     from pathlib import Path
 
-    from instrument.runtime import agent_launch, run_folder
+    from instrument.runtime import agent_socket
 
-    agent_launch.AGENT_SCRIPT, run_folder.ANSWER_S = Path(%r), 60
+    agent_socket.AGENT_SCRIPT, agent_socket.ANSWER_S = Path(%r), 60
 if os.environ.get("IMPATIENT") != "all" and "instrument.sessions.membership" in sys.modules:
-    from instrument.sessions import exporting, gauge_watch, handover, leaving, membership
+    from instrument.sessions import exporting, handover, leaving, membership
 
     membership.ANSWER_LIMIT_S = membership.SCRAPE_LIMIT_S = exporting.SCRAPE_WAIT_S = 60
-    gauge_watch.LAST_READING_S = handover.LAST_READ_S = 60
+    handover.LAST_READING_S = handover.LAST_READ_S = 60
     leaving.EXIT_LIMIT_NS = 60 * 10**9
 elif "IMPATIENT" not in os.environ and sys.orig_argv[1:3] == ["-m", "instrument"]:
-    from instrument.agent import service
+    from instrument.agent import agent
     from instrument.cli import control_verb, run_verb
 
     control_verb.WAIT_S = run_verb.AGENT_WAIT_S = 60
-    service.STOP_LIMIT_S = service.STOP_WAIT_S = service.LAST_SEND_S = 60
+    agent.STOP_LIMIT_S = agent.STOP_WAIT_S = agent.LAST_SEND_S = 60
 """
 """The first lines of all processes of a test's runs: other work on the machine makes no process slow or gone.
 
@@ -67,7 +67,7 @@ PATIENT_AGENT = f"""
 import sys
 
 sys.path.append({str(Path(chrome.__file__).parents[2])!r})
-from instrument.agent import entry, exporter_process, service
+from instrument.agent import agent, entry, exporter_process
 
 serve_exports = exporter_process._serve
 
@@ -84,7 +84,7 @@ def serve_patiently(connection):
     serve_exports(connection)
 
 exporter_process._serve = serve_patiently
-service.STOP_LIMIT_S = service.STOP_WAIT_S = service.LAST_SEND_S = 60
+agent.STOP_LIMIT_S = agent.STOP_WAIT_S = agent.LAST_SEND_S = 60
 entry._main()
 """
 """The program of an agent that waits for a collector, and after SIGTERM for processes, as long as tests wait."""
@@ -120,7 +120,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     runs = Path("/tmp") / f"instrument-test-{os.getpid()}"  # short: a socket's path has an end
     runs.mkdir(mode=0o700, exist_ok=True)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runs))
-    monkeypatch.setattr(run_folder, "run_parents", lambda: [runs / f"instrument-{os.geteuid()}"])
+    monkeypatch.setattr(agent_socket, "run_parents", lambda: [runs / f"instrument-{os.geteuid()}"])
     monkeypatch.setenv("PYTHONPATH", ".")
     agent_program = tmp_path / "patient_agent.py"
     agent_program.write_text(PATIENT_AGENT)
@@ -128,10 +128,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     Path("engine.py").write_text(ENGINE)
     Path("profile.yaml").write_text(PROFILE)
     yield tmp_path
-    homes = [home for user in runs.iterdir() for home in run_folder.paths_in(user, "by-hand-*")]
+    homes = [home for user in runs.iterdir() for home in agent_socket.paths_in(user, "by-hand-*")]
     for home in homes:  # of an agent that the test has killed; others remove their folders meanwhile
-        if not is_agent(run_folder.first_process(home.name)):
-            run_folder.remove(home)
+        if not is_agent(agent_socket.first_process(home.name)):
+            agent_socket.remove(home)
     try:
         until(lambda: not list(runs.iterdir()))
     finally:
@@ -173,7 +173,7 @@ def run(source: str, *more: str) -> subprocess.CompletedProcess[str]:
 def agents() -> list[int]:
     """The agents of this test's runs."""
     found = []
-    for path in run_folder.list_runs():
+    for path in agent_socket.list_runs():
         try:
             found.append(asked(path, {"ask": "processes"})[-1]["end"]["agent"])
         except OSError:
@@ -212,10 +212,10 @@ def command_name(pid: int) -> str:
 
 def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
     answers = []
-    with run_folder.connect_to_agent(folder / run_folder.SOCKET, 60) as caller:
-        packets.send(caller, message)
+    with agent_socket.connect_to_agent(folder / agent_socket.SOCKET, 60) as caller:
+        agent_socket.send(caller, message)
         while True:
-            answer, _ = packets.receive(caller)
+            answer, _ = agent_socket.receive(caller)
             if answer is None:
                 raise ConnectionError("the agent has gone")
             answers.append(answer)
@@ -225,21 +225,21 @@ def asked(folder: Path, message: dict[str, Any]) -> list[Any]:
 
 def processes() -> list[dict[str, Any]]:
     """Return the processes of the only run, as its agent reports them."""
-    (folder,) = run_folder.list_runs()
+    (folder,) = agent_socket.list_runs()
     return [one["process"] for one in asked(folder, {"ask": "processes"}) if "process" in one]
 
 
 ASK = """
 import os, pathlib, time
 from instrument import chrome
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
 
 def ask():
-    with run_folder.connect_to_agent(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 60) as caller:
-        packets.send(caller, {"ask": "processes"})
+    with agent_socket.connect_to_agent(pathlib.Path(os.environ["INSTRUMENT_AGENT"]), 60) as caller:
+        agent_socket.send(caller, {"ask": "processes"})
         found = []
         while True:
-            answer = packets.receive(caller)[0]
+            answer = agent_socket.receive(caller)[0]
             if "end" in answer:
                 return found, answer["end"]["agent"]
             found.append(answer["process"])
@@ -332,7 +332,9 @@ sys.stdin.readline()
 @pytest.mark.slow
 def test_ended_workers_with_many_spans_leave_few_files_while_the_run_goes_on() -> None:
     service = begin(RECYCLED_WITH_MANY_SPANS)
-    left = until(lambda: [path for path in run_folder.list_runs() if run_folder.paths_in(path, "before-*-left.npz")])
+    left = until(
+        lambda: [path for path in agent_socket.list_runs() if agent_socket.paths_in(path, "before-*-left.npz")]
+    )
     until(lambda: len([*left[0].glob("*-left.npz")]) <= MOST_ENDED)
     _, errors = service.communicate("\n", timeout=240)
     (row,) = [line for line in errors.splitlines() if line.startswith("step ")]
@@ -391,7 +393,7 @@ def test_a_report_names_processes_that_ended_under_a_killed_agent(goes_on: str) 
     """)
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
-    (run,) = run_folder.list_runs()
+    (run,) = agent_socket.list_runs()
     until(lambda: any(run.glob("before-*")) and len([*run.glob("*-left.npz")]) == 20 - MOST_ENDED // 2 + 1)
     (agent,) = until(agents)
     kill(agent)
@@ -457,7 +459,7 @@ os.waitpid(child, 0)
 def test_our_own_command_is_no_process_of_the_run_that_it_is_called_in(words: list[str], folder: Path) -> None:
     if words == [str(COMMAND)] and not COMMAND.exists():
         pytest.skip("the command is not installed")
-    with socket.socket(packets.FAMILY, packets.KIND) as agent:
+    with socket.socket(agent_socket.FAMILY, agent_socket.KIND) as agent:
         agent.bind(str(folder / "s"))
         agent.listen()
         agent.setblocking(False)
@@ -603,8 +605,8 @@ def test_a_process_is_named_whose_agent_was_killed_before_it_had_saved_what_that
 ) -> None:
     path = folder / "beside" / "agent.sock"
     first = subprocess.Popen([sys.executable, "-c", SLOW_TO_SAVE, path], stderr=subprocess.PIPE, text=True)
-    until(lambda: run_folder.has_listener(path))
-    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    until(lambda: agent_socket.has_listener(path))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(path))
     Path("main.py").write_text("import engine; engine.step(1); engine.say_and_hang()")
     command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
     with (
@@ -632,12 +634,12 @@ from pathlib import Path
 from instrument.agent import crash_capture
 from instrument.cli import main
 
-def wait_and_capture(*args, capture=crash_capture.capture, **more):
+def wait_and_capture(*args, capture=crash_capture.save_recording, **more):
     while not Path("go").exists():
         time.sleep(0.01)
     return capture(*args, **more)
 
-crash_capture.capture = wait_and_capture
+crash_capture.save_recording = wait_and_capture
 sys.exit(main(["agent", "--socket", sys.argv[1]]))
 """
 
@@ -648,8 +650,8 @@ def test_the_next_agent_awaits_and_reports_a_capture_that_a_killed_one_had_begun
 ) -> None:
     path = folder / "beside" / "agent.sock"
     first = subprocess.Popen([sys.executable, "-c", SAVES_WHEN_TOLD, path], stderr=subprocess.PIPE, text=True)
-    until(lambda: run_folder.has_listener(path))
-    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    until(lambda: agent_socket.has_listener(path))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(path))
     service = begin("""
         import engine
         from instrument import scope
@@ -694,7 +696,7 @@ def test_a_report_has_what_was_saved_of_a_process_that_vanished_under_an_agent_b
     """)
     assert service.stderr is not None
     saved = service.stderr.readline().rpartition("; saved as ")[2].strip()
-    (run,) = run_folder.list_runs()
+    (run,) = agent_socket.list_runs()
     until(lambda: len(list(run.glob("*.process"))) == 1)
     (agent,) = agents()
     kill(agent)
@@ -909,7 +911,7 @@ def test_a_service_whose_agent_was_killed_begins_another_one_and_leaves_nothing(
     _, errors = service.communicate("\n", timeout=240)
     assert (service.returncode, errors.count("Summary of shop")) == (0, 1)
     assert "agent" not in errors
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
 
 
 def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_next_one() -> None:
@@ -927,7 +929,7 @@ def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_next_one()
     """)
     assert service.stdout is not None
     worker = service.stdout.readline().strip()
-    (home,) = run_folder.list_runs()
+    (home,) = agent_socket.list_runs()
     until(lambda: len(list(home.glob("*.process"))) == 2)
     (agent,) = agents()
     kill(agent)
@@ -937,7 +939,7 @@ def test_a_worker_that_was_killed_after_the_agent_was_is_named_by_the_next_one()
 
 
 def test_a_process_that_finds_no_agent_records_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(run_folder.VARIABLE, str(Path("nobody.sock").absolute()))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(Path("nobody.sock").absolute()))
     done = run("import engine; engine.step(1)")
     assert done.returncode == 0
     assert "Summary of shop" in done.stderr
@@ -965,7 +967,7 @@ HOSTILE = [
     b'{"ended": 1, "status": 9}',
     b'{"ask": "nothing"}',
     b'{"ask": "do", "do": {}, "pids": "x"}',
-    b"x" * (packets.PACKET_BYTES + 1),
+    b"x" * (agent_socket.PACKET_BYTES + 1),
 ]
 
 
@@ -973,11 +975,11 @@ def test_malformed_packets_are_refused_and_the_agent_goes_on() -> None:
     service = begin("import sys; print('ready', flush=True); sys.stdin.readline()")
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
-    (folder,) = run_folder.list_runs()
+    (folder,) = agent_socket.list_runs()
     for data in HOSTILE:
-        with socket.socket(packets.FAMILY, packets.KIND) as caller:
+        with socket.socket(agent_socket.FAMILY, agent_socket.KIND) as caller:
             caller.settimeout(60)
-            caller.connect(str(folder / run_folder.SOCKET))
+            caller.connect(str(folder / agent_socket.SOCKET))
             socket.send_fds(caller, [data or b" "], [0] * 5)
             assert caller.recv(100) == b""
     (own,) = processes()
@@ -1009,20 +1011,20 @@ def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.
 
 
 def test_folders_of_runs_that_nobody_looks_after_are_removed() -> None:
-    folder = run_folder.make("20260101T000000-999999999")
+    folder = agent_socket.make("20260101T000000-999999999")
     (folder / "left.npz").touch()
-    mine = run_folder.make(f"20260101T000000-{os.getppid()}")
-    run_folder.remove_abandoned()
-    assert run_folder.list_runs() == [mine]
-    run_folder.remove(mine)
+    mine = agent_socket.make(f"20260101T000000-{os.getppid()}")
+    agent_socket.remove_abandoned()
+    assert agent_socket.list_runs() == [mine]
+    agent_socket.remove(mine)
 
 
 def test_a_home_that_others_may_enter_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    (first,) = run_folder.run_parents()
+    (first,) = agent_socket.run_parents()
     first.mkdir()
     first.chmod(0o755)
     with pytest.raises(PermissionError, match="belong to this user"):
-        run_folder.make("20260101T000000-1")
+        agent_socket.make("20260101T000000-1")
     first.rmdir()
 
 
@@ -1071,8 +1073,8 @@ def serve_one(service: subprocess.Popen[str]) -> None:
 
 def done_by(*words: str) -> subprocess.CompletedProcess[str]:
     """A command that knows of this test's run alone."""
-    (folder,) = run_folder.list_runs()
-    environ = {**os.environ, run_folder.VARIABLE: str(folder / run_folder.SOCKET)}
+    (folder,) = agent_socket.list_runs()
+    environ = {**os.environ, agent_socket.VARIABLE: str(folder / agent_socket.SOCKET)}
     return subprocess.run([*INSTRUMENT, *words], capture_output=True, text=True, check=False, timeout=240, env=environ)
 
 
@@ -1127,7 +1129,7 @@ def test_live_redraws_its_screen_until_it_is_interrupted(service: subprocess.Pop
 
 
 def test_each_look_reports_what_came_since_the_one_before(service: subprocess.Popen[str]) -> None:
-    (folder,) = run_folder.list_runs()
+    (folder,) = agent_socket.list_runs()
     looking = subprocess.Popen(
         [*INSTRUMENT, "live", folder.name, "--json", "--every", "0.2"], stdout=subprocess.PIPE, text=True
     )
@@ -1159,7 +1161,7 @@ def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subpr
 def test_a_run_that_is_still_going_is_reported_on_by_its_name_its_service_or_none(
     service: subprocess.Popen[str],
 ) -> None:
-    (folder,) = run_folder.list_runs()
+    (folder,) = agent_socket.list_runs()
     for words in ([], ["shop"], [str(service.pid)], ["--run", folder.name], [folder.name]):
         shown = command("report", *words)
         assert shown.startswith(f"Run {folder.name} is still going: 1 process\n")
@@ -1404,7 +1406,7 @@ def test_workers_that_leave_past_pythons_end_with_code_0_have_not_died_and_their
         profile.write("  recording:\n  chrome: {path: 'traces/{service}-{run}-{window}.json'}\n")
     done = run(HORSES)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     died = set(re.findall("ended without a goodbye.*; no span was open", done.stderr))
     assert died == {"ended without a goodbye (exit code 3); no span was open"}
     assert re.search(r"\bstep .* 12 ", done.stderr), done.stderr

@@ -18,7 +18,7 @@ from test_agent import ASK, INSTRUMENT, PROFILE, agents, asked, begin, done_by, 
 
 from instrument.cli import main
 from instrument.recording import memory, memory_layout
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 from instrument.trace import file
 
 __all__ = ["folder"]
@@ -122,7 +122,7 @@ def test_an_agent_next_to_services_serves_one_after_the_other_until_it_is_stoppe
     for words, code in ((["ps"], 0), (["live", "--once"], 0), (["off"], 1), (["dump"], 2)):
         done = subprocess.run([*INSTRUMENT, *words, str(path)], capture_output=True, text=True, check=False)
         assert (done.returncode, (done.stdout + done.stderr).endswith(idle)) == (code, True), done
-    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(path))
     service = begin("import engine; engine.step(1); print('ready', flush=True); engine.hang(600)")
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
@@ -152,7 +152,7 @@ def test_an_agent_next_to_services_that_begins_again_reports_those_that_ended_be
     with monkeypatch.context() as patch:
         patch.setenv("IMPATIENT", "agents")  # else it would wait a minute for the service to end
         first = beside("--socket", str(path))
-    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(path))
     service = begin("""
         import engine, subprocess, sys
         engine.step(1)
@@ -189,14 +189,14 @@ def test_ps_names_the_remedy_for_a_run_that_was_killed_with_its_agent(kept: bool
     service = begin("import engine; engine.step(1); print('ready', flush=True); engine.hang(600)")
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
-    (run,) = run_folder.list_runs()
-    until(lambda: list(run.glob(f"*{run_folder.NOTE_SUFFIX}")))
+    (run,) = agent_socket.list_runs()
+    until(lambda: list(run.glob(f"*{agent_socket.NOTE_SUFFIX}")))
     pids = [*agents(), service.pid]
     os.kill(service.pid, signal.SIGSTOP)  # it begins no other agent
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     service.communicate()
-    (run / run_folder.UNSENT).write_text("7")
+    (run / agent_socket.UNSENT).write_text("7")
     (said,) = until(lambda: [line for line in [done_by("ps", run.name).stdout] if "have gone" in line])
     assert "its agent and its processes have gone; 1 ended without a goodbye" in said
     assert "; up to 7 spans of others are perhaps not exported" in said
@@ -231,7 +231,7 @@ def test_an_agent_that_takes_over_hears_of_the_processes_and_of_their_end() -> N
     assert (process["pid"], process["has_recorded"]) == (service.pid, True)
     _, errors = service.communicate("\n", timeout=240)
     assert errors.count("Summary of shop") == 1
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_commands_report_the_pid_of_a_stopped_agent_that_does_not_answer(monkeyp
     assert service.stdout is not None
     assert service.stdout.readline() == "ready\n"
     (agent,) = agents()
-    (run,) = run_folder.list_runs()
+    (run,) = agent_socket.list_runs()
     refused = subprocess.run([*INSTRUMENT, "agent", "--run", run.name], capture_output=True, text=True, check=False)
     assert f"an agent (process {agent}) already listens there; choose another --socket\n" in refused.stderr
     monkeypatch.setenv("IMPATIENT", "agents")
@@ -273,17 +273,17 @@ def test_an_agent_that_goes_on_after_another_has_taken_its_place_prints_and_remo
     assert service.stdout is not None
     assert service.stdin is not None
     assert service.stdout.readline() == "ready\n"
-    (run,) = run_folder.list_runs()
+    (run,) = agent_socket.list_runs()
     until(lambda: len([one for one in processes() if one["hears"]]) == 2)
     (before,) = agents()
     stopped = os.pidfd_open(before)
     os.kill(before, signal.SIGSTOP)
-    (run / run_folder.SOCKET).unlink()
+    (run / agent_socket.SOCKET).unlink()
     after = beside("--run", run.name)
     os.kill(before, signal.SIGCONT)
     assert select.select([stopped], [], [], 240)[0]  # it ends
     os.close(stopped)
-    assert run_folder.has_listener(run / run_folder.SOCKET)
+    assert agent_socket.has_listener(run / agent_socket.SOCKET)
     until(lambda: len([one for one in processes() if one["hears"]]) == 2)  # they have joined the other one
     _, errors = service.communicate("\n\n", timeout=240)
     _, said = after.communicate(timeout=240)
@@ -332,7 +332,7 @@ def test_an_agent_that_takes_over_reports_those_that_ended_in_between(where: str
     told = [line for line in errors.splitlines() if "without a goodbye" in line and "process" in line]
     assert [str(child) in line for line in told] == [True]
     assert ("what it recorded went with it" if not where else "it died in request `left open`") in told[0]
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
 
 
 @pytest.mark.slow
@@ -399,7 +399,7 @@ def test_the_manifest_has_both_forms_and_names_what_there_is() -> None:
     text = (Path(__file__).parent.parent / "examples/kubernetes/service.yaml").read_text()
     manifests = [one for one in yaml.safe_load_all(text) if one]
     assert [one["kind"] for one in manifests] == ["Deployment", "Deployment"]
-    assert run_folder.VARIABLE in text
+    assert agent_socket.VARIABLE in text
     done = subprocess.run([*INSTRUMENT, "agent", "--help"], capture_output=True, text=True, check=True)
     for option in ("--socket", "--captures"):
         assert option in text
@@ -434,14 +434,14 @@ def test_verbs_find_an_agent_next_to_the_service_and_take_a_service_by_its_name(
     path = Path("/tmp") / f"instrument-test-{os.getpid()}" / "beside" / "agent.sock"
     agent = beside("--socket", str(path))
     serves = "import engine; engine.step(1); print('ready', flush=True); engine.hang(600)"
-    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(path))
     services = []
     for name in ("shop", "bank"):
         Path("profile.yaml").write_text(PROFILE.replace("shop", name))
         services.append(begin(serves))
         assert services[-1].stdout is not None
         assert services[-1].stdout.readline() == "ready\n"
-    monkeypatch.delenv(run_folder.VARIABLE)
+    monkeypatch.delenv(agent_socket.VARIABLE)
     shop, bank = (service.pid for service in services)
     assert {f"  {shop} ", f"  {bank} "} <= set(re.findall(r"  \d+ ", done_by("ps").stdout))
     refused = done_by("off")
@@ -455,7 +455,7 @@ def test_verbs_find_an_agent_next_to_the_service_and_take_a_service_by_its_name(
     assert set(done_by("on", "--all").stdout.splitlines()) == {f"{shop}: records", f"{bank}: records"}
     assert done_by("reload", "--run", "bank").stdout.startswith(f"{bank}: generation")
     assert "1 process" in done_by("dump", "bank", "--output", "bank.npz").stdout
-    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(path))
     assert done_by("off", "bank").stdout == f"{bank}: does not record\n"
     for service in services:
         service.terminate()

@@ -16,7 +16,7 @@ from otlp_collectors import Collector, collecting, take
 from test_agent import INSTRUMENT, agents, begin, folder, run, until
 from test_agent_export import settled
 
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 
 __all__ = ["folder"]
 
@@ -129,7 +129,7 @@ print(running.losses())
         done = run(source, *(() if more else ("by the agent",)))
         assert done.returncode == 0, done.stderr
         assert "before their device times" not in done.stderr
-        until(lambda: not run_folder.list_runs())
+        until(lambda: not agent_socket.list_runs())
         (spans,) = collector.spans.values()
         found.append(spans)
         lost = {reason: count for reason, count in eval(done.stdout).items() if "on their way" not in reason}
@@ -154,7 +154,7 @@ serve(5)
 os.kill(os.getpid(), signal.SIGKILL)
 """)
     assert service.wait(240) == -signal.SIGKILL
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     names = Counter(collector.taken)
     assert names == {"serve": 6, "decode": 6, "copy": 6, "decode (device)": 5, "copy (device)": 5}
     assert "destination: 2 spans exported before their device times were known" in Path("errors").read_text()
@@ -175,7 +175,7 @@ while not os.path.exists("over") and time.monotonic() < end:
     assert (found["seen"], found["kept"], found["exported"], found["intervals"], found["untimed"]) == (6, 8, 8, 2, 2)
     Path("over").touch()
     assert service.wait(240) == 0
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert Path("errors").read_text().count("2 spans exported before their device times were known") == 1
 
 

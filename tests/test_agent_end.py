@@ -18,8 +18,8 @@ from otlp_collectors import Handler, collecting, drip, refuse_with, swallow, tak
 from test_agent import INSTRUMENT, agents, asked, folder, kill, until
 from test_agent_export import ENGINE, PROFILE, spans_of
 
-from instrument.agent.service import STOP_LIMIT_S
-from instrument.runtime import run_folder
+from instrument.agent.agent import STOP_LIMIT_S
+from instrument.runtime import agent_socket
 
 __all__ = ["folder"]
 
@@ -156,7 +156,7 @@ def test_processes_whose_agent_was_killed_are_one_report_and_a_mere_parent_is_no
         kill(agent)
         Path("over").touch()
         _, told = service.communicate(timeout=240)
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert service.returncode == 0, told
     assert told.count("Summary of shop") == 1, told
     assert f"Process: {service.pid}" not in told
@@ -217,7 +217,7 @@ def test_an_agent_that_loses_the_right_to_descriptors_ends_with_its_run_and_leav
         _, told = service.communicate(timeout=240)
     assert service.returncode == 0, told
     until(lambda: has_ended(agent))
-    assert not run_folder.list_runs()
+    assert not agent_socket.list_runs()
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_report_into_a_pipe_has_the_export_losses_of_a_killed_worker() -> None
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:
             until(agents)
-            (folder,) = run_folder.list_runs()
+            (folder,) = agent_socket.list_runs()
             until(lambda: asked(folder, {"ask": "processes"})[-1]["end"]["runs"][0]["lost"])
             Path("over").touch()
             _, told = service.communicate(timeout=240)

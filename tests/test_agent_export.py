@@ -24,7 +24,7 @@ from test_otlp import FATES, UNTIL_THE_TIME_IS_UP
 from instrument.cli import main
 from instrument.recording.export_checkpoint import SENT, ExportCheckpoint
 from instrument.recording.mapped import Mapped
-from instrument.runtime import agent_launch, packets, run_folder
+from instrument.runtime import agent_socket
 
 __all__ = ["folder"]
 
@@ -90,11 +90,11 @@ def profile(server: Collector, more: str = "", timeout: str = "") -> None:
 
 
 def recordings() -> Iterator[tuple[ExportCheckpoint, Mapped]]:
-    (home,) = run_folder.list_runs()
-    with run_folder.connect_to_agent(home / run_folder.SOCKET, 60) as caller:
-        packets.send(caller, {"ask": "processes", "memory": True})
+    (home,) = agent_socket.list_runs()
+    with agent_socket.connect_to_agent(home / agent_socket.SOCKET, 60) as caller:
+        agent_socket.send(caller, {"ask": "processes", "memory": True})
         while True:
-            message, descriptors = packets.receive(caller)
+            message, descriptors = agent_socket.receive(caller)
             assert message is not None
             if "end" in message:
                 return
@@ -128,7 +128,7 @@ if __name__ == "__main__":
     work(100)
 """)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert Counter(collector.taken) == {"serve": 500, "step": 4500, "fail": 50}
     assert collector.connections == 1
     assert 2 <= len(collector.spans) <= 3
@@ -161,7 +161,7 @@ with make_server("127.0.0.1", 0, shop.app, handler_class=WSGIRequestHandler) as 
     thread.join()
 """)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     names = Counter(collector.taken)
     assert {name: count for name, count in names.items() if name.startswith("GET")} == {"GET": 30}, names
     found = [metric for metric in collector.metrics if metric.name == "http.server.request.duration"]
@@ -221,7 +221,7 @@ def app(environ, start_response):
         collector.spans.clear()
         done = run(CALLS_TWO)
         assert done.returncode == 0, done.stderr
-        until(lambda: not run_folder.list_runs())
+        until(lambda: not agent_socket.list_runs())
         slow = {int(trace): float(took_s) for trace, took_s in map(str.split, done.stdout.splitlines())}
         if slow[6] < 1.5:
             break  # else the decision on the first part did not wait for the second
@@ -288,7 +288,7 @@ thread.join()
         collector.spans.clear()
         done = run(source)
         assert done.returncode == 0, done.stderr
-        until(lambda: not run_folder.list_runs())
+        until(lambda: not agent_socket.list_runs())
         (spans,) = collector.spans.values()
         found.append(spans)
     by_agent, by_itself = (Counter(map(told, spans)) for spans in found)
@@ -435,16 +435,16 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     until(
         lambda: [place.read().fates["exported"] for place, _ in recordings()] == [2 * spans_of(10)]
     )  # it has heard so
-    (home,) = run_folder.list_runs()
-    with (home / agent_launch.BEGINNINGS).open("a") as beginnings:
-        beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.MOST_AGENTS)
+    (home,) = agent_socket.list_runs()
+    with (home / agent_socket.BEGINNINGS).open("a") as beginnings:
+        beginnings.writelines([f"{time.monotonic()}\n"] * agent_socket.MOST_AGENTS)
     kill(other)
     until(lambda: not agents())
     go_on()
     _, errors = service.communicate(timeout=240)
     assert f"{spans_of(10)} spans that no agent has exported" in errors
     assert (service.returncode, len(collector.taken)) == (0, 2 * spans_of(10))
-    run_folder.remove_abandoned()
+    agent_socket.remove_abandoned()
 
 
 STARTS = """
@@ -484,13 +484,13 @@ if __name__ == "__main__":
 def test_a_session_that_is_started_in_code_has_an_agent_as_one_of_instrument_run(
     ends: str, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(run_folder.VARIABLE, raising=False)
+    monkeypatch.delenv(agent_socket.VARIABLE, raising=False)
     Path("main.py").write_text(STARTS)
     done = subprocess.run([sys.executable, "main.py", ends], capture_output=True, text=True, timeout=240, check=False)
     first, *more = done.stdout.splitlines()
     assert first == "['MainThread', 'instrument-control'] True", done.stderr
     assert (done.returncode, more) == ((0, ["False"]) if ends == "stops" else (-signal.SIGKILL, [])), done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     requests = 11 if ends == "stops" else 12
     assert Counter(collector.taken) == {"serve": requests, "step": 9 * requests, "fail": 1}
     assert len(list(Path().glob("**/*-died.npz"))) == (ends != "stops")
@@ -541,7 +541,7 @@ def exported_by_agent_to(what: str) -> None:
         Path("over").touch()
         service.communicate(timeout=240)
         assert service.returncode == 0
-        until(lambda: not run_folder.list_runs())
+        until(lambda: not agent_socket.list_runs())
         assert len(server.taken) == (spans_of(10) if fate == "exported" else 0)
 
 
@@ -567,7 +567,7 @@ def test_a_collector_that_never_answers_holds_up_neither_the_service_nor_the_end
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
         with Path("errors").open("w") as errors:
             assert subprocess.run(command, stderr=errors, timeout=240).returncode == 0
-        until(lambda: not run_folder.list_runs())
+        until(lambda: not agent_socket.list_runs())
         assert f"{spans_of(10)} spans failed by the OTLP export" in Path("errors").read_text()
 
 
@@ -588,13 +588,13 @@ def test_a_collector_that_is_gone_is_said_where_the_service_writes_its_errors() 
 def test_a_process_hears_that_the_agent_cannot_export_its_recording_and_that_is_said(collector: Collector) -> None:
     service = begin(WAITS)
     until(lambda: collector.taken)
-    (home,) = run_folder.list_runs()
+    (home,) = agent_socket.list_runs()
     recording = os.memfd_create("no recording")
-    with run_folder.connect_to_agent(home / run_folder.SOCKET, 60) as member:
+    with agent_socket.connect_to_agent(home / agent_socket.SOCKET, 60) as member:
         export = {"endpoint": f"http://127.0.0.1:{collector.server_port}"}
-        packets.send(member, {"join": {"pid": os.getpid(), "started": 0, "export": {"otlp": export}}}, [recording])
-        assert packets.receive(member)[0] == {"unexported": True}
-        packets.send(member, {"goodbye": {}})
+        agent_socket.send(member, {"join": {"pid": os.getpid(), "started": 0, "export": {"otlp": export}}}, [recording])
+        assert agent_socket.receive(member)[0] == {"unexported": True}
+        agent_socket.send(member, {"goodbye": {}})
     os.close(recording)
     Path("over").touch()
     _, errors = service.communicate(timeout=240)
@@ -627,7 +627,7 @@ def test_an_agent_with_sigterm_still_exports_spans_of_a_service_that_drains(
     os.kill(agent, signal.SIGTERM)
     Path("draining").touch()
     service.communicate(timeout=240)
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert Counter(collector.taken) == {"serve": 13, "step": 117, "fail": 1}
     assert collector.connections == 1
 
@@ -635,7 +635,7 @@ def test_an_agent_with_sigterm_still_exports_spans_of_a_service_that_drains(
 def test_rows_from_before_a_kill_are_exported(collector: Collector) -> None:
     done = run(f"{SERVICE}\nimport signal\nfor x in range(100): serve(x)\nos.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == -signal.SIGKILL
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert Counter(collector.taken) == {"serve": 100, "step": 900, "fail": 10}
 
 
@@ -714,13 +714,13 @@ def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_i
         (agent,) = until(agents)
         assert service.stdout is not None
         assert service.stdout.readline() == "gone\n"
-        (home,) = run_folder.list_runs()
-        count = until(lambda: run_folder.unsent(home))
+        (home,) = agent_socket.list_runs()
+        count = until(lambda: agent_socket.unsent(home))
         assert 0 < count <= spans_of(10)
         kill(agent)
         until(lambda: [one for one in agents() if one != agent])
         service.communicate("\n", timeout=240)
-        until(lambda: not run_folder.list_runs())
+        until(lambda: not agent_socket.list_runs())
     assert f"{count} spans that may not have been sent when an agent was killed" in Path("errors").read_text()
 
 
@@ -806,7 +806,7 @@ assert instrument.flush(100).settled
 assert "instrument-otlp" not in threads()
 """)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert Counter(collector.taken) == {"serve": 100, "step": 900, "fail": 10}
     assert collector.connections == 1
 
@@ -876,7 +876,7 @@ def served_by_two(collector: Collector, sample: float, emit: str = "") -> list[A
     Path("profile.yaml").write_text(KEYED % (emit, sample, collector.server_port))
     done = run(beside_engine(FIFTY))
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert len(collector.spans) == 2
     return [span for spans in collector.spans.values() for span in spans]
 
@@ -937,7 +937,7 @@ def test_a_request_of_twenty_seconds_has_its_stages_and_its_batches_their_links(
     Path("profile.yaml").write_text(text.replace("batch: ids", "batch: tokens").replace("export:", recording))
     done = run(beside_engine('front.serve("long", asked, done)'))
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     spans = [span for of in collector.spans.values() for span in of]
     [request] = [span for span in spans if span.name == "serve"]
     steps = [span for span in spans if span.name == "step"]
@@ -1028,7 +1028,7 @@ def test_what_began_before_the_first_request_is_below_the_span_that_the_environm
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[0].split("-")[1] == launcher.hex()
     assert done.stdout.split()[1] == "vendor=7"
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     (spans,) = collector.spans.values()
     by_trace: dict[bytes, list[Any]] = {}
     for span in spans:

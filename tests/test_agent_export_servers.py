@@ -23,7 +23,7 @@ from test_agent import INSTRUMENT, agents, children_of, folder, processes, until
 from test_agent_containers import ALONE, has_namespaces
 from test_agent_servers import of_this_run
 
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 
 __all__ = ["folder"]
 
@@ -187,8 +187,8 @@ def begun(case: Case, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Iter
             stderr=subprocess.PIPE,
             text=True,
         )
-        until(lambda: run_folder.has_listener(path))
-        monkeypatch.setenv(run_folder.VARIABLE, str(path))
+        until(lambda: agent_socket.has_listener(path))
+        monkeypatch.setenv(agent_socket.VARIABLE, str(path))
     command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", *words]
     with Path("errors").open("w") as errors, Path("out").open("w") as out:
         service = subprocess.Popen([*(ALONE if case.container else []), *command], stderr=errors, stdout=out)

@@ -24,7 +24,7 @@ from instrument.device.gauges import GaugeSources
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.metric_definitions import GAUGES as EVERY_GAUGE
 from instrument.recording.spans import HOST
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
 from instrument.trace import file
 
 __all__ = ["folder"]
@@ -196,7 +196,7 @@ class Answers:
     """The messages of a gauge thread about its processes."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[packets.Message] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[agent_socket.Message] = queue.SimpleQueue()
         self.thread = GaugeThread(self._messages.put)
 
     def ask(self, number: int, message: dict[str, Any], *, anew: bool = True) -> None:
@@ -312,7 +312,7 @@ def test_an_agent_of_another_container_leaves_gauges_to_the_process_which_says_w
     agent = subprocess.Popen([*alone.get("agent", []), *INSTRUMENT, *words], stderr=pipe, text=True)
     assert agent.stderr is not None
     assert "the agent listens at " in agent.stderr.readline()
-    monkeypatch.setenv(run_folder.VARIABLE, str(path))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(path))
     Path("profile.yaml").write_text(FUNCTIONS + GAUGES)
     Path("main.py").write_text(SERVICE)
     words = [*alone.get("service", []), *INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]

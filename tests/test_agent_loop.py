@@ -24,19 +24,19 @@ from instrument.agent.live_view import LiveSampler
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import GOODBYE, VANISHED, Process, Run, exit_fd_of
 from instrument.agent.runs import Runs
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
 
 
 class Agent:
     """Runs and their loop, which turns on command, in a folder of its own."""
 
     def __init__(self, folder: Path, says: Callable[[str], object] | None = None, own_run: Run | None = None) -> None:
-        self.path = folder / run_folder.SOCKET
-        self.heard: list[packets.Message] = []
-        self.loop = EventLoop(run_folder.listen(self.path), self._heard, self._dropped, None)
+        self.path = folder / agent_socket.SOCKET
+        self.heard: list[agent_socket.Message] = []
+        self.loop = EventLoop(agent_socket.listen(self.path), self._heard, self._dropped, None)
         self.runs = Runs(self.loop, folder, own_run, folder, says, lambda: None)
 
-    def _heard(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
+    def _heard(self, connection: Connection, message: agent_socket.Message, descriptors: list[int]) -> list[int]:
         self.heard.append(message)
         process = self.runs.member(connection)
         if "join" in message:
@@ -64,7 +64,7 @@ class Agent:
 
     def caller(self) -> socket.socket:
         """A new connection."""
-        sock = socket.socket(packets.FAMILY, packets.KIND)
+        sock = socket.socket(agent_socket.FAMILY, agent_socket.KIND)
         sock.connect(str(self.path))
         return sock
 
@@ -101,14 +101,14 @@ def facts(run: str) -> dict[str, Any]:
 def test_a_join_is_read_before_later_messages_of_others(agent: Agent) -> None:
     first, second = agent.caller(), agent.caller()
     with first, second:
-        packets.send(first, {"join": facts("one")})
+        agent_socket.send(first, {"join": facts("one")})
         for _ in range(3):
             agent.turn()
-        packets.send(first, {"flush": 1})  # the agent has something to do for this one first
-        packets.send(second, {"join": facts("two")})
+        agent_socket.send(first, {"flush": 1})  # the agent has something to do for this one first
+        agent_socket.send(second, {"join": facts("two")})
         with agent.caller() as third:
-            packets.send(third, {"join": facts("three")})
-            packets.send(first, {"flush": 2})
+            agent_socket.send(third, {"join": facts("three")})
+            agent_socket.send(first, {"flush": 2})
             agent.turn()
             told = [one.get("flush") or one["join"]["run"] for one in agent.heard]
             assert set(told[:3]) == {"one", "two", "three"}
@@ -119,15 +119,15 @@ def test_a_goodbye_is_heard_behind_however_much_else_a_process_has_said(agent: A
     source = f"""
 import os, socket, sys
 from instrument import clock
-from instrument.runtime import packets
-caller = socket.socket(packets.FAMILY, packets.KIND)
+from instrument.runtime import agent_socket
+caller = socket.socket(agent_socket.FAMILY, agent_socket.KIND)
 caller.connect({str(agent.path)!r})
-packets.send(caller, {{"join": {{"pid": os.getpid(), "started": clock.start_ticks(clock.STAT), "records": True}}}})
+agent_socket.send(caller, {{"join": {{"pid": os.getpid(), "started": clock.start_ticks(clock.STAT), "records": True}}}})
 print("joined", flush=True)
 sys.stdin.readline()
 for _ in range(150):
-    packets.send(caller, {{"flush": True}})
-packets.send(caller, {{"goodbye": {{}}}})
+    agent_socket.send(caller, {{"flush": True}})
+agent_socket.send(caller, {{"goodbye": {{}}}})
 """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", source], stdin=pipe, stdout=pipe, text=True) as other:
@@ -144,15 +144,15 @@ packets.send(caller, {{"goodbye": {{}}}})
 def test_a_process_says_goodbye_before_it_joins_for_its_next_session(agent: Agent) -> None:
     memory = os.memfd_create("recording")
     with agent.caller() as other, agent.caller() as first:
-        packets.send(other, {"ask": "processes"})
-        packets.send(first, {"join": facts("one")}, [memory])
+        agent_socket.send(other, {"ask": "processes"})
+        agent_socket.send(first, {"join": facts("one")}, [memory])
         for _ in range(3):
             agent.turn()
-        packets.send(other, {"ask": "processes"})
-        packets.send(first, {"goodbye": {}})
+        agent_socket.send(other, {"ask": "processes"})
+        agent_socket.send(first, {"goodbye": {}})
         first.close()
         with agent.caller() as second:
-            packets.send(second, {"join": facts("one")}, [memory])
+            agent_socket.send(second, {"join": facts("one")}, [memory])
             agent.turn()
             before, now = agent.processes
             assert before.end_kind == GOODBYE
@@ -201,7 +201,7 @@ def test_files_for_the_report_of_an_abandoned_run_are_removed_and_named(
     said: list[str] = []
     agent = Agent(Path(), said.append)
     with agent.caller() as caller:
-        packets.send(caller, {"join": facts("one")})
+        agent_socket.send(caller, {"join": facts("one")})
         while not agent.heard:
             agent.turn()
         clock_s[0] = runs.ABANDONED_S
@@ -235,7 +235,7 @@ def test_ps_reports_no_age_of_a_process_that_ended_while_its_run_had_no_agent(tm
 def test_a_dropped_process_gets_a_message_even_while_the_agent_reads_a_recording() -> None:
     selector = selectors.DefaultSelector()
     jobs = Jobs(selector)
-    ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
+    ours, theirs = socket.socketpair(agent_socket.FAMILY, agent_socket.KIND)
     selector.register(ours, selectors.EVENT_READ)
     wait, go_on = os.pipe()
     answers: list[Any] = []
@@ -257,7 +257,7 @@ def test_a_dropped_process_gets_a_message_even_while_the_agent_reads_a_recording
 
 def test_an_agent_without_a_descriptor_for_who_connects_does_not_turn_in_vain(agent: Agent) -> None:
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with agent.caller() as one, socket.socket(packets.FAMILY, packets.KIND) as other:
+    with agent.caller() as one, socket.socket(agent_socket.FAMILY, agent_socket.KIND) as other:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (4, most))
             agent.turn()
@@ -266,7 +266,7 @@ def test_an_agent_without_a_descriptor_for_who_connects_does_not_turn_in_vain(ag
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
         other.connect(str(agent.path))
-        packets.send(one, {"join": facts("one")})
-        packets.send(other, {"join": facts("other")})
+        agent_socket.send(one, {"join": facts("one")})
+        agent_socket.send(other, {"join": facts("other")})
         while len(agent.heard) < 2:
             agent.turn()

@@ -24,7 +24,7 @@ from instrument.otlp import export_facts
 from instrument.otlp.export_facts import Ids, MeteredFacts
 from instrument.profile.model import Capture
 from instrument.recorder.meter import queued_tasks
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 from instrument.runtime.environment import TEMPORALITY
 
 __all__ = ["folder"]
@@ -173,7 +173,7 @@ def test_counts_of_a_killed_process_reach_the_collector(collector: Collector, pr
     assert service.stdin is not None
     service.stdin.write("die\n")
     service.communicate(timeout=240)
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     check(collector, preference, {200: 20, 404: 5})
     (active,) = [metric for metric in collector.metrics if metric.name == "http.server.active_requests"][
         -1
@@ -192,7 +192,7 @@ def test_the_next_exporter_continues_the_counts_of_a_killed_one(collector: Colle
     os.kill(exporter, signal.SIGKILL)
     do(service, "ask 503 3", "flush", "ask 200 1")
     service.communicate(timeout=240)
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     check(collector, preference, {200: 11, 404: 7, 503: 3})
 
 
@@ -233,14 +233,14 @@ def test_a_scrape_of_a_process_whose_agent_counts_reports_all_with_their_status(
         found = {line.partition('status_code="')[2][:3]: float(line.split()[-1]) for line in lines}
         assert found == {"200": 10, "404": 5, "503": 2}
     service.communicate(timeout=240)
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     check(collector, "cumulative", {200: 10, 404: 5, 503: 2})
 
 
 def test_processes_that_record_nothing_have_no_metrics(collector: Collector) -> None:
     done = run("import os, time, instrument\ntime.sleep(0.3)\ninstrument.flush(1)\n")
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert collector.taken == []
 
 
@@ -250,7 +250,7 @@ def test_processes_that_ask_for_no_metrics_have_none_but_gauges(collector: Colle
     )
     done = run("import engine\nengine.work()\n")
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert collector.taken == ["work"]
 
 
@@ -351,7 +351,7 @@ def test_at_the_end_of_a_run_the_time_in_the_queue_of_requests_in_others_is_sent
     )
     done = run(NESTED)
     assert done.returncode == 0, done.stderr
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert in_queue(collector) == {"outer": 10, "inner": 10}
     assert "has arrived there" not in done.stderr
 
@@ -364,5 +364,5 @@ def test_metrics_that_a_collector_does_not_take_at_the_end_of_a_run_are_reported
         Path("main.py").write_text("import engine\nengine.work()\n")
         command = [*INSTRUMENT, "run", "--profile", "profile.yaml", "--", "main.py"]
         subprocess.run(command, check=True, timeout=240, stderr=errors, env={**os.environ, "IMPATIENT": "all"})
-        until(lambda: not run_folder.list_runs())
+        until(lambda: not agent_socket.list_runs())
     assert re.search("destination: .*points of metrics that the collector did not accept", Path("errors").read_text())

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.runtime import compression
+from instrument.runtime import file_writing
 
 pytest.importorskip("isal")
 
@@ -30,17 +30,17 @@ def packer(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def packed(pieces: list[bytes]) -> bytes:
-    packer = compression.compressor(zlib_level=4)
+    packer = file_writing.compressor(zlib_level=4)
     return b"".join([*map(packer.compress, pieces), packer.flush()])
 
 
 def unpacked(path: Path) -> bytes:
-    with compression.open_gzip(path) as file:
+    with file_writing.open_gzip(path) as file:
         return file.read()
 
 
 def test_isal_is_taken_where_it_is_installed(packer: str) -> None:
-    assert isinstance(compression.compressor(1), type(zlib.compressobj())) == (packer == "zlib")
+    assert isinstance(file_writing.compressor(1), type(zlib.compressobj())) == (packer == "zlib")
 
 
 PIECES = st.binary(max_size=200) | st.integers(0, 9).map(lambda times: b'{"ph":"X"},' * 10**4 * times)
@@ -84,7 +84,7 @@ WHOLE = gzip.compress(b'[{"ph":"X"}]' * 1000)
 def test_damage_is_one_of_those_that_are_named(packer: str, damaged: tuple[str, bytes], tmp_path: Path) -> None:
     path = tmp_path / "damaged.gz"
     path.write_bytes(damaged[1])
-    with pytest.raises(compression.damage_errors()):
+    with pytest.raises(file_writing.damage_errors()):
         unpacked(path)
 
 

@@ -21,7 +21,7 @@ from test_handover import agent, begin, collector, listener, serve
 
 from instrument import clock as clocks
 from instrument.clock import LEAST_S, Deadline
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 from instrument.sessions import leaving
 from instrument.sessions.membership import ANSWER_LIMIT_S, Membership
 
@@ -98,7 +98,7 @@ def test_an_end_is_over_in_time_next_to_an_agent_and_a_collector_that_hang(
             for pid in (own, *children):
                 os.kill(pid, signal.SIGCONT)
         else:  # nobody is left to remove it
-            shutil.rmtree(run_folder.list_runs()[0].parent)
+            shutil.rmtree(agent_socket.list_runs()[0].parent)
     assert service.returncode == -signal.SIGTERM
     assert took_s < 100
     assert "Summary of shop" in errors

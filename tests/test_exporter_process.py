@@ -29,7 +29,7 @@ from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import ExportCheckpoint
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Origin, Site
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
 
 SETTINGS = {"endpoint": "http://127.0.0.1:9", "protocol": "http/protobuf"}
 
@@ -44,7 +44,7 @@ class Table:
         self.exports = Exports(self.selector, folder, lambda: None, self.said.append, self.leave)
         self._folder = folder
 
-    def leave(self, process: Process, message: packets.Message) -> None:
+    def leave(self, process: Process, message: agent_socket.Message) -> None:
         """Note that a process was informed of no export."""
         assert message == {"unexported": True}
         self.left.append(process)
@@ -162,21 +162,21 @@ def test_unsent_spans_of_an_ended_process_are_counted_after_a_kill_of_its_agent(
     (child,) = set(exporters()) - before
     stop(child)
     process = table.add(memory=copied(recorder))
-    assert not run_folder.unsent(tmp_path)
+    assert not agent_socket.unsent(tmp_path)
     process.ended_ns = 1
     table.exports.note_ended(process)
     with closing(Mapped(process.memory)) as mapped:
         recorded = sum(mapped.heads().values()) + mapped.ended_rows
     (tmp_path / "next").mkdir()
-    os.link(tmp_path / run_folder.UNSENT, tmp_path / "next" / run_folder.UNSENT)  # where this agent is killed now
+    os.link(tmp_path / agent_socket.UNSENT, tmp_path / "next" / agent_socket.UNSENT)  # where this agent is killed now
     taken_over = Exports(table.selector, tmp_path / "next", lambda: None, table.said.append, table.leave)
     assert export_checkpoint.losses_by_name(taken_over.fates) == {
         "spans that may not have been sent when an agent was killed": recorded
     }
-    assert run_folder.unsent(tmp_path) == recorded
+    assert agent_socket.unsent(tmp_path) == recorded
     os.kill(child, signal.SIGCONT)
     table.until(lambda: not table.exports.waits_for(process.run))
-    assert not run_folder.unsent(tmp_path)
+    assert not agent_socket.unsent(tmp_path)
 
 
 def test_messages_of_an_exporter_before_its_end_are_read(table: Table) -> None:
@@ -201,7 +201,7 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
     exported_run.members[0] = exported
 
     def look() -> bool:
-        return exported_run.look(lambda _, action: (action(), None)[1], at_once=True)
+        return exported_run.look(at_once=True)
 
     call = recorder.wrap(lambda: None, Site("f"))
     try:
@@ -315,9 +315,9 @@ def test_the_exporter_keeps_few_threads_for_collectors_that_no_process_has_any_m
 
 
 def test_messages_of_a_process_are_read_even_if_it_closed_before_the_answer() -> None:
-    ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
+    ours, theirs = socket.socketpair(agent_socket.FAMILY, agent_socket.KIND)
     connection = Connection(ours)
-    packets.send(theirs, {"goodbye": {}})
+    agent_socket.send(theirs, {"goodbye": {}})
     theirs.close()
     for _ in range(2):
         connection.send({"gauges": {"ended": True}})

@@ -17,7 +17,7 @@ import instrument
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.keys import loads
-from instrument.runtime import atomic
+from instrument.runtime import file_writing
 from instrument.sessions import files
 
 WORKER = """
@@ -89,8 +89,8 @@ def test_eight_processes_on_one_path_keep_within_the_disk_limit_and_each_keeps_i
 
 def test_files_of_a_killed_writer_are_removed_and_files_being_written_count(tmp_path: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom instrument.runtime import atomic\n"
-        "with atomic.replacing(Path(sys.argv[1])) as file:\n"
+        "import sys\nfrom pathlib import Path\nfrom instrument.runtime import file_writing\n"
+        "with file_writing.replacing(Path(sys.argv[1])) as file:\n"
         "    file.write(b'x' * 1000)\n    file.flush()\n    print('writing', flush=True)\n    sys.stdin.readline()\n"
     )
     writers = [
@@ -109,9 +109,10 @@ def test_files_of_a_killed_writer_are_removed_and_files_being_written_count(tmp_
     (tmp_path / "shop-3-0.json").write_text("x" * 500)
     own = tmp_path / "shop-4-0.json"
     own.write_text("x" * 500)
-    assert files.make_room(["shop-{pid}-{window}.json"], tmp_path, "shop", [own], 2000) == 0
+    shop = files.Destination(tmp_path, "shop", "", is_first=True)
+    assert shop.make_room(["shop-{pid}-{window}.json"], [own], 2000) == 0
     assert len(list(tmp_path.glob(".instrument-*.part"))) == 1, "the dead one's alone is gone"
-    assert files.make_room(["shop-{pid}-{window}.json"], tmp_path, "shop", [own], 1999) == 1
+    assert shop.make_room(["shop-{pid}-{window}.json"], [own], 1999) == 1
     writers[1].communicate("\n", timeout=240)
     assert {path.name for path in tmp_path.iterdir()} == {"shop-2-0.json", "shop-4-0.json"}
 
@@ -122,8 +123,9 @@ def test_a_file_that_another_process_removes_meanwhile_is_no_error(
     for number in range(4):
         (tmp_path / f"shop-{number}-0.json").write_text("x" * 100)
     own = tmp_path / "shop-0-0.json"
+    shop = files.Destination(tmp_path, "shop", "", is_first=True)
     monkeypatch.setattr(files.os, "lstat", lambda name: Path(name).unlink() or Path(name).stat())
-    assert files.make_room(["shop-{pid}-{window}.json"], tmp_path, "shop", [own], 10) == 0
+    assert shop.make_room(["shop-{pid}-{window}.json"], [own], 10) == 0
 
 
 def test_summary_files_count_with_the_traces(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_full_disk_leaves_the_older_file_and_nothing_else(what: str, caplog: p
 
 def test_the_standard_streams_of_the_system_are_never_replaced_by_a_file(tmp_path: Path) -> None:
     with (tmp_path / "redirected").open("w") as file:
-        code = "from instrument.runtime import atomic\nwith atomic.replacing(Path('/dev/stdout')): pass"
+        code = "from instrument.runtime import file_writing\nwith file_writing.replacing(Path('/dev/stdout')): pass"
         code = f"from pathlib import Path\n{code}"
         done = subprocess.run([sys.executable, "-c", code], stdout=file, stderr=subprocess.PIPE, text=True, check=False)
     assert "this path exists, and is not a regular file" in done.stderr
@@ -195,16 +197,16 @@ def test_the_standard_streams_of_the_system_are_never_replaced_by_a_file(tmp_pat
 
 def test_text_is_added_whole_or_not_at_all_and_never_through_a_link(tmp_path: Path) -> None:
     path = tmp_path / "windows.txt"
-    atomic.append(path, "one\n")
-    atomic.append(path, "two\n")
+    file_writing.append(path, "one\n")
+    file_writing.append(path, "two\n")
     assert path.read_text() == "one\ntwo\n"
     assert path.stat().st_mode & 0o777 == 0o600
     (tmp_path / "link.txt").symlink_to(path)
     with pytest.raises(OSError, match="symbolic links"):
-        atomic.append(tmp_path / "link.txt", "three\n")
+        file_writing.append(tmp_path / "link.txt", "three\n")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError):
-        atomic.append(tmp_path / "pipe", "four\n")
+        file_writing.append(tmp_path / "pipe", "four\n")
     assert path.read_text() == "one\ntwo\n"
 
 

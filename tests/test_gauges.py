@@ -38,7 +38,7 @@ from instrument.recording.slot_ring import GaugePlace, Readings
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.report.device_view import device
 from instrument.report.view import Options, Recording
-from instrument.runtime import control_groups
+from instrument.runtime import environment
 from instrument.runtime.faults import FAULTS
 
 MS = 10**6
@@ -680,8 +680,8 @@ def made_proc(folder: Path, monkeypatch: pytest.MonkeyPatch, stat: str, **files:
     for name, text in files.items():
         (folder / "proc/self" / name).write_text(text)
     monkeypatch.setattr(host_room, "PROC", folder / "proc")
-    monkeypatch.setattr(control_groups, "PROC", folder / "proc")
-    monkeypatch.setattr(control_groups, "CONTROL_GROUPS", folder / "cgroup")
+    monkeypatch.setattr(environment, "PROC", folder / "proc")
+    monkeypatch.setattr(environment, "CONTROL_GROUPS", folder / "cgroup")
 
 
 def test_processor_time_of_the_machine_counts_guests_once_and_waiting_for_disks_as_idle(
@@ -735,7 +735,7 @@ def test_cores_are_what_affinity_and_control_groups_leave(
     for name, text in files.items():
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text)
-    assert control_groups.cores() == (len(os.sched_getaffinity(0)) if expected is None else expected)
+    assert environment.cores() == (len(os.sched_getaffinity(0)) if expected is None else expected)
 
 
 # -------------------------------------------------------------------- from outside
@@ -985,4 +985,4 @@ def test_memory_is_what_the_machine_or_the_control_groups_leave(
         (tmp_path / "cgroup" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cgroup" / name).write_text(text)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert control_groups.memory_bytes() == (limit or machine)
+    assert environment.memory_bytes() == (limit or machine)

@@ -25,22 +25,25 @@ from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import ExportCheckpoint, Progress
-from instrument.runtime import packets, run_folder
-from instrument.sessions import handover, leaving, session_threads
-from instrument.sessions.control import ControlThread
-from instrument.sessions.session import Session
-from instrument.sessions.session_threads import SessionThreads
+from instrument.runtime import agent_socket
+from instrument.sessions import handover, leaving
+from instrument.sessions import session as sessions
+from instrument.sessions.profile_reload import ControlThread
+from instrument.sessions.session import Session, SessionThreads
 
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[socket.socket]:
     """Listen at the place where sessions of the test join."""
     monkeypatch.chdir(tmp_path)
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(packets.FAMILY, packets.KIND) as listener:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        socket.socket(agent_socket.FAMILY, agent_socket.KIND) as listener,
+    ):
         path = Path(folder) / "agent.sock"
         listener.bind(os.fspath(path))
         listener.listen()
-        monkeypatch.setenv(run_folder.VARIABLE, os.fspath(path))
+        monkeypatch.setenv(agent_socket.VARIABLE, os.fspath(path))
         yield listener
         instrument.stop()
 
@@ -167,7 +170,7 @@ def test_a_run_without_a_summary_says_what_was_unsent_at_its_end(
     monkeypatch.setattr(leaving, "target_of", lambda _: stderr)
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
     monkeypatch.setattr(leaving, "STALLED_AGENT_S", 0.01)
-    monkeypatch.setattr(session_threads, "START_DELAY_S", 0)
+    monkeypatch.setattr(sessions, "START_DELAY_S", 0)
     begin(collector)
     place = taken()
     serve(3)
@@ -188,8 +191,8 @@ def test_a_session_whose_threads_begin_as_it_ends_does_not_join_again(
 
     monkeypatch.setattr(SessionThreads, "_start_threads", begin_late)
     monkeypatch.setattr(SessionThreads, "start", lambda _: may_begin.wait(60))
-    monkeypatch.setattr(session_threads, "START_WAIT_S", 0.0)
-    monkeypatch.setattr(session_threads, "START_DELAY_S", 0.0)
+    monkeypatch.setattr(sessions, "START_WAIT_S", 0.0)
+    monkeypatch.setattr(sessions, "START_DELAY_S", 0.0)
     monkeypatch.setenv("INSTRUMENT_RUN_PID", "1")  # as in a process that begins them with its first span
     session = begin(collector)
     serve(1)
@@ -277,7 +280,7 @@ def test_unexported_spans_are_one_sentence_if_no_agent_can_start(collector: Coll
 def test_a_session_that_finds_no_agent_exports_by_itself(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(run_folder.VARIABLE, str(tmp_path / "nobody.sock"))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(tmp_path / "nobody.sock"))
     session = begin(collector)
     serve(3)
     with scope("open", kind="request"):
@@ -297,7 +300,7 @@ def test_spans_of_a_window_are_sent_by_the_agent_or_counted(collector: Collector
         serve(2)
         spans = session.trace().spans
         assert session.exporting.unsent(spans) == []
-        while "window" not in (message := packets.receive(joined)[0] or {}):
+        while "window" not in (message := agent_socket.receive(joined)[0] or {}):
             pass
         assert message == {"window": [spans[0].start_ns, spans[-1].end_ns]}
     session._membership.close()

@@ -17,7 +17,7 @@ from instrument.otlp.export_facts import Ids
 from instrument.otlp.file_exports import REMOVED, KeptFiles
 from instrument.otlp.span_queue import Source
 from instrument.recording.spans import Site, Span
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 from instrument.trace import file
 
 __all__ = ["folder"]
@@ -83,7 +83,7 @@ def test_kept_requests_are_in_files_while_the_service_runs_and_after_a_kill_of_t
     os.kill(exporter, signal.SIGKILL)
     do("ask")
     _, errors = service.communicate(timeout=240)
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     assert kept() == {"broken": 2, "child": 1}
     told = [line for line in errors.splitlines() if "kept requests are written into captures/" in line]
     assert len(told) == 1

@@ -22,7 +22,7 @@ from test_handover import agent, listener
 import instrument
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.handover import OwnExport
 from instrument.sessions.session import Session
@@ -197,7 +197,7 @@ def served(command: str | Sequence[str], profile: str, main: str = MAIN) -> str:
 def serve(collector: Collector, *command: str, profile: str, main: str = MAIN) -> Told:
     """Return the spans of those requests at a collector."""
     served(command, profile, main)
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     return of(collector)
 
 

@@ -21,7 +21,7 @@ from instrument.recorder.meter import Meter
 from instrument.recording.distributions import Distribution, Metric
 from instrument.recording.rows import Row
 from instrument.recording.spans import Site, Span
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 from instrument.runtime.environment import TEMPORALITY
 
 __all__ = ["folder"]
@@ -159,7 +159,7 @@ def test_all_requests_are_reported_with_their_time_in_the_queue_whatever_is_kept
     for name in ("instrument_request_queue_duration_seconds", "instrument_request_batch_size"):
         ((labels, count),) = re.findall(rf"^{name}_count{{(.*)}} (.*)$", scraped, re.MULTILINE)
         assert (float(count), 'gen_ai_request_model="tiny"' in labels) == (40, True)
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     every = points(collector)
     found = every[-1:] if preference == "cumulative" else every
     assert sum(point.count for point in found) == 40
@@ -210,7 +210,7 @@ def test_requests_that_an_exporter_had_counted_that_was_killed_are_reported_by_t
     until(lambda: set(children_of(agent, EXPORTER_NAME)) - {exporter})
     _, errors = service.communicate("8\n", timeout=240)
     assert service.returncode == 0, errors
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
     left_out = sum(
         map(int, re.findall(r"(\d+) \(requests that batches served without their time in the queue", errors))
     )

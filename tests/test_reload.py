@@ -35,12 +35,12 @@ from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.wrapping import bare_function
-from instrument.sessions import control
-from instrument.sessions.control import ControlThread
+from instrument.sessions import profile_reload
 from instrument.sessions.membership import Membership
 from instrument.sessions.profile_reload import (
     FIXED_SETTINGS,
     MOST_NAMES,
+    ControlThread,
     Reload,
     Request,
     refusals,
@@ -518,7 +518,7 @@ def test_a_file_that_is_replaced_or_written_in_place_is_followed() -> None:
 def test_a_file_that_is_found_half_written_is_no_error_for_good(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "GRACE_S", 60)  # who writes may have to wait for a processor
+    monkeypatch.setattr(profile_reload, "INVALID_FILE_S", 60)  # who writes may have to wait for a processor
     session = begin(WATCHED)
     whole = WATCHED + 'functions: [{match: "reloaded:first"}, {match: "reloaded:second"}]'
     with Path("profile.yaml").open("w") as file:

@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from instrument.instrumentors.requests.servers import SEAMS, Requests
 from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, merge_processes
 from instrument.profile.model import RequestsRule
 from instrument.recording import board
-from instrument.runtime import listening
+from instrument.runtime import environment
 from instrument.trace import file
 
 SELF = Path("/proc/self")
@@ -122,21 +122,21 @@ def test_ports_are_known_that_connections_came_to_and_are_open_or_closed() -> No
         port = listener.getsockname()[1]
         gc.collect()  # what earlier tests have left open is closed by now
         before = len(list(Path("/proc/self/fd").iterdir()))
-        assert listening.listens()
-        assert port in listening.connections_of(SELF).listens
+        assert environment.listens()
+        assert port in environment.connections_of(SELF).listens
         assert len(list(Path("/proc/self/fd").iterdir())) == before
-        assert port not in listening.connections_of(SELF).open
+        assert port not in environment.connections_of(SELF).open
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = listener.accept()
-            assert port in listening.connections_of(SELF).open
+            assert port in environment.connections_of(SELF).open
             client.shutdown(socket.SHUT_WR)  # the client's end closes first
             accepted.recv(1)
             accepted.close()
             client.recv(1)
-        found = listening.connections_of(SELF)
+        found = environment.connections_of(SELF)
     assert (port in found.open, port in found.closed) == (False, True)
-    assert port in listening.connections_of(SELF, frozenset({port})).closed
-    assert listening.connections_of(Path("/proc/0")) == (frozenset(),) * 4
+    assert port in environment.connections_of(SELF, frozenset({port})).closed
+    assert environment.connections_of(Path("/proc/0")) == (frozenset(),) * 4
 
 
 def test_a_server_that_is_started_again_has_not_the_connections_of_the_one_before() -> None:
@@ -149,14 +149,14 @@ def test_a_server_that_is_started_again_has_not_the_connections_of_the_one_befor
             client.close()
             accepted.recv(1)
             accepted.close()
-        assert port in listening.connections_of(SELF).closed
+        assert port in environment.connections_of(SELF).closed
     time.sleep(0.1)  # the system counts starts in hundredths of a second
     program = LISTENING.replace('("127.0.0.1", 0)', f'("127.0.0.1", {port})')
     with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as child:
         try:
             assert child.stdout is not None
             assert int(child.stdout.readline()) == port
-            found = listening.connections_of(Path(f"/proc/{child.pid}"))
+            found = environment.connections_of(Path(f"/proc/{child.pid}"))
             assert (port in found.listens, port in found.closed) == (True, False)
         finally:
             child.kill()
@@ -179,9 +179,8 @@ def test_the_agent_sees_a_connection_to_a_process_that_was_killed() -> None:
     told: list[Any] = []
     later: list[Any] = []
     process = Process(run=Run("run"), pid=child.pid, started=0, facts={}, joined_ns=0)
-    watch = ConnectionWatch(
-        lambda _, look: later.append(look), lambda _, message: told.append(message), lambda: [process]
-    )
+    loop: Any = SimpleNamespace(call_later=lambda _, look: later.append(look))
+    watch = ConnectionWatch(loop, lambda _, message: told.append(message), lambda: [process])
     watch.begin(process)
     later.pop()()
     assert (told, process.listened) == ([], {port})

@@ -28,7 +28,7 @@ from server_programs import SERVED, answers, requests_in
 from instrument import chrome
 from instrument.instrumentors.requests import model_servers
 from instrument.recording.spans import Span
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 
 START_LIMIT_S = 120.0
 TIMES = 200
@@ -251,7 +251,7 @@ def test_mosecs_workers_report_their_batches_and_requests(tmp_path: Path) -> Non
 def test_begins_of_requests_are_shared_in_memory_with_room_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(run_folder.VARIABLE, str(tmp_path / "socket"))
+    monkeypatch.setenv(agent_socket.VARIABLE, str(tmp_path / "socket"))
     monkeypatch.setenv("INSTRUMENT_RUN", tmp_path.name)
     first, second = model_servers._MosecBegins("/mosec"), model_servers._MosecBegins("/mosec")
     first.note(5, 100)

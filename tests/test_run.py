@@ -18,7 +18,7 @@ from instrument.cli import run_verb
 from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere
 from instrument.profile.keys import loads
 from instrument.recording import board
-from instrument.sessions import files
+from instrument.runtime import environment
 
 ENGINE = "def step(x): return x + 1\n"
 API = "def handle(x): return x\n"
@@ -335,6 +335,6 @@ def test_a_session_in_code_has_its_threads_at_once(text: str) -> None:
 
 
 def test_a_run_within_another_of_the_same_process_is_called_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    outer = files.new_run()
-    monkeypatch.setenv(files.RUN_VARIABLE, outer)
+    outer = environment.new_run()
+    monkeypatch.setenv(environment.RUN_VARIABLE, outer)
     assert run_verb._name_run() != outer

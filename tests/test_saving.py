@@ -20,7 +20,7 @@ import pytest
 import instrument
 from instrument import chrome, scope
 from instrument.profile.keys import loads
-from instrument.sessions import files, saving
+from instrument.sessions import files
 from instrument.sessions.session import Session
 from instrument.trace import file
 
@@ -192,7 +192,7 @@ def test_a_service_is_given_numpy_only_where_its_profile_asks_for_files() -> Non
 @pytest.mark.parametrize("text", [pytest.param(ALONE, marks=pytest.mark.slow), BOTH, "export: {summary: {to: stderr}}"])
 def test_without_numpy_a_service_runs_and_the_notes_say_that_nothing_is_written(text: str) -> None:
     done = python(HIDES_NUMPY + PROGRAM, text)
-    assert (done.returncode, done.stdout.count(saving.WITHOUT_NUMPY)) == (0, 1), done.stderr
+    assert (done.returncode, done.stdout.count(files.WITHOUT_NUMPY)) == (0, 1), done.stderr
     assert not Path("traces").exists()
 
 
@@ -205,10 +205,10 @@ def test_check_says_that_no_file_can_be_written(as_json: bool, tmp_path: Path) -
     assert (with_numpy.returncode, without.returncode) == (0, 0), without.stderr
     if as_json:
         facts: list[Any] = [json.loads(done.stdout)["files"] for done in (with_numpy, without)]
-        assert facts == [{"why_not_written": ""}, {"why_not_written": saving.WITHOUT_NUMPY}]
+        assert facts == [{"why_not_written": ""}, {"why_not_written": files.WITHOUT_NUMPY}]
     else:
-        assert saving.WITHOUT_NUMPY not in with_numpy.stdout
-        assert f"export: {saving.WITHOUT_NUMPY}" in without.stdout
+        assert files.WITHOUT_NUMPY not in with_numpy.stdout
+        assert f"export: {files.WITHOUT_NUMPY}" in without.stdout
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from instrument.otlp.metrics import Metered
 from instrument.recording.distributions import Distribution, Exemplar, Metric, Snapshot
 from instrument.recording.metric_definitions import COUNTER, HISTOGRAM, UPDOWN
 from instrument.recording.spans import HOST, Origin, Sample
-from instrument.runtime import agent_launch, run_folder
+from instrument.runtime import agent_socket
 
 __all__ = ["folder"]
 
@@ -176,7 +176,7 @@ def test_any_process_of_a_run_reports_the_metrics_of_all_and_so_does_the_agent_o
             memory = values(scraped(service), "process_memory_usage_bytes")
             assert all(re.fullmatch(r'process_pid="\d+"', one) for one in memory)
 
-            (agent,), (home,) = agents(), run_folder.list_runs()
+            (agent,), (home,) = agents(), agent_socket.list_runs()
             until((home / "metrics.ended").exists)
             (exporter,) = children_of(agent, EXPORTER_NAME)
             os.kill(exporter, signal.SIGKILL)
@@ -206,14 +206,14 @@ def test_a_run_that_exports_nothing_is_scraped_from_the_first_call_on() -> None:
         assert "trace_id" not in text
         do(service, "child 20")
         scraped_once(service, 121)
-        (agent,), (home,) = agents(), run_folder.list_runs()
-        with (home / agent_launch.BEGINNINGS).open("a") as beginnings:  # no other agent may begin
-            beginnings.writelines([f"{time.monotonic()}\n"] * agent_launch.MOST_AGENTS)
+        (agent,), (home,) = agents(), agent_socket.list_runs()
+        with (home / agent_socket.BEGINNINGS).open("a") as beginnings:  # no other agent may begin
+            beginnings.writelines([f"{time.monotonic()}\n"] * agent_socket.MOST_AGENTS)
         kill(agent)
         alone = scraped(service)
         assert calls(alone) == 1
         assert "this one alone, for its agent does not answer" in alone
-    run_folder.remove(home)
+    agent_socket.remove(home)
 
 
 def test_an_address_that_is_taken_is_named_and_costs_the_service_nothing() -> None:

@@ -13,8 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from otlp_collectors import Collector, collecting, take
 from test_agent import INSTRUMENT, folder, until
 
-from instrument.runtime import run_folder
-from instrument.sessions import files
+from instrument.runtime import agent_socket, environment
 from instrument.trace.joined import trace_id_of
 
 __all__ = ["folder"]
@@ -139,7 +138,7 @@ def end(processes: Sequence[subprocess.Popen[str]]) -> None:
     for process in processes:
         _, told = process.communicate(timeout=240)
         assert process.returncode == 0, told
-    until(lambda: not run_folder.list_runs())
+    until(lambda: not agent_socket.list_runs())
 
 
 def traces(collector: Collector) -> Mapping[str, Mapping[str, set[int]]]:
@@ -201,7 +200,7 @@ def test_processes_without_an_agent_share_the_traces_of_keys_and_no_two_runs_do(
 @pytest.mark.parametrize("agent", ["auto", "off"])
 def test_runs_of_several_hosts_that_share_a_name_share_the_traces_of_keys(collector: Collector, agent: str) -> None:
     Path("profile.yaml").write_text(PROFILE % (agent, collector.server_port))
-    shared = {files.SHARED_RUN_VARIABLE: "blue"}
+    shared = {environment.SHARED_RUN_VARIABLE: "blue"}
     end([begin(name, environ=shared) for name in ("engine.py", "front.py")])
     check(collector, "blue")
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -448,7 +449,8 @@ def test_an_isolated_process_is_counted_that_ends_between_two_whole_looks(
     monkeypatch.setattr(unseen, "LOOK_S", 3600)
     later: list[Callable[[], object]] = []
     selector = selectors.DefaultSelector()
-    looks = unseen.Unseen(tmp_path / "socket", os.getpid(), lambda _, look: later.append(look), set, selector)
+    loop: Any = SimpleNamespace(selector=selector, call_later=lambda _, look: later.append(look))
+    looks = unseen.Unseen(loop, tmp_path / "socket", os.getpid(), set)
     later.clear()
     with subprocess.Popen([sys.executable, "-I", "-c", "print(flush=True); input()"], stdin=-1, stdout=-1) as child:
         assert child.stdout is not None

@@ -26,7 +26,7 @@ from typing import Any
 from instrument.agent import end_reports
 from instrument.agent.loop import Connection
 from instrument.agent.processes import Process
-from instrument.runtime import packets
+from instrument.runtime import agent_socket
 
 MOST_CHILDREN = 2
 JOB_LIMIT_S = 60
@@ -168,7 +168,7 @@ class Saves:
 
     def _start(self, batch: Sequence[Process]) -> None:
         self._running += 1
-        self._jobs.start(end_reports.captures_job(batch, self._folder), partial(self._end, batch))
+        self._jobs.start(end_reports.saves_job(batch, self._folder), partial(self._end, batch))
 
     def _end(self, batch: Sequence[Process], answer: Answer) -> None:
         self._running -= 1
@@ -209,7 +209,7 @@ class Child:
     selector: selectors.BaseSelector
     serve: Callable[[socket.socket], object]
     name: str
-    heard: Callable[[packets.Message], object]
+    heard: Callable[[agent_socket.Message], object]
     has_ended: Callable[[], object]
     has_sent_all: Callable[[], object]
 
@@ -243,7 +243,7 @@ class Child:
         self.selector.register(self._connection.fileno(), selectors.EVENT_READ, self._receive_answers)
         return ""
 
-    def send(self, message: packets.Message, *descriptors: int) -> None:
+    def send(self, message: agent_socket.Message, *descriptors: int) -> None:
         """Send the child a message, or queue it if the socket is full. A hanging child does not block the caller."""
         if self._connection is not None:
             self._connection.send(message, descriptors)
@@ -297,11 +297,11 @@ class Child:
         connection.close()
 
 
-def _receive_next(connection: Connection) -> packets.Message | None:
+def _receive_next(connection: Connection) -> agent_socket.Message | None:
     """Return a child's next message, None after its last one. Raises `BlockingIOError` if none has arrived."""
     try:
         message, descriptors = connection.receive()
-    except packets.PacketError:
+    except agent_socket.PacketError:
         return None
     for descriptor in descriptors:
         os.close(descriptor)
@@ -320,7 +320,7 @@ class AgentEnd:
         self._waiting.register(self._woken, select.POLLIN)
         self.has_gone = False
 
-    def receive(self, wait_s: float) -> Iterator[tuple[packets.Message, list[int]]]:
+    def receive(self, wait_s: float) -> Iterator[tuple[agent_socket.Message, list[int]]]:
         """Wait up to `wait_s` seconds for messages of the agent, and yield those that arrived with their
         descriptors."""
         if not self._waiting.poll(None if wait_s == math.inf else math.ceil(1000 * wait_s)):
@@ -329,10 +329,10 @@ class AgentEnd:
             os.read(self._woken, PIPE_BYTES)
         while not self.has_gone:
             try:
-                message, descriptors = packets.receive(self._connection)
+                message, descriptors = agent_socket.receive(self._connection)
             except BlockingIOError:
                 return
-            except packets.PacketError:
+            except agent_socket.PacketError:
                 continue  # what a process says is handed on, and may be too long
             except OSError:
                 message, descriptors = None, []
@@ -346,10 +346,10 @@ class AgentEnd:
         with suppress(BlockingIOError):
             os.write(self._waker, b".")
 
-    def send(self, message: packets.Message) -> None:
+    def send(self, message: agent_socket.Message) -> None:
         """Send the agent a message. Ignore errors, because `receive` notices a closed connection."""
         with suppress(OSError):
-            packets.send(self._connection, message)
+            agent_socket.send(self._connection, message)
 
 
 def run_in_child(work: Callable[[], object]) -> int:
@@ -367,7 +367,7 @@ def run_in_child(work: Callable[[], object]) -> int:
 
 def _fork_child(serve: Callable[[socket.socket], object], name: str) -> tuple[Connection, int]:
     """Fork a child that calls `serve`. Return a connection to it and its process id. Raises `OSError`."""
-    ours, theirs = socket.socketpair(packets.FAMILY, packets.KIND)
+    ours, theirs = socket.socketpair(agent_socket.FAMILY, agent_socket.KIND)
     with theirs:
         try:
             pid = run_in_child(partial(_serve_in_child, theirs, serve, name, os.getpid()))
@@ -389,7 +389,7 @@ def _serve_in_child(connection: socket.socket, serve: Callable[[socket.socket], 
     with suppress(OSError):
         Path("/proc/self/comm").write_text(name, "ascii")
     gc.freeze()
-    serve(socket.socket(packets.FAMILY, packets.KIND, fileno=descriptor))
+    serve(socket.socket(agent_socket.FAMILY, agent_socket.KIND, fileno=descriptor))
 
 
 def _set_up_child_process(agent: int) -> None:

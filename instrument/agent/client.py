@@ -13,7 +13,7 @@ from typing import Any
 
 from instrument.agent import processes
 from instrument.errors import InstrumentError
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Asked:
             return ""
         if self.name != str(self.socket):
             return "no process has joined yet"
-        return f"no process has joined; those do that are started with {run_folder.VARIABLE}={self.socket.absolute()}"
+        return f"no process has joined; those do that are started with {agent_socket.VARIABLE}={self.socket.absolute()}"
 
 
 @contextmanager
@@ -81,10 +81,11 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
     `name` is a prefix of a run's name, a service, a process id, or the path of an agent's socket. The default is the
     run in `INSTRUMENT_AGENT`, else all runs. Raises `InstrumentError` if no run matches.
     """
-    own_agent = os.environ.get(run_folder.VARIABLE, "")
+    own_agent = os.environ.get(agent_socket.VARIABLE, "")
     asked_name = name or own_agent
     is_socket = "/" in asked_name
-    sockets = [(folder / run_folder.SOCKET).resolve() for folder in run_folder.list_runs()]  # some agents lie elsewhere
+    # Some agents have their socket elsewhere.
+    sockets = [(folder / agent_socket.SOCKET).resolve() for folder in agent_socket.list_runs()]
     if is_socket:
         sockets = [Path(asked_name)]
     elif "/" in own_agent:
@@ -129,17 +130,17 @@ def _query_agent(socket: Path, *, memory: bool) -> list[Asked]:
     """Return the runs of the agent at a socket, from its answer to a query."""
     members: list[Member] = []
     try:
-        with run_folder.connect_to_agent(socket, run_folder.ANSWER_S) as caller:
-            packets.send(caller, {"ask": "processes", "memory": memory})
+        with agent_socket.connect_to_agent(socket, agent_socket.ANSWER_S) as caller:
+            agent_socket.send(caller, {"ask": "processes", "memory": memory})
             while True:
-                message, descriptors = packets.receive(caller)
+                message, descriptors = agent_socket.receive(caller)
                 if message is None:
                     raise ConnectionError("the process closed the connection")
                 if "end" in message:
                     end = message["end"]
                     break
                 members.append(Member(message["process"], *descriptors[:1]))
-    except (OSError, packets.PacketError) as error:
+    except (OSError, agent_socket.PacketError) as error:
         for member in members:
             if member.memory >= 0:
                 os.close(member.memory)
@@ -159,19 +160,19 @@ def _query_agent(socket: Path, *, memory: bool) -> list[Asked]:
 def _why_silent(socket: Path, error: Exception) -> str:
     """Return why the agent at a socket does not answer, and what the user can do."""
     if not isinstance(error, ConnectionRefusedError | FileNotFoundError):
-        holder = run_folder.listener_pid(socket)
+        holder = agent_socket.listener_pid(socket)
         if isinstance(error, TimeoutError) and holder is not None:
-            return f"{run_folder.agent_name(holder)} listens{run_folder.no_answer_text(holder)}"
+            return f"{agent_socket.agent_name(holder)} listens{agent_socket.no_answer_text(holder)}"
         return f"its agent does not answer: {error}"
     folder = socket.parent
-    if folder not in run_folder.list_runs():
+    if folder not in agent_socket.list_runs():
         return f"no agent listens; `instrument agent --socket {socket.absolute()}` begins one"
     living, ended, folders = processes.noted_processes(folder)
-    if living or Path(f"/proc/{run_folder.first_process(folder.name) or '-'}").exists():
+    if living or Path(f"/proc/{agent_socket.first_process(folder.name) or '-'}").exists():
         return f"no agent listens; `instrument agent --run {folder.name}` takes over"
     saved = f"; `instrument recover {shlex.join(folders)}` saves what it recorded" if folders else ""
     losses = f"; {ended} ended without a goodbye{saved or ', and what they recorded is lost'}" if ended else ""
-    if unsent := run_folder.unsent(folder):
+    if unsent := agent_socket.unsent(folder):
         losses += f"; up to {unsent} spans of others are perhaps not exported"
     return f"its agent and its processes have gone{losses}; the next `instrument run` removes its folder"
 
@@ -181,11 +182,11 @@ def request_of(
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Send the request `do` to processes of a run. Yield their process ids and answers for up to `wait_s` seconds."""
     end = time.monotonic() + wait_s
-    with run_folder.connect_to_agent(run.socket, min(ANSWER_POLL_S, wait_s)) as caller:
-        packets.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
+    with agent_socket.connect_to_agent(run.socket, min(ANSWER_POLL_S, wait_s)) as caller:
+        agent_socket.send(caller, {"ask": "do", "do": do, "pids": list(pids)})
         while time.monotonic() < end:
             try:
-                message, _ = packets.receive(caller)
+                message, _ = agent_socket.receive(caller)
             except TimeoutError:
                 continue
             if message is None or "end" in message:

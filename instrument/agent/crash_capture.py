@@ -34,7 +34,7 @@ NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "m
 """The gauges whose last readings the message on a dead process shows. The capture has all gauges."""
 
 
-def capture(
+def save_recording(
     fd: int,
     path: str,
     *,
@@ -82,7 +82,7 @@ def _write_copy(path: str, trace: Trace, tally: Tally | None) -> bool:
 
 
 def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
-    """Return the summary that `capture` returned for the file at `path`, None unless it is a capture of this run."""
+    """Return the summary that was returned as the file at `path` was saved, None unless it is a capture of this run."""
     from instrument.errors import TraceError
     from instrument.trace import file
 

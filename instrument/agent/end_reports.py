@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import crash_capture, processes
-from instrument.agent.processes import EXITED, GOODBYE, PROC, REPLACED, VANISHED, Process, Run, oom_kills
-from instrument.runtime import atomic, run_folder
+from instrument.agent.processes import EXITED, GOODBYE, REPLACED, VANISHED, Process, Run, oom_kills
+from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.environment import PROC
 
 SYSTEM_LOG = Path("/dev/log")
 
@@ -40,28 +41,21 @@ _PIDFD_GETFD = 438
 """The number of the system call pidfd_getfd(2), the same on all architectures. Python has no function for it."""
 
 
-def write_message(run: Run, text: str, of: Process | None = None) -> bool:
-    """Write a text to the standard error of process `of`, by default of the run, else to the system's log. Return True
-    on success."""
-    text = text if text.endswith("\n") else f"{text}\n"
-    data = text.encode(errors="backslashreplace")
-    targets = [run.stderr, *(str(process.facts.get("stderr", "")) for process in run.processes)]
-    ordered = dict.fromkeys(targets if of is None else [str(of.facts.get("stderr", ""))])
-    for target in ordered or [""]:
-        for path in _paths_to_stderr(run, target):
-            if _write_to_path(path, data):
-                return True
-    return _write_syslog(text)
-
-
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
-    """Write a message to the standard error of a process or its run. On failure pass it to `says`, else to a file."""
-    if write_message(run, text, process):
+    """Write a message to the standard error of a process, by default of the run, else to the system's log. On failure
+    pass it to `says`, else to a text file next to the capture."""
+    line = text if text.endswith("\n") else f"{text}\n"
+    data = line.encode(errors="backslashreplace")
+    targets = [run.stderr, *(str(member.facts.get("stderr", "")) for member in run.processes)]
+    ordered = dict.fromkeys(targets if process is None else [str(process.facts.get("stderr", ""))])
+    paths = (path for target in ordered or [""] for path in _paths_to_stderr(run, target))
+    if any(_write_to_path(path, data) for path in paths) or _write_syslog(line):
         return
     if says is not None:
         says(text)
     elif process is not None and process.saved:
-        save_message(process.saved, text)
+        with suppress(OSError), file_writing.replacing(Path(process.saved).with_suffix(MESSAGE_SUFFIX)) as file:
+            file.write(f"{text}\n".encode(errors="backslashreplace"))
 
 
 def _paths_to_stderr(run: Run, target: str) -> Iterator[str]:
@@ -115,12 +109,6 @@ def _open_descriptor(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def save_message(saved: str, text: str) -> None:
-    """Write a message to a text file next to the capture `saved`. Raises nothing."""
-    with suppress(OSError), atomic.replacing(Path(saved).with_suffix(MESSAGE_SUFFIX)) as file:
-        file.write(f"{text}\n".encode(errors="backslashreplace"))
-
-
 def _write_syslog(text: str) -> bool:
     if not SYSTEM_LOG.exists():
         return False
@@ -171,10 +159,11 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
     """Return a job that makes a run's report. `left_before` are its processes that ended under an earlier agent."""
     of = next((process.facts["report"] for process in reversed(run.recorded()) if process.facts.get("report")), None)
     settings = of or {"views": ["brief"], "options": {}}
-    parts = [
-        ReportedProcess(_report_line(process), process.saved, _is_notable(process), is_reported=process.is_reported)
-        for process in run.recorded()
-    ]
+    parts = []
+    for process in run.recorded():
+        is_notable = process.end_kind == VANISHED or bool(process.status)
+        line = _report_line(process)
+        parts.append(ReportedProcess(line, process.saved, is_notable, is_reported=process.is_reported))
     if run.folded_ends:
         ends = ", ".join(f"{count} {end}" for end, count in run.folded_ends.most_common())
         unread = f"; of {run.unfolded} the recording could not be read" if run.unfolded else ""
@@ -204,18 +193,13 @@ def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
 
 def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
     """Return the files in a folder that were saved for reports of runs, with the `_REPORT_FILE` match of each name."""
-    paths = run_folder.paths_in(folder, f"*{REPORT_SUFFIX}")
+    paths = agent_socket.paths_in(folder, f"*{REPORT_SUFFIX}")
     return [(path, of) for path in paths if (of := _REPORT_FILE.fullmatch(path.name)) is not None]
 
 
 def _safe_name(run: Run) -> str:
     """Return a run's name with only the characters that file names allow."""
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
-
-
-def _is_notable(process: Process) -> bool:
-    """Return True if a process vanished or failed, so that the report names it first."""
-    return process.end_kind == VANISHED or bool(process.status)
 
 
 def _report_line(process: Process) -> str:
@@ -225,9 +209,9 @@ def _report_line(process: Process) -> str:
     return "".join([f"{process.pid} ({describe_end(process)})", *(f", {name!s:.200}" for name in files[:2])])
 
 
-def captures_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
+def saves_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
     """Return a job that saves the recordings of several ended processes for their run's report."""
-    jobs = [capture_job(process, process.saved, folder) for process in processes]
+    jobs = [save_job(process, process.saved, folder) for process in processes]
 
     def attempt(job: Callable[[], Answer]) -> Answer:
         try:
@@ -238,7 +222,7 @@ def captures_job(processes: Sequence[Process], folder: Path) -> Callable[[], Ans
     return lambda: {"each": [attempt(job) for job in jobs]}
 
 
-def capture_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
+def save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
     """Return a job that saves the recording of an ended process, with the open spans if it vanished.
 
     The job goes on if the agent is killed. The next agent waits for it and uses its file. If the process exited without
@@ -253,7 +237,7 @@ def capture_job(process: Process, path: str, folder: Path) -> Callable[[], Answe
             earlier = crash_capture.load_capture(path, str(process.facts.get("run"))) if process.is_missed else None
             if earlier is None and process.memory < 0:
                 return {"error": why_unread(process)}
-            return earlier or crash_capture.capture(
+            return earlier or crash_capture.save_recording(
                 process.memory, path, end_kind=end_kind, end_ns=end_ns, goodbye=goodbye, copies=copies
             )
 
@@ -335,14 +319,16 @@ def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes
     `saved` and `kept_paths` remain, because a run's report needs them. Return the count of removed files.
     """
     service_part, files = _mask_numbers(saved.name, service), []
-    for path in run_folder.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
+    for path in agent_socket.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
         if _mask_numbers(path.name, service) != service_part:
             continue
         with suppress(OSError):  # another agent has just removed it
             facts = path.stat()
             files.append((path == saved or str(path) in kept_paths, facts.st_mtime_ns, facts.st_size, path))
     over_bytes = sum(size for _, _, size, _ in files) - disk_bytes
-    removed = atomic.remove_first(((path, size) for stays, _, size, path in sorted(files) if not stays), over_bytes)
+    removed = file_writing.remove_first(
+        ((path, size) for stays, _, size, path in sorted(files) if not stays), over_bytes
+    )
     for path in removed:
         with suppress(OSError):
             path.with_suffix(MESSAGE_SUFFIX).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The script of the agent's process. `instrument.runtime.agent_launch` starts it."""
+"""The script of the agent's process. `instrument.runtime.agent_socket` starts it."""
 
 import json
 import os
@@ -16,9 +16,9 @@ def _main() -> None:
             os._exit(0)
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 - pathlib is slow to import
     sys.path += [*settings["path"], os.path.dirname(root)]  # noqa: PTH120 - as above
-    from instrument.agent import service
+    from instrument.agent import agent
 
-    service.serve(3, settings["run"], settings["first"], says=settings["says"])
+    agent.serve(3, settings["run"], settings["first"], says=settings["says"])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from instrument.profile.model import Device, Otlp
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.slot_ring import GaugePlace
 from instrument.recording.spans import Origin, Sample
-from instrument.runtime import packets
+from instrument.runtime import agent_socket
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import logger
 from instrument.runtime.threads import Thread
@@ -49,7 +49,7 @@ MOST_DEVICES = 1024
 
 PROC = "/proc"
 
-Send = Callable[[packets.Message], object]
+Send = Callable[[agent_socket.Message], object]
 
 
 class _WatchedProcess:
@@ -138,7 +138,7 @@ class GaugeThread:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._asked: SimpleQueue[tuple[packets.Message, Sequence[int]] | None] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[agent_socket.Message, Sequence[int]] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._is_over = False
         self._watched: dict[int, _WatchedProcess] = {}
@@ -149,7 +149,7 @@ class GaugeThread:
         self._silent: set[int] = set()
         """The processes that were sent a note about the current hang of a driver."""
 
-    def ask(self, message: packets.Message, descriptors: Sequence[int]) -> None:
+    def ask(self, message: agent_socket.Message, descriptors: Sequence[int]) -> None:
         """Queue a message of the agent about a process's gauges for the thread, and start the thread if needed."""
         if descriptors:
             self._reports[int(message["process"])] = {"gpus": [], "notes": []}
@@ -189,13 +189,13 @@ class GaugeThread:
         for number in list(self._watched):
             self._forget(number)
 
-    def _attempt(self, number: int, message: packets.Message, descriptors: Sequence[int]) -> None:
+    def _attempt(self, number: int, message: agent_socket.Message, descriptors: Sequence[int]) -> None:
         try:
             self._handle_message(number, message, descriptors)
         except Exception as problem:  # a process may say anything
             self._return_to_process(number, f"{type(problem).__name__}: {problem!s:.200}")
 
-    def _handle_message(self, number: int, message: packets.Message, descriptors: Sequence[int]) -> None:
+    def _handle_message(self, number: int, message: agent_socket.Message, descriptors: Sequence[int]) -> None:
         if descriptors:
             self._forget(number)
             try:
@@ -302,9 +302,6 @@ BUSY_READ_INTERVAL_S = 0.02
 MOST_EXPORTERS = 8
 """The number of exporters (one thread each) from which on an unused exporter is stopped."""
 
-MOST_SETTLING_READS = 20
-"""The maximum number of reads of all recordings before a scrape is answered or a window is sent."""
-
 MOST_MESSAGE_CHARACTERS = 1000
 """The maximum number of characters of a warning that the exporter has the agent print."""
 
@@ -312,7 +309,7 @@ MOST_MESSAGE_CHARACTERS = 1000
 class _AgentLogHandler(logging.Handler):
     """A logging handler that sends warnings to the agent, which prints them to the standard error of the runs."""
 
-    def __init__(self, send: Callable[[packets.Message], object]) -> None:
+    def __init__(self, send: Callable[[agent_socket.Message], object]) -> None:
         super().__init__(logging.WARNING)
         self._send = send
 
@@ -338,7 +335,6 @@ class ExportLoop:
         self._ends_at = 0.0
         logger.addHandler(_AgentLogHandler(self._agent.send))
         logger.propagate = False
-        self._is_behind = False
         self.faults = 0
 
     def serve(self) -> None:
@@ -353,12 +349,9 @@ class ExportLoop:
             self._gauges.report_silence(time.monotonic())
             if self._scrapes is not None:
                 self._scrapes.answer_waiting(self._scrape_metrics)
-            has_more = self._read_all()
-        while (self._read_all() or self._is_behind) and time.monotonic() < self._ends_at:
-            if self._is_behind:  # what was recorded last, as there is room for it
-                time.sleep(BUSY_READ_INTERVAL_S)
-        while self._read_all(is_last=True) and time.monotonic() < self._ends_at:
-            pass
+            has_more = bool(self._recordings) and self._run.look()
+        if self._recordings:
+            self._run.read_rest(self._ends_at)
         for sender in self._exporters.values():
             sender.send_soon()  # all at the same time: one slow collector delays no other
         for sender in self._exporters.values():
@@ -371,7 +364,11 @@ class ExportLoop:
 
     @cached_property
     def _run(self) -> recording_export.ExportedRun:
-        return recording_export.ExportedRun(self._recordings)
+        return recording_export.ExportedRun(self._recordings, self._attempt, self._finish_look)
+
+    @property
+    def _is_behind(self) -> bool:
+        return bool(self._recordings) and self._run.is_behind
 
     @cached_property
     def _ended_metrics(self) -> scrapes.EndedMetrics:
@@ -379,24 +376,12 @@ class ExportLoop:
 
     # ---------------------------------------------------------------- the agent
 
-    def _handle_message(self, message: packets.Message, descriptors: list[int]) -> None:
+    def _handle_message(self, message: agent_socket.Message, descriptors: list[int]) -> None:
         """Handle a message of the agent."""
         if "process" in message:
             self._gauges.ask(message, descriptors)
         elif "export" in message:
-            number, settings = int(message["export"]), message["settings"]
-            generation = int(message.get("generation", 0))
-            listens = settings.get("prometheus")
-            self._scopes[number] = [("run", str(message["run"])), *([("listen", str(listens))] if listens else [])]
-            self._attempt(number, partial(self._begin, number, settings.get("otlp"), descriptors, generation))
-            if (export := self._recordings.get(number)) is not None:
-                export.is_scraped = bool(listens or message["is_scraped"])
-                if folder := settings.get("captures"):
-                    export.files = file_exports.KeptFiles(
-                        Path(folder), str(message["run"]), int(message.get("disk_bytes") or 0)
-                    )
-                if settings.get("parquet"):
-                    self._attempt_dataset(partial(self._begin_dataset, export, message))
+            self._attempt(int(message["export"]), partial(self._begin, int(message["export"]), message, descriptors))
         elif "folder" in message:
             self._folder = Path(message["folder"])
         elif "listen" in message or "scrape" in message:
@@ -405,11 +390,10 @@ class ExportLoop:
             self._ends_at = time.monotonic() + float(message["end"])
         if (ended := self._recordings.get(int(message.get("ended", 0)))) is not None:
             ended.has_ended = True
-        window = partial(self._send_window, message)
-        for name, action in (("flush", self._send_now), ("window", window)):
-            export = self._recordings.get(int(message.get(name, 0)))
-            if export is not None:
-                self._attempt(int(message[name]), partial(action, int(message[name]), export))
+        if (export := self._recordings.get(int(message.get("flush", 0)))) is not None:
+            self._attempt(int(message["flush"]), partial(self._run.send_now, export))
+        if (export := self._recordings.get(int(message.get("window", 0)))) is not None:
+            self._attempt(int(message["window"]), partial(self._send_window, message, export))
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
         """Answer one scrape on a connection, or all scrapes at an address."""
@@ -427,39 +411,39 @@ class ExportLoop:
     def _scrape_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
         """Return the metrics of a scope's living processes, and its ended processes' totals by service."""
         numbers = [number for number, scopes in self._scopes.items() if scope in scopes]
-        for export in [self._recordings[number] for number in numbers if number in self._recordings]:
-            export.is_scraped = True
-            export.before_scrape()
-        looks = 0
-        while self._read_all() and looks < MOST_SETTLING_READS:
-            looks += 1
-        living = {
-            member.key: member.metered() for number in numbers if (member := self._recordings.get(number)) is not None
-        }
-        metered_of = {key: metered for key, metered in living.items() if metered is not None}
+        members = [self._recordings[number] for number in numbers if number in self._recordings]
+        metered_of = self._run.metered(members)
         return list(metered_of.values()), self._ended_metrics.totals_of(scope, metered_of)
 
-    def _begin(self, number: int, settings: Mapping[str, Any] | None, descriptors: list[int], generation: int) -> None:
+    def _begin(self, number: int, message: Mapping[str, Any], descriptors: list[int]) -> None:
+        """Begin the export of a recording, with the settings in the agent's message."""
+        settings, run, disk_bytes = message["settings"], str(message["run"]), int(message.get("disk_bytes") or 0)
+        listens = settings.get("prometheus")
+        self._scopes[number] = [("run", run), *([("listen", str(listens))] if listens else [])]
         (fd,) = descriptors
         try:
-            otlp = None if settings is None else export_facts.settings_from(settings)
-            sends = otlp is not None
-            self._recordings[number] = recording_export.RecordingExport(
-                fd, self._exporter(otlp), generation, sends=sends
+            otlp = None if settings.get("otlp") is None else export_facts.settings_from(settings["otlp"])
+            export = recording_export.RecordingExport(
+                fd, self._exporter(otlp), int(message.get("generation", 0)), sends=otlp is not None
             )
-            self._settings[number] = otlp
         finally:
             os.close(fd)
+        self._recordings[number], self._settings[number] = export, otlp
+        export.is_scraped = bool(listens or message["is_scraped"])
+        if folder := settings.get("captures"):
+            export.files = file_exports.KeptFiles(Path(folder), run, disk_bytes)
+        if settings.get("parquet"):
+            self._attempt_dataset(partial(self._begin_dataset, export, settings["parquet"], run, disk_bytes))
 
-    def _begin_dataset(self, export: recording_export.RecordingExport, message: Mapping[str, Any]) -> None:
+    def _begin_dataset(
+        self, export: recording_export.RecordingExport, settings: Mapping[str, Any], run: str, disk_bytes: int
+    ) -> None:
         """Begin to write the settled requests of a recording into the dataset of its run."""
-        settings, run = message["settings"]["parquet"], str(message["run"])
         place = run, repr(settings)
         if place not in self._datasets:
             file_exports.limit_pyarrow()
-            self._datasets[place] = file_exports.DatasetExport(
-                file_exports.settings_from(settings), run, int(message.get("disk_bytes") or 0)
-            )
+            parsed = file_exports.settings_from(settings)
+            self._datasets[place] = file_exports.DatasetExport(parsed, run, disk_bytes)
         export.dataset = self._datasets[place]
 
     def _attempt_dataset(self, action: Callable[[], object]) -> None:
@@ -511,49 +495,28 @@ class ExportLoop:
             self.faults += 1
             self._end_export(number, f"{type(problem).__name__}: {problem!s:.500}")
 
-    def _read_all(
-        self, *, is_last: bool = False, at_once: bool = False, metered: recording_export.RecordingExport | None = None
-    ) -> bool:
-        """Read and settle all recordings once. Return True if rows are left. Settle ended requests without waiting if
-        `at_once`, all requests if `is_last`. Send the metrics of `metered`."""
-        has_more = bool(self._recordings) and self._run.look(
-            self._attempt, is_last=is_last, at_once=at_once, metered=metered
-        )
-        self._is_behind = False
+    def _finish_look(self) -> None:
+        """Write files that are due, and end the exports that are done, after a look at all recordings."""
         for number, export in list(self._recordings.items()):
             self._attempt(number, partial(self._finish_read, number, export))
         for sender in self._exporters.values():
             sender.note_silence()
         if self._datasets:
             self._attempt_dataset(self._run.close_datasets)
-        return has_more
 
     def _finish_read(self, number: int, export: recording_export.RecordingExport) -> None:
         export.write_kept(at_once=False)
         if not export.is_behind:  # those come first the next time that there was no room for
             self._recordings[number] = self._recordings.pop(number)
-        self._is_behind = self._is_behind or export.is_behind
         if export.is_over and export.is_settled():
             self._end_export(number)
 
-    def _send_window(self, message: Mapping[str, Any], _: int, export: recording_export.RecordingExport) -> None:
+    def _send_window(self, message: Mapping[str, Any], export: recording_export.RecordingExport) -> None:
         """Send all spans of a process in the message's interval. Requests that are still open follow once they end."""
         spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
         export.keep_open(spans)
-        self._settle_all()
+        self._run.read_new(at_once=True)
         export.send(export.unsent(spans))
-
-    def _settle_all(self) -> None:
-        """Settle all requests that have ended, in at most `MOST_SETTLING_READS` reads of all recordings."""
-        for _ in range(MOST_SETTLING_READS):
-            if not self._read_all(at_once=True):
-                return
-
-    def _send_now(self, _: int, export: recording_export.RecordingExport) -> None:
-        """Send all spans and metrics that a process has recorded so far."""
-        self._settle_all()
-        self._read_all(at_once=True, metered=export)
-        export.is_settled()
 
     def _end_export(self, number: int, problem: str = "") -> None:
         """End the export of a recording, and report to the agent how many spans were sent and lost."""

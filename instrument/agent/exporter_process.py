@@ -20,7 +20,7 @@ from instrument.agent.child import Child
 from instrument.agent.processes import Process, Run
 from instrument.recording.export_checkpoint import ExportCheckpoint, losses_by_name
 from instrument.recording.memory_layout import generation_of
-from instrument.runtime import atomic, packets, run_folder
+from instrument.runtime import agent_socket, file_writing
 
 EXPORTER_NAME = "instr-exporter"
 """The process name of the exporter, as `ps` shows it."""
@@ -43,7 +43,7 @@ class Exports:
         folder: Path,
         changed: Callable[[], object],
         says: Callable[[str], object],
-        send: Callable[[Process, packets.Message], object],
+        send: Callable[[Process, agent_socket.Message], object],
     ) -> None:
         self._child = Child(
             selector, _serve, EXPORTER_NAME, self._handle_message, self._restart_exporter, self._flush_waiting
@@ -53,11 +53,11 @@ class Exports:
         self._says = says
         self.is_ending = False
         """True once the agent has asked the child to end."""
-        self._recordings: dict[int, tuple[Process, int, int]] = {}  # with a descriptor of its own, and its generation
+        self._recordings: dict[int, tuple[Process, int, int]] = {}
+        """The exported processes by number, with a descriptor of the recording, and its generation."""
         self._gauged: dict[int, Process] = {}
-        """The processes whose gauges the child reads, by the number that it uses for them."""
+        """The processes whose gauges the child reads, by number."""
         self._to_flush: set[int] = set()
-        self._next = 0
         self._folder = folder
         self._unsent: dict[Process, int] = {}
         """The number of spans of each ended process that may be unsent."""
@@ -67,7 +67,7 @@ class Exports:
         """The addresses whose listening sockets the child has."""
         self.fates: Counter[str] = Counter()
         """The outcomes of spans of ended processes, with their counts."""
-        self.fates["perhaps"] = run_folder.unsent(folder)
+        self.fates["perhaps"] = agent_socket.unsent(folder)
         self.problem = ""
 
     def waits_for(self, run: Run) -> bool:
@@ -86,7 +86,7 @@ class Exports:
 
     def add(self, process: Process) -> None:
         """Have the child read a process's recording, if its profile exports it or its run is scraped."""
-        if not self._numbers_of(process):
+        if process.number not in self._recordings:
             self._add(process)
 
     def scrape(self, run: Run, connection: socket.socket) -> None:
@@ -102,7 +102,9 @@ class Exports:
         if address in self._listeners:
             return
         try:
-            self._listeners[address] = _listener_at(address)
+            host, _, port = address.rpartition(":")
+            family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+            self._listeners[address] = socket.create_server((host.strip("[]"), int(port)), family=family)
         except OSError as problem:
             self._listeners[address] = None
             advice = "give export.prometheus.listen another address"
@@ -125,39 +127,29 @@ class Exports:
             self._note_problem(f"the recording of process {process.pid} could not be kept: {problem.strerror}")
             self._send_unexported(process)
             return
-        self._next += 1
-        self._recordings[self._next] = process, memory, generation_of(memory)
-        self._start_export(self._next)
+        self._recordings[process.number] = process, memory, generation_of(memory)
+        self._start_export(process.number)
 
     def note_ended(self, process: Process) -> None:
         """Have the child send the remaining spans of an ended process."""
-        for number in self._send_command("ended", process):
-            self._note_unsent(process, self._recordings[number][1])
-        if (gauged := self._gauged_number(process)) is not None:
-            del self._gauged[gauged]
-            self._child.send({"process": gauged, "ended": True})
+        if process.number in self._recordings:
+            self._child.send({"ended": process.number})
+            self._note_unsent(process, self._recordings[process.number][1])
+        if self._gauged.pop(process.number, None) is not None:
+            self._child.send({"process": process.number, "ended": True})
 
     def send_window(self, process: Process, begin_ns: int, end_ns: int) -> None:
         """Have the child send all spans that a process recorded in an interval, including unsampled ones."""
-        for number in self._numbers_of(process):
-            self._child.send({"window": number, "begin_ns": begin_ns, "end_ns": end_ns})
+        if process.number in self._recordings:
+            self._child.send({"window": process.number, "begin_ns": begin_ns, "end_ns": end_ns})
 
     def flush(self, process: Process) -> None:
         """Have the child send the spans that a process has recorded so far. Repeated calls to a busy child count
         once."""
-        if self._child.has_waiting:
-            self._to_flush |= self._numbers_of(process)
-        else:
-            self._send_command("flush", process)
-
-    def _numbers_of(self, process: Process) -> set[int]:
-        return {number for number, (member, *_) in self._recordings.items() if member is process}
-
-    def _send_command(self, name: str, process: Process) -> set[int]:
-        numbers = self._numbers_of(process)
-        for number in numbers:
-            self._child.send({name: number})
-        return numbers
+        if process.number in self._recordings:
+            self._to_flush.add(process.number)
+            if not self._child.has_waiting:
+                self._flush_waiting()
 
     def end(self, within_s: float) -> None:
         """Have the child send the remaining spans for up to `within_s` seconds, and end."""
@@ -180,38 +172,32 @@ class Exports:
 
     def read_gauges(self, process: Process) -> None:
         """Have the child read the gauges that a process's profile names, or pass it new settings for them."""
-        settings, number = process.facts.get("gauges"), self._gauged_number(process)
+        settings = process.facts.get("gauges")
         if not isinstance(settings, dict) or not process.lives or process.memory < 0:
             return
-        if number is not None:
-            self._child.send({"process": number, "gauges": settings})
+        if process.number in self._gauged:
+            self._child.send({"process": process.number, "gauges": settings})
         elif why := ELSEWHERE if process.is_elsewhere else self._try_to_begin_child():
             self._send(process, {"gauges": {"yours": why}})
         else:
-            self._next += 1
-            self._gauged[self._next] = process
-            self._start_gauges(self._next)
+            self._gauged[process.number] = process
+            self._start_gauges(process)
 
-    def handle_gauges(self, process: Process, message: packets.Message) -> None:
+    def handle_gauges(self, process: Process, message: agent_socket.Message) -> None:
         """Pass on a process's message about gauges: new settings, None to stop, or readings that it has taken."""
-        number = self._gauged_number(process)
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]
-        if number is not None:
+        if process.number in self._gauged:
             name = "readings" if "readings" in message else "gauges"
-            self._child.send({"process": number, name: message[name]})
+            self._child.send({"process": process.number, name: message[name]})
         elif message.get("gauges", ()) is None:
             self._send(process, {"gauges": {"ended": True}})
 
-    def _gauged_number(self, process: Process) -> int | None:
-        return next((number for number, member in self._gauged.items() if member is process), None)
-
-    def _start_gauges(self, number: int) -> None:
-        process = self._gauged[number]
-        message = {"process": number, "pid": process.pid, "gauges": process.facts["gauges"]}
+    def _start_gauges(self, process: Process) -> None:
+        message = {"process": process.number, "pid": process.pid, "gauges": process.facts["gauges"]}
         self._child.send(message, process.memory)
 
-    def _handle_gauges_report(self, number: int, gauges: packets.Message) -> None:
+    def _handle_gauges_report(self, number: int, gauges: agent_socket.Message) -> None:
         process = self._gauged.get(number)
         if process is not None:
             if gauges.keys() & {"yours", "ended"}:
@@ -267,7 +253,7 @@ class Exports:
         for number in to_flush:
             self._child.send({"flush": number})
 
-    def _handle_message(self, message: packets.Message) -> None:
+    def _handle_message(self, message: agent_socket.Message) -> None:
         if "process" in message:
             self._handle_gauges_report(int(message["process"]), dict(message["gauges"]))
             return
@@ -319,7 +305,7 @@ class Exports:
             elif why:
                 self._handle_gauges_report(number, {"yours": why})
             else:
-                self._start_gauges(number)
+                self._start_gauges(process)
         self._changed()
 
     def _send_unexported(self, process: Process) -> None:
@@ -345,29 +331,22 @@ class Exports:
 
     def _clear_unsent(self, process: Process) -> None:
         """Drop the count of a process's unsent spans, unless another recording of it is still exported."""
-        if not self._numbers_of(process) and self._unsent.pop(process, 0):
+        if process.number not in self._recordings and self._unsent.pop(process, 0):
             self._write_unsent()
 
     def _write_unsent(self) -> None:
-        path, spans = self._folder / run_folder.UNSENT, self.fates["perhaps"] + sum(self._unsent.values())
+        path, spans = self._folder / agent_socket.UNSENT, self.fates["perhaps"] + sum(self._unsent.values())
         with suppress(OSError):
             if not spans:
                 path.unlink()
                 return
-            with atomic.replacing(path) as file:
+            with file_writing.replacing(path) as file:
                 file.write(b"%d" % spans)
 
 
 def exports_spans(process: Process) -> bool:
     """Return True if the profile of a process sends spans to a collector."""
     return bool((process.facts.get("export") or {}).get("otlp") or process.facts.get("exports"))
-
-
-def _listener_at(address: str) -> socket.socket:
-    """Return a socket that listens at `host:port`. Raises `OSError`."""
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
-    return socket.create_server((host.strip("[]"), int(port)), family=family)
 
 
 def _serve(connection: socket.socket) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
 
 MOST_WAITING_PACKETS = 1024
 """The maximum number of unsent packets per connection. A connection with more is closed."""
@@ -32,8 +32,8 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         sock.setblocking(False)
-        self.pid, self.uid = packets.peer_of(sock)
-        self._waiting: deque[tuple[packets.Message, list[int]]] = deque()
+        self.pid, self.uid = agent_socket.peer_of(sock)
+        self._waiting: deque[tuple[agent_socket.Message, list[int]]] = deque()
         self._is_deaf = self.is_broken = False
 
     def fileno(self) -> int:
@@ -43,7 +43,7 @@ class Connection:
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def send(self, message: packets.Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: agent_socket.Message, descriptors: Sequence[int] = ()) -> None:
         """Send a packet, or queue it with copies of its descriptors while the socket is full. Raises nothing.
 
         Packets to a closed end are dropped. Packets that this end had sent before can still be received.
@@ -64,7 +64,7 @@ class Connection:
         while self._waiting and not self.is_broken:
             message, descriptors = self._waiting[0]
             try:
-                packets.send(self.sock, message, descriptors)
+                agent_socket.send(self.sock, message, descriptors)
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
@@ -86,11 +86,11 @@ class Connection:
         except OSError:
             return False
 
-    def receive(self) -> tuple[packets.Message | None, list[int]]:
+    def receive(self) -> tuple[agent_socket.Message | None, list[int]]:
         """Return the next packet, None if the other end has closed. Raises `BlockingIOError` and `PacketError`."""
         while True:
             try:
-                return packets.receive(self.sock)
+                return agent_socket.receive(self.sock)
             except ConnectionResetError:
                 continue  # it closed without having read all; what it said before that still waits
             except BlockingIOError:
@@ -127,13 +127,13 @@ class EventLoop:
     """
 
     _listener: socket.socket
-    _heard: Callable[[Connection, packets.Message, list[int]], list[int]]
+    _heard: Callable[[Connection, agent_socket.Message, list[int]], list[int]]
     _dropped: Callable[[Connection], object]
     _says: Callable[[str], object] | None
 
     def __post_init__(self) -> None:
         self._path = Path(os.fsdecode(self._listener.getsockname()))
-        self._identity = run_folder.identity(self._path)
+        self._identity = agent_socket.identity(self._path)
         self.selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._silent: set[Connection] = set()
@@ -164,7 +164,7 @@ class EventLoop:
 
     def _is_replaced(self) -> bool:
         """Return True if another agent's socket has taken this one's path, or the run's folder was removed."""
-        now = run_folder.identity(self._path)
+        now = agent_socket.identity(self._path)
         return now != self._identity and (now is not None or not self._path.parent.exists())
 
     def attempt(self, action: Callable[[], object]) -> None:
@@ -245,7 +245,7 @@ class EventLoop:
             message, descriptors = connection.receive()
         except BlockingIOError:
             return False
-        except packets.PacketError:
+        except agent_socket.PacketError:
             self.drop(connection)
             return False
         self._silent.discard(connection)
@@ -281,7 +281,7 @@ class EventLoop:
         if self.selector.get_key(connection).events != events:
             self.selector.modify(connection, events)
 
-    def send(self, connection: Connection, message: packets.Message, descriptors: list[int] | None = None) -> None:
+    def send(self, connection: Connection, message: agent_socket.Message, descriptors: list[int] | None = None) -> None:
         """Send a packet, or queue it while the socket is full. Do nothing on a closed connection."""
         if connection in self._connections:
             connection.send(message, descriptors or [])

@@ -17,16 +17,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from instrument import clock
 from instrument.agent.loop import Connection
 from instrument.recording.memory_layout import RecordingHead
-from instrument.runtime import atomic, run_folder
-
-PROC = Path("/proc")
-CONTROL_GROUPS = Path("/sys/fs/cgroup")
+from instrument.runtime import agent_socket, environment, file_writing
+from instrument.runtime.environment import PROC
 
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """The `ioctl` request on a pidfd, and its flag that asks for the exit status (linux/pidfd.h, since Linux 6.15)."""
@@ -51,12 +50,8 @@ def status_of(exit_fd: int, pid: int) -> int | None:
 
 def memory_events(pid: int) -> Path | None:
     """Return the path of a process's `memory.events`, which counts kills for lack of memory in its control group."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = (PROC / str(pid) / "cgroup").read_text().splitlines()
-        group = next(line[3:] for line in lines if line.startswith("0::"))
-        path = CONTROL_GROUPS / os.path.relpath(group, "/") / "memory.events"
-        return path if path.is_file() else None
-    return None
+    groups = [group for controller, group in environment.control_groups(pid) if not controller] if pid else []
+    return next((path for group in groups[:1] if (path := group / "memory.events").is_file()), None)
 
 
 def oom_kills(events: Path | None) -> int:
@@ -68,36 +63,11 @@ def oom_kills(events: Path | None) -> int:
     return 0
 
 
-def has_content(fd: int) -> bool:
-    """Return True if a recording's current session has begun a span; False for a file that is no recording."""
-    try:
-        head = RecordingHead(fd)
-        return any(ring.head for ring in head.rings()) or head.has_open_span()
-    except OSError:
-        return False
-
-
-def has_open_span(fd: int) -> bool:
-    """Return True if a recording has an open span, or cannot be read."""
-    try:
-        return RecordingHead(fd).has_open_span()
-    except OSError:
-        return True
-
-
-def rows_kept(fd: int) -> int:
-    """Return the approximate number of spans in the rings of a recording; 0 for a file that is no recording."""
-    try:
-        return RecordingHead(fd).rows_kept()
-    except OSError:
-        return 0
-
+Value = TypeVar("Value")
 
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
 """The ways in which a process ends for its agent. It sends a goodbye, or vanishes without one. Another program or
 recording replaces it. It exits by `os._exit(0)` without an open span, as forked workers do."""
-
-_AUXV_BYTES = 4096
 
 
 @dataclass(eq=False, kw_only=True)
@@ -114,6 +84,7 @@ class Process:
     `is_elsewhere`: the process is in another process namespace, so it counts as living while it is connected.
     `ended_ns` is 0 while it lives. `status` is its exit status as in `os.waitpid`, None if unknown.
     `ports` are ports at which it `listened` and got connections but recorded no request; `has_requests` if it did.
+    `number` names it in messages to the exporter.
     `memory_events` is the file in which its control group counts `oom_kills`, whose count is that at its join.
     """
 
@@ -147,6 +118,7 @@ class Process:
     memory_events: Path | None = None
     oom_kills: int = 0
     image: bytes = b""
+    number: int = field(default_factory=count(1).__next__)
 
     @property
     def lives(self) -> bool:
@@ -155,8 +127,17 @@ class Process:
 
     def check_recorded(self) -> bool:
         """Return True if the process has recorded a span, and remember that in `has_recorded`."""
-        self.has_recorded = self.has_recorded or (self.memory >= 0 and has_content(self.memory))
+        self.has_recorded = self.has_recorded or self.read_head(
+            lambda head: any(ring.head for ring in head.rings()) or head.has_open_span(), default=False
+        )
         return self.has_recorded
+
+    def read_head(self, read: Callable[[RecordingHead], Value], default: Value) -> Value:
+        """Return a value that `read` reads from the recording's head, `default` for an unreadable recording."""
+        try:
+            return read(RecordingHead(self.memory)) if self.memory >= 0 else default
+        except OSError:
+            return default
 
     def has_exited(self) -> bool | None:
         """Return True if the operating system reports the process as ended, None if unknown."""
@@ -170,7 +151,7 @@ class Process:
 
     def has_become_another_program(self) -> bool:
         """Return True if the process runs another program than the one with which it joined."""
-        now = b"" if self.is_elsewhere else program_of(self.pid)
+        now = b"" if self.is_elsewhere else environment.program_of(self.pid)
         return bool(self.image and now and now != self.image)
 
     def release(self) -> None:
@@ -268,23 +249,16 @@ def exit_fd_of_another(variable: str, value: str) -> int:
     not found.
     """
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
-    for path in run_folder.paths_in(PROC, "[0-9]*"):
+    for path in agent_socket.paths_in(PROC, "[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
             pid = int(path.name)
             if pid == own_pid or entry not in (path / "environ").read_bytes().split(b"\0"):
                 continue
-            if int((path / "stat").read_bytes().rpartition(b")")[2].split()[1]) != own_pid:
+            if environment.parent_of(pid) != own_pid:
                 descriptor = exit_fd_of(pid, 0)
                 if descriptor >= 0:
                     return descriptor
     return -1
-
-
-def program_of(pid: int) -> bytes:
-    """Return the auxiliary vector of a process, which differs for each program it executes; b"" if unreadable."""
-    with suppress(OSError), (PROC / str(pid) / "auxv").open("rb") as file:
-        return file.read(_AUXV_BYTES)
-    return b""
 
 
 def write_note(folder: Path, process: Process) -> None:
@@ -297,7 +271,7 @@ def write_note(folder: Path, process: Process) -> None:
         facts.update(
             pid=process.pid, started=process.started, exports=bool((process.facts.get("export") or {}).get("otlp"))
         )
-        with suppress(OSError, TypeError, ValueError), atomic.replacing(_note_path(folder, process)) as file:
+        with suppress(OSError, TypeError, ValueError), file_writing.replacing(_note_path(folder, process)) as file:
             file.write(json.dumps(facts).encode())
 
 
@@ -336,7 +310,10 @@ def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process
             is_known = any((member.pid, member.started) == (pid, started) for member in run.processes)
             if not is_known and process.has_exited():
                 process.has_recorded = True
-                process.memory = _open_recording_file(facts.get("memory"))
+                with suppress(OSError):
+                    process.memory = os.open(
+                        str(facts.get("memory") or ""), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                    )
                 run.processes.append(process)
                 processes.append(process)
     return processes
@@ -368,7 +345,7 @@ def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
 
 def _notes(folder: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
     """Yield the facts, the id and the start time of each process with a valid note."""
-    for path in run_folder.paths_in(folder, f"*{run_folder.NOTE_SUFFIX}"):
+    for path in agent_socket.paths_in(folder, f"*{agent_socket.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())
             yield facts, int(facts["pid"]), int(facts["started"])
@@ -378,13 +355,5 @@ def _is_running(pid: int, started: int) -> bool:
     return clock.start_ticks(PROC / str(pid) / "stat") == started
 
 
-def _open_recording_file(path: object) -> int:
-    """Open the file of a process's recording. Return its descriptor, -1 for none."""
-    if isinstance(path, str) and path:
-        with suppress(OSError):
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    return -1
-
-
 def _note_path(folder: Path, process: Process) -> Path:
-    return run_folder.note_file(folder, process.pid, process.started)
+    return agent_socket.note_file(folder, process.pid, process.started)

@@ -25,12 +25,10 @@ from instrument.agent.processes import (
     Run,
     exit_fd_of,
     exit_fd_of_another,
-    has_open_span,
-    program_of,
-    rows_kept,
 )
 from instrument.agent.unseen import ConnectionWatch, Unseen
-from instrument.runtime import run_folder
+from instrument.recording.memory_layout import RecordingHead
+from instrument.runtime import agent_socket, environment
 
 RUN_END_S = 0.3
 """Seconds without a living process after which a run ends. Within this time a child process may still join."""
@@ -93,15 +91,14 @@ class Runs:
         self._takes_over = bool(processes.noted_processes(folder)[0])
         """True if processes live that joined an earlier agent."""
         self._connections = ConnectionWatch(
-            loop.call_later, self._send_message, lambda: (process for run in self for process in run.living())
+            loop, self._send_message, lambda: (process for run in self for process in run.living())
         )
         self._another_fd = -1
         self.unseen = Unseen(
-            folder / run_folder.SOCKET,
+            loop,
+            folder / agent_socket.SOCKET,
             0 if own_run is None else own_run.first,
-            loop.call_later,
             lambda: {process.pid for run in self for process in run.processes},
-            loop.selector,
         )
         """The Python processes of the agent's own run that record nothing."""
         self.own_is_over = False
@@ -174,7 +171,7 @@ class Runs:
         process = Process(
             run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
             exit_fd=exit_fd_of(connection.pid, started), connection=connection, is_elsewhere=not connection.pid,
-            image=image or program_of(connection.pid),
+            image=image or (environment.program_of(connection.pid) if connection.pid else b""),
         )  # fmt: skip
         self._members[connection] = process
         process.has_recorded = bool(facts.get("records"))
@@ -235,10 +232,8 @@ class Runs:
             is_part = process.has_recorded and not process.is_reported
             process.is_saving = is_part
             # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
-            by_agent = (
-                not facts.get("is_timed") and process.memory >= 0 and rows_kept(process.memory) > MOST_SELF_SAVED_ROWS
-            )
-            if is_part and by_agent:
+            rows = 0 if facts.get("is_timed") else process.read_head(RecordingHead.rows_kept, 0)
+            if is_part and rows > MOST_SELF_SAVED_ROWS:
                 self._save(process)
             elif is_part:
                 process.saves_itself = True
@@ -381,7 +376,7 @@ class Runs:
     def _capture(self, process: Process) -> None:
         """Make a capture of a process that vanished, and print a message. For exit code 0 only save the recording."""
         run = process.run
-        if process.status == 0 and process.memory >= 0 and not has_open_span(process.memory):
+        if process.status == 0 and not process.read_head(RecordingHead.has_open_span, default=True):
             process.end_kind = EXITED
             self._save(process)
             return
@@ -395,7 +390,7 @@ class Runs:
             self._save(process)
             return
         path = end_reports.path_of_capture(process, self._captures)
-        self._jobs.start(end_reports.capture_job(process, path, self._folder), partial(self._note_capture, process))
+        self._jobs.start(end_reports.save_job(process, path, self._folder), partial(self._note_capture, process))
 
     def _note_capture(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
@@ -480,7 +475,7 @@ class Runs:
         It is, for example, a daemon that outlives its starter, or a shell that will execute Python.
         """
         if self._another_fd < 0:
-            self._another_fd = exit_fd_of_another(run_folder.VARIABLE, str(self._folder / run_folder.SOCKET))
+            self._another_fd = exit_fd_of_another(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
             if self._another_fd >= 0:
                 self._loop.selector.register(self._another_fd, selectors.EVENT_READ, self._another_exited)
         return self._another_fd >= 0

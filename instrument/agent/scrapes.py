@@ -18,7 +18,7 @@ from instrument.otlp.exposition import MetricAndOrigin, metrics_of_run, registry
 from instrument.otlp.metrics import Metered
 from instrument.recording.distributions import Metric, summed
 from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
-from instrument.runtime import atomic
+from instrument.runtime import file_writing
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
 
@@ -78,7 +78,7 @@ class EndedMetrics:
             return
         parts = [[key, _as_json(part)] for key, part in self._apart.items()]
         together = [_as_json(([scope], service, metrics)) for (scope, service), metrics in self._together.items()]
-        with suppress(OSError), atomic.replacing(self._path) as file:
+        with suppress(OSError), file_writing.replacing(self._path) as file:
             file.write(json.dumps([parts, together]).encode())
 
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from instrument.agent.processes import PROC, Process
-from instrument.runtime import listening, run_folder
+from instrument.agent.loop import EventLoop
+from instrument.agent.processes import Process
+from instrument.runtime import agent_socket, environment
+from instrument.runtime.environment import PROC
 
 LOOK_S = 1.0
 """Seconds between two searches for processes without a session."""
@@ -46,18 +48,17 @@ _OFF = (b"off", b"0", b"false", b"no")
 class Unseen:
     """A count of a run's Python processes without a session, by reason.
 
-    `_first` is the run's first process; for 0 nothing is counted. `_after(seconds, function)` calls a function later,
-    `_joined()` returns the ids of the processes that have joined. `_selector` is the one of the agent's event loop.
+    `_first` is the run's first process; for 0 nothing is counted. `_joined()` returns the ids of the processes that
+    have joined.
     """
 
+    _loop: EventLoop
     _socket: Path
     _first: int
-    _after: Callable[[float, Callable[[], object]], object]
     _joined: Callable[[], Collection[int]]
-    _selector: selectors.BaseSelector
 
     def __post_init__(self) -> None:
-        self._notes = Path(f"{self._socket}{run_folder.UNSEEN_SUFFIX}")
+        self._notes = Path(f"{self._socket}{agent_socket.UNSEEN_SUFFIX}")
         self._is_reported = not self._first
         self._known: set[int] = set()
         self._family: dict[int, tuple[bytes, str]] = {self._first: (b"", "")}
@@ -73,17 +74,17 @@ class Unseen:
             self._search_repeatedly()
             self._begun_fd = _watch_opens(sys.executable)
             if self._begun_fd >= 0:
-                self._selector.register(self._begun_fd, selectors.EVENT_READ, self._schedule_searches)
+                self._loop.selector.register(self._begun_fd, selectors.EVENT_READ, self._schedule_searches)
 
     def close(self) -> None:
         if self._begun_fd >= 0:
-            self._selector.unregister(self._begun_fd)
+            self._loop.selector.unregister(self._begun_fd)
             os.close(self._begun_fd)
             self._begun_fd = -1
 
     def _search_repeatedly(self) -> None:
         if not self._is_reported:
-            self._after(LOOK_S, self._search_repeatedly)
+            self._loop.call_later(LOOK_S, self._search_repeatedly)
             self._look()
 
     def _schedule_searches(self, descriptor: int) -> None:
@@ -92,14 +93,14 @@ class Unseen:
             os.read(descriptor, 1 << 16)
         if not self._is_reported:
             for wait_s in NEW_PROCESS_SEARCHES_S:
-                self._after(wait_s, self._search_new)
+                self._loop.call_later(wait_s, self._search_new)
 
     def _search_new(self) -> None:
         """Examine the processes whose ids are newer than the last search."""
         before, self._newest = self._newest, _newest_id()
         if before < self._newest <= before + _MOST_NEW_IDS:
             for pid in range(before + 1, self._newest + 1):
-                if pid not in self._family and _parent_of(pid) in self._family and _is_process(pid):
+                if pid not in self._family and environment.parent_of(pid) in self._family and _is_process(pid):
                     self._family[pid] = b"", ""
                     self._known.add(pid)
                     self._young.add(pid)
@@ -113,7 +114,7 @@ class Unseen:
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:
                 self._gone[self._family.pop(pid)[1]] += 1
-            parent_by_pid = {pid: parent for pid in living - self._known if (parent := _parent_of(pid))}
+            parent_by_pid = {pid: parent for pid in living - self._known if (parent := environment.parent_of(pid))}
             self._known = living
             while below := [pid for pid, parent in parent_by_pid.items() if parent in self._family]:
                 self._family.update(dict.fromkeys(below, (b"", "")))
@@ -149,7 +150,7 @@ class Unseen:
             if last and not value:
                 next(options, None)  # the value of -W or -X
         environ = dict(line.partition(b"=")[::2] for line in (process / "environ").read_bytes().split(b"\0"))
-        agent, paths = environ.get(os.fsencode(run_folder.VARIABLE)), environ.get(b"PYTHONPATH", b"").split(b":")
+        agent, paths = environ.get(os.fsencode(agent_socket.VARIABLE)), environ.get(b"PYTHONPATH", b"").split(b":")
         is_off = environ.get(b"INSTRUMENT", b"").strip().lower() in _OFF
         has_ours = agent is not None and any(path.endswith(_AUTOSTART) for path in paths)
         return "" if has_ours or is_off else "its own environment"
@@ -202,14 +203,6 @@ def _is_process(pid: int) -> bool:
     return False
 
 
-def _parent_of(pid: int) -> int:
-    """Return the id of a process's parent, 0 if the process has ended."""
-    try:
-        return int((PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
 FIRST_CHECK_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Seconds until the first check of a process's connections, and maximum seconds between two checks."""
 
@@ -219,22 +212,22 @@ AGE_DIVISOR, COST_FACTOR = 4, 100
 
 @dataclass(eq=False)
 class ConnectionWatch:
-    """A repeated check of living processes for connections without a recorded request. `_after` calls a function later,
-    `_send` sends a message, `_living` returns the processes."""
+    """A repeated check of living processes for connections without a recorded request. `_send` sends a message,
+    `_living` returns the processes."""
 
-    _after: Callable[[float, Callable[[], object]], object]
+    _loop: EventLoop
     _send: Callable[[Process, Mapping[str, Any]], None]
     _living: Callable[[], Iterable[Process]]
 
     def __post_init__(self) -> None:
-        self._table: list[listening.TcpRow] = []
+        self._table: list[environment.TcpRow] = []
         self._table_at = -FIRST_CHECK_S
         self._table_users: set[int] = set()
 
     def begin(self, process: Process) -> None:
         """Begin to check a process, if it is in this process namespace and its profile records requests."""
         if not process.is_elsewhere and process.facts.get("asks_for_requests", True):
-            self._after(FIRST_CHECK_S, lambda: self._check_ports(process))
+            self._loop.call_later(FIRST_CHECK_S, lambda: self._check_ports(process))
 
     def _check_ports(self, process: Process) -> None:
         if not process.lives or process.has_requests:
@@ -248,7 +241,7 @@ class ConnectionWatch:
         wait_s = min(max(age_s / AGE_DIVISOR, FIRST_CHECK_S), LONGEST_PAUSE_S) + COST_FACTOR * (
             time.thread_time() - began
         )
-        self._after(wait_s, lambda: self._check_ports(process))
+        self._loop.call_later(wait_s, lambda: self._check_ports(process))
 
     def note_ports(self, process: Process, by_table_of_s: float = 0.0) -> None:
         """Note the ports at which a process has had connections, including ports that it has closed.
@@ -257,24 +250,24 @@ class ConnectionWatch:
         than `by_table_of_s`.
         """
         folder = PROC / str(process.pid)
-        process.shares_network = process.shares_network or listening.is_same_network(folder)
+        process.shares_network = process.shares_network or environment.is_same_network(folder)
         is_old = process.pid in self._table_users or time.monotonic() - self._table_at >= by_table_of_s
         if process.shares_network and is_old:
-            self._table, self._table_at = [*listening.rows_of(PROC / "self")], time.monotonic()
+            self._table, self._table_at = [*environment.rows_of(PROC / "self")], time.monotonic()
             self._table_users.clear()
         self._table_users.add(process.pid)
         table = self._table if process.shares_network else None
-        connections = listening.connections_of(folder, process.listened, table, process.started)
+        connections = environment.connections_of(folder, process.listened, table, process.started)
         process.listened |= connections.listens
         process.ports |= connections.open
         if not connections.closed <= process.ports and self._owns_sockets(process, connections):
             process.ports |= connections.closed
 
-    def _owns_sockets(self, process: Process, connections: listening.Connections) -> bool:
+    def _owns_sockets(self, process: Process, connections: environment.Connections) -> bool:
         """Return True if no other process of the run listens on the same sockets, as workers of a server do."""
         other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(
-            connections.sockets & listening.sockets_of(PROC / str(other_process.pid))
+            connections.sockets & environment.sockets_of(PROC / str(other_process.pid))
             for other_process in other_processes
             if other_process.run is process.run
         )

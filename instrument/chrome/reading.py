@@ -22,7 +22,7 @@ from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import FLOPS, Flops, flops_in
 from instrument.recording.tally import Tally
-from instrument.runtime import compression
+from instrument.runtime import file_writing
 from instrument.trace.file import Saved, refuse_endless
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, checked
@@ -78,7 +78,7 @@ def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
         why, cause = f"it is no JSON, or cut off ({problem.msg}); write or copy it again", problem
     except RecursionError as problem:
         why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
-    except compression.damage_errors() as problem:
+    except file_writing.damage_errors() as problem:
         why, cause = "its gzip data is cut off or damaged; write or copy it again", problem
     except OSError as problem:
         why, cause = f"{problem.strerror or problem}; give a trace file that may be read", problem
@@ -112,7 +112,7 @@ def _open_text(source: Path, limit_bytes: int) -> Iterator[JsonText]:
         raise ValueError("it is empty; write it again")
     with source.open("rb") as file:
         is_packed = file.read(2) == b"\x1f\x8b"
-    with compression.open_gzip(source) if is_packed else source.open("rb") as file:
+    with file_writing.open_gzip(source) if is_packed else source.open("rb") as file:
         # A file that unpacks to more is hostile.
         unpacked_bytes = max(LIMIT_UNPACKED * facts.st_size, LEAST_UNPACKED) if is_packed else limit_bytes
         text = JsonText(file.read, limit_bytes, unpacked_bytes)

@@ -31,7 +31,7 @@ from instrument.errors import TraceError
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Gpu, Sample, Site
 from instrument.recording.tally import Tally
-from instrument.runtime import atomic, compression
+from instrument.runtime import file_writing
 from instrument.trace.columns import Bools, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.groups import by_first_sight, ranked
@@ -379,8 +379,8 @@ def write_parts(path: str | os.PathLike[str], parts: Iterable[bytes]) -> Path:
     """Write a file from parts, packed with gzip if the name ends in `.gz`. The file appears complete or not at all."""
     target = Path(path)
     try:
-        with atomic.replacing(target) as file:
-            packer = compression.compressor(ZLIB_LEVEL) if target.suffix == ".gz" else None
+        with file_writing.replacing(target) as file:
+            packer = file_writing.compressor(ZLIB_LEVEL) if target.suffix == ".gz" else None
             for data in parts:
                 file.write(packer.compress(data) if packer else data)
             if packer:

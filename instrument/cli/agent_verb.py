@@ -7,11 +7,11 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from instrument.agent import service
+from instrument.agent.agent import serve_on
 from instrument.agent.processes import Run
 from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError
-from instrument.runtime import run_folder
+from instrument.runtime import agent_socket
 
 
 def add(verbs: Verbs) -> None:
@@ -19,7 +19,7 @@ def add(verbs: Verbs) -> None:
         "agent",
         help="start an agent by hand, such as in a container of its own",
         description="With --socket the agent serves processes until SIGTERM: those that start with "
-        f"{run_folder.VARIABLE}=PATH in their environment. With --run it serves that run until its end.",
+        f"{agent_socket.VARIABLE}=PATH in their environment. With --run it serves that run until its end.",
     )
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument(
@@ -40,27 +40,27 @@ def agent(options: argparse.Namespace, host: list[str]) -> int:
             path = Path(options.socket).absolute()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         else:
-            folder_by_run = {folder.name: folder for folder in run_folder.list_runs()}
+            folder_by_run = {folder.name: folder for folder in agent_socket.list_runs()}
             if options.run not in folder_by_run:
                 runs = ", ".join(folder_by_run) or "none"
                 raise InstrumentError(
                     f"agent: there is no run {options.run}; the runs are: {runs}; `instrument ps` lists their processes"
                 )
-            path = folder_by_run[options.run] / run_folder.SOCKET
-            run = Run(options.run, run_folder.first_process(options.run))
-        run_folder.refuse_shared(path.parent)
-        listener = run_folder.listen(path)
+            path = folder_by_run[options.run] / agent_socket.SOCKET
+            run = Run(options.run, agent_socket.first_process(options.run))
+        agent_socket.refuse_shared(path.parent)
+        listener = agent_socket.listen(path)
     except OSError as error:
         raise InstrumentError(f"agent: it cannot listen: {error}; choose another --socket") from error
     captures = Path(options.captures).absolute() if options.captures else None
     print(f"instrument: the agent listens at {path}", file=sys.stderr)
     is_ours = True
     try:
-        with run_folder.register_socket(path) if run is None else nullcontext():
-            is_ours = service.serve_on(listener, path.parent, run, captures=captures, says=True)
+        with agent_socket.register_socket(path) if run is None else nullcontext():
+            is_ours = serve_on(listener, path.parent, run, captures=captures, says=True)
     finally:
         if is_ours:
             path.unlink(missing_ok=True)
         if is_ours and run is not None:
-            run_folder.remove(path.parent)
+            agent_socket.remove(path.parent)
     return 0

@@ -209,9 +209,9 @@ def _why_no_gpu(profile: Profile) -> str:
 
 def _why_no_files(profile: Profile) -> str:
     """Return the reason why traces cannot be written here, "" if they can be or are not wanted."""
-    from instrument.sessions import saving
+    from instrument.sessions import files
 
-    return saving.why_no_files() if saving.asks_for_files(profile.export) else ""
+    return files.why_no_files() if files.asks_for_files(profile.export) else ""
 
 
 def _why_no_dataset(profile: Profile) -> str:

@@ -157,7 +157,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.otlp.packed_spans import SpanIds, SpanPacker
     from instrument.otlp.service_sdk import resource_of
     from instrument.otlp.span_forms import JSON, json_lines
-    from instrument.runtime import atomic
+    from instrument.runtime import file_writing
     from instrument.trace.by_process import rows_by_process
     from instrument.trace.joined import grafted, join
     from instrument.trace.merge import merge
@@ -183,7 +183,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
             yield from json_lines(packer.pack(rows), resource, trace.root_id[rows])
 
     def write_lines() -> None:
-        with atomic.replacing(target) as file:
+        with file_writing.replacing(target) as file:
             file.writelines(lines())
 
     write_or_explain(target, write_lines)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from instrument.cli.option_values import one_of, size_bytes
 from instrument.errors import InstrumentError, TraceError
-from instrument.runtime import compression
+from instrument.runtime import file_writing
 
 if TYPE_CHECKING:
     from instrument.trace.file import Saved
@@ -200,7 +200,7 @@ def load_libraries() -> None:
     from instrument.chrome import reading  # noqa: F401
     from instrument.trace import file, merge  # noqa: F401
 
-    compression.damage_errors()
+    file_writing.damage_errors()
 
 
 def read_bounded(verb: str, paths: Sequence[str], memory: int | None) -> list[Saved]:

@@ -31,10 +31,10 @@ from instrument.profile.model import Profile
 from instrument.profile.presets import PRESETS
 from instrument.profile.values import SERVICE
 from instrument.recording import board
-from instrument.runtime import agent_launch, environment, packets, run_folder
+from instrument.runtime import agent_socket, environment
 from instrument.runtime.cheap_start import late_patterns, replace
 from instrument.runtime.environment import CHECK_FOLDER
-from instrument.sessions import autostart, files
+from instrument.sessions import autostart
 
 
 def add(verbs: Verbs) -> None:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
         profile = load(path, environ=consulted)
         _refuse_missing_grpc(profile)  # a broken profile ends here, not in the service
     command = find_host("run", host)
-    environ[files.RUN_VARIABLE] = name = _name_run()
+    environ[environment.RUN_VARIABLE] = name = _name_run()
     environ.pop(board.VARIABLE, None)
     paths = [str(Path(autostart.__file__).parent), *filter(None, [environ.get("PYTHONPATH")])]
     environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -82,10 +82,11 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
         environ[autostart.VARIABLE] = autostart.awaited_value(environ["INSTRUMENT_PROFILE"], packages)
     listener = None
     if profile is None or profile.agent == "off":
-        environ.pop(run_folder.VARIABLE, None)
-    elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(run_folder.VARIABLE):  # a run within another has its own
+        environ.pop(agent_socket.VARIABLE, None)
+    # A run within another has its own agent.
+    elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(agent_socket.VARIABLE):
         listener = _open_socket_for_agent(environ, name)
-        if (place := run_folder.shared_file(shared_profile.NAME, environ)) is not None:
+        if (place := agent_socket.shared_file(shared_profile.NAME, environ)) is not None:
             shared_profile.write(place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted)
     notes = [] if OFF else [*filter(None, [WITHOUT_PROFILE * is_unnamed, command.note])]
     if profile is not None:
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 
 def _name_run() -> str:
     """Return a new name for this run. If a run encloses it, wait until their names, which contain the time, differ."""
-    while (name := files.new_run()) == os.environ.get(files.RUN_VARIABLE):
+    while (name := environment.new_run()) == os.environ.get(environment.RUN_VARIABLE):
         time.sleep(0.05)
     return name
 
@@ -115,21 +116,21 @@ def _replace_process(words: list[str], environ: dict[str, str]) -> NoReturn:
 
 def _open_socket_for_agent(environ: dict[str, str], run: str) -> socket.socket | None:
     """Create the socket of the run's agent and put its path into `environ`. Return None if that is impossible."""
-    environ.pop(run_folder.VARIABLE, None)
+    environ.pop(agent_socket.VARIABLE, None)
     try:
-        listener = agent_launch.prepare_run(run)
+        listener = agent_socket.prepare_run(run)
     except OSError as error:
         print(f"instrument: this run has no agent: {error}", file=sys.stderr)
         return None
-    environ[run_folder.VARIABLE] = os.fsdecode(listener.getsockname())
+    environ[agent_socket.VARIABLE] = os.fsdecode(listener.getsockname())
     return listener
 
 
 def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> None:
     try:
-        agent_launch.start_agent(listener, run, os.getpid())
+        agent_socket.start_agent(listener, run, os.getpid())
     except OSError as error:
-        del environ[run_folder.VARIABLE]
+        del environ[agent_socket.VARIABLE]
         print(f"instrument: this run has no agent: {error}", file=sys.stderr)
     listener.close()
 
@@ -192,21 +193,21 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
     service = os.fork()
     if service == 0:
         _become_service(words, {**environ, "INSTRUMENT_RUN_PID": str(os.getpid())}, before)
-    agent = agent_launch.spawn_agent(sys.executable, listener, run, service, says=True)
+    agent = agent_socket.spawn_agent(sys.executable, listener, run, service, says=True)
     path = Path(os.fsdecode(listener.getsockname()))
     listener.close()
     status, agent = _supervise_service(service, agent, path, run)
     _kill_others(agent)
     if agent:
         _await_agent(agent, time.monotonic() + AGENT_WAIT_S)
-    run_folder.remove(path.parent)
+    agent_socket.remove(path.parent)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
 def _restart_agent(path: Path, run: str, service: int) -> int:
     """Start an agent in place of one that has ended. Returns its pid, 0 if it cannot listen."""
-    with suppress(OSError), run_folder.listen(path) as listener:
-        return agent_launch.spawn_agent(sys.executable, listener, run, service, says=True)
+    with suppress(OSError), agent_socket.listen(path) as listener:
+        return agent_socket.spawn_agent(sys.executable, listener, run, service, says=True)
     return 0
 
 
@@ -254,8 +255,8 @@ def _reap_children() -> list[tuple[int, int]]:
 
 def _report_end(path: Path, pid: int, status: int) -> None:
     """Send the exit status of a process to the agent, because the system reports it only to the parent."""
-    with suppress(OSError), run_folder.connect_to_agent(path, 0.1) as caller:
-        packets.send(caller, {"ended": pid, "status": status})
+    with suppress(OSError), agent_socket.connect_to_agent(path, 0.1) as caller:
+        agent_socket.send(caller, {"ended": pid, "status": status})
 
 
 def _kill_others(agent: int) -> None:

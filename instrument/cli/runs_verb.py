@@ -265,7 +265,7 @@ def _recover_file(path: Path) -> tuple[str, bool]:
             return f"process {header.pid} runs", False
         if header.state == "goodbye":
             return f"process {header.pid} has ended in order", True
-        answer = crash_capture.capture(fd, str(path.with_suffix(".npz")), end_kind="ended without a goodbye")
+        answer = crash_capture.save_recording(fd, str(path.with_suffix(".npz")), end_kind="ended without a goodbye")
     finally:
         os.close(fd)
     return f"process {header.pid} {answer['died']}; saved as {answer['path']}", True

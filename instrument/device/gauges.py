@@ -22,7 +22,7 @@ from instrument.device.nvml import Closed, Nvml, NvmlError
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recording.slot_ring import FindRoom, Readings
 from instrument.recording.spans import HOST, Gpu, Sample
-from instrument.runtime.control_groups import cores, memory_waits_us
+from instrument.runtime.environment import cores, memory_waits_us
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Event, Lock, local

@@ -18,7 +18,7 @@ from instrument.recorder import wrapping
 from instrument.recorder.recorder import REQUEST, STEP, Recorder
 from instrument.recording.rows import END_NS, START_NS, unpacked_rows
 from instrument.recording.spans import Site
-from instrument.runtime import atomic, run_folder
+from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
@@ -278,7 +278,7 @@ class Costs:
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
         costs, self.passed_ns = self._share_measurement("costs", measure)
         self.by_shape = {shape: ProbeCost(*cost) for shape, cost in costs.items()}
-        if run_folder.shared_file("cold") is None:
+        if agent_socket.shared_file("cold") is None:
             self._cold_ns = self.cold_ns
 
     @property
@@ -291,12 +291,12 @@ class Costs:
 
     def _share_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
         """Return the result that another process of the run has saved under a name, else measure and save it."""
-        path = run_folder.shared_file(f"{name}{'-ticks' * self._with_ticks}")
+        path = agent_socket.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())
         measured = measure()
         if path is not None:
-            with suppress(OSError), atomic.replacing(path) as file:
+            with suppress(OSError), file_writing.replacing(path) as file:
                 file.write(json.dumps(measured).encode())
         return measured
 

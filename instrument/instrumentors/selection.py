@@ -23,7 +23,7 @@ from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime import environment, imports, listening, main_module
+from instrument.runtime import environment, imports, main_module
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.main_module import names_of
 from instrument.runtime.unpatched import RLock
@@ -308,8 +308,8 @@ class Selection:
     def look_for_connections(self) -> None:
         """Look for ports of this process that have connections, if no request has been recorded."""
         is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
-        if is_asked and listening.listens():
-            connections = listening.connections_of(Path("/proc/self"))
+        if is_asked and environment.listens():
+            connections = environment.connections_of(Path("/proc/self"))
             self.note_connections(connections.open | connections.closed)
 
     def argument_watch(self) -> ArgumentWatch | None:

@@ -29,7 +29,7 @@ from instrument.otlp.span_queue import CLOCK_DRIFT_NS
 from instrument.profile.model import Parquet
 from instrument.recording.export_checkpoint import losses_by_name
 from instrument.recording.memory_layout import OVERWRITTEN
-from instrument.runtime import atomic, run_folder
+from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.faults import logger
 from instrument.trace import file as saved_file
 from instrument.trace.dataset import DatasetProcess, ProcessWindow, make_window_tables, pyarrow
@@ -222,7 +222,7 @@ class DatasetExport:
         """Write the journal: the names of unfinished files, and the number of their rows."""
         self.counts["storing"] = self._rows + (0 if self._uploads is None else self._uploads.rows)
         parts = [] if self._writer is None else self._writer.parts
-        with suppress(OSError), atomic.replacing(self._spool / JOURNAL) as file:
+        with suppress(OSError), file_writing.replacing(self._spool / JOURNAL) as file:
             file.write(json.dumps({"rows": self._rows, "parts": parts, "windows": self._whole_windows}).encode())
 
     def take_lost(self) -> int:
@@ -283,7 +283,7 @@ def _create_spool_root() -> Path:
     """Return this user's folder for files that wait for their upload. Raises `OSError`."""
     folder = Path(tempfile.gettempdir()) / f"instrument-{os.geteuid()}-dataset"
     folder.mkdir(mode=0o700, exist_ok=True)
-    run_folder.refuse_shared(folder)
+    agent_socket.refuse_shared(folder)
     return folder
 
 
@@ -456,4 +456,5 @@ class KeptFiles:
                 files.append((facts.st_mtime_ns, facts.st_size, path))
         over_bytes = sum(size for _, size, _ in files) + wanted_bytes - self._disk_bytes
         oldest = ((path, size) for _, size, path in sorted(files) if path != newest)
-        self._removed += sum(1 + self._removed_before.pop(path, 0) for path in atomic.remove_first(oldest, over_bytes))
+        removed = file_writing.remove_first(oldest, over_bytes)
+        self._removed += sum(1 + self._removed_before.pop(path, 0) for path in removed)

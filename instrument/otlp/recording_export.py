@@ -61,6 +61,12 @@ SETTLE_EACH_NS = 25 * 10**7
 BEHIND_NS = 5 * 10**9
 """Nanoseconds for which settling pauses at most while the collector has not accepted earlier spans."""
 
+MOST_LOOKS = 20
+"""The maximum number of looks at all recordings before a scrape is answered, or spans are flushed."""
+
+FULL_RETRY_S = 0.02
+"""Seconds between two attempts to read more rows while the exporter has no space for more spans."""
+
 LAST_METRICS_S = 5.0
 """Seconds for which a new session waits at most until the last metrics of the previous session are sent."""
 
@@ -442,24 +448,67 @@ def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
     return span.root_id in rows.sampler.wanted if decided is None else decided.is_kept
 
 
-class ExportedRun:
-    """Reads and settles the recordings of one exporter together: a run's in the agent, or a process's own. `members`
-    has the recordings by number. One thread uses an instance."""
+def _call(_: int, action: Callable[[], object]) -> None:
+    action()
 
-    def __init__(self, members: dict[int, RecordingExport]) -> None:
+
+class ExportedRun:
+    """Reads and settles the recordings of one exporter together: a run's in the agent, or a process's own.
+
+    `members` has the recordings by number. `attempt(number, action)` runs an action on one recording, and ends that
+    recording's export if it fails. `has_looked` is called after each look. One thread uses an instance.
+    """
+
+    def __init__(
+        self,
+        members: dict[int, RecordingExport],
+        attempt: Callable[[int, Callable[[], object]], None] = _call,
+        has_looked: Callable[[], object] = bool,
+    ) -> None:
         self._settling = Settling()
         self.members = members
+        self._attempt, self._has_looked = attempt, has_looked
         self._settled_at_ns = 0
 
-    def look(
-        self, attempt: Callable[[int, Callable[[], object]], None], *, is_last: bool = False, at_once: bool = False,
-        metered: RecordingExport | None = None,
-    ) -> bool:  # fmt: skip
+    @property
+    def is_behind(self) -> bool:
+        """True if the reading of a recording has stopped because the exporter has no space for more spans."""
+        return any(member.is_behind for member in list(self.members.values()))
+
+    def read_new(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
+        """Read the new rows of all recordings, in up to `MOST_LOOKS` looks. Return True if rows are left."""
+        return all(self.look(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
+
+    def read_rest(self, end: float) -> None:
+        """Read and settle all rows of all recordings, until the time `end` of the monotonic clock."""
+        while (self.look() or self.is_behind) and time.monotonic() < end:
+            time.sleep(FULL_RETRY_S if self.is_behind else 0)
+        while self.look(is_last=True) and time.monotonic() < end:
+            pass
+
+    def send_now(self, member: RecordingExport) -> bool:
+        """Send all spans and metrics that a process has recorded so far. Return False if there was no space for all."""
+        has_more = self.read_new(at_once=True, metered=member)
+        member.is_settled()
+        return not (has_more or member.is_behind or member.reading is None)
+
+    def metered(self, members: Sequence[RecordingExport]) -> dict[str, Metered]:
+        """Return the current metrics of recordings for a scrape, by the recording's key."""
+        for member in members:
+            member.is_scraped = True
+            member.before_scrape()
+        self.read_new()
+        metered_of = {member.key: member.metered() for member in self.members.values() if member in members}
+        return {key: metered for key, metered in metered_of.items() if metered is not None}
+
+    def look(self, *, is_last: bool = False, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
         """Read all recordings, and settle the requests that are due: all ended ones if `at_once`, all if `is_last`.
 
-        `attempt(number, action)` runs an action on one recording, and ends that recording's export if it fails. Return
-        True if a recording has more rows.
+        Send the metrics of `metered`. Return True if a recording has more rows.
         """
+        if not self.members:
+            return False
+        attempt = self._attempt
         has_more: list[int] = []
 
         def read(number: int, member: RecordingExport) -> None:
@@ -470,17 +519,16 @@ class ExportedRun:
             attempt(number, partial(read, number, member))
         now_ns = time.monotonic_ns()
         since_ns = now_ns - self._settled_at_ns
-        is_behind = any(member.is_behind for member in self.members.values()) and since_ns < BEHIND_NS
+        is_behind = self.is_behind and since_ns < BEHIND_NS
         is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more
         if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
-            self._settle_requests(attempt, now_ns, is_last=is_last, at_once=at_once and not has_more)
+            self._settle_requests(now_ns, is_last=is_last, at_once=at_once and not has_more)
         for number, member in list(self.members.items()):
             attempt(number, member.take_metrics)
+        self._has_looked()
         return bool(has_more) or (self._settling.has_more and not is_behind)
 
-    def _settle_requests(
-        self, attempt: Callable[[int, Callable[[], object]], None], now_ns: int, *, is_last: bool, at_once: bool
-    ) -> None:
+    def _settle_requests(self, now_ns: int, *, is_last: bool, at_once: bool) -> None:
         self._settled_at_ns = now_ns
         for member in self.members.values():
             if member.reading is not None:
@@ -497,9 +545,9 @@ class ExportedRun:
         )  # fmt: skip
         for place, settled in settled_by_place.items():
             member = self.members[numbers[place]]
-            attempt(numbers[place], partial(member.take_settled, settled, self._settling.settled_ns))
+            self._attempt(numbers[place], partial(member.take_settled, settled, self._settling.settled_ns))
         for number in numbers:
-            attempt(number, partial(self.members[number].write_progress, self._settling.settled_ns))
+            self._attempt(number, partial(self.members[number].write_progress, self._settling.settled_ns))
 
     @property
     def datasets(self) -> list[DatasetExport]:

@@ -21,7 +21,7 @@ from instrument.otlp.packing import Series, pack_metric
 from instrument.profile.document import without_secrets
 from instrument.recording.metric_definitions import NAMESPACE
 from instrument.runtime.cheap_start import dataclass
-from instrument.runtime.compression import compressor
+from instrument.runtime.file_writing import compressor
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse

@@ -14,7 +14,7 @@ from typing import Any
 
 from instrument.profile import model
 from instrument.profile.model import Profile
-from instrument.runtime import atomic
+from instrument.runtime import file_writing
 from instrument.runtime.cheap_start import members, replace
 from instrument.runtime.environment import settings
 
@@ -51,7 +51,7 @@ def write(path: Path, profile: Profile, consulted: Consulted) -> None:
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
-    with suppress(OSError, ValueError), atomic.replacing(path) as file:
+    with suppress(OSError, ValueError), file_writing.replacing(path) as file:
         names = sorted(consulted.names)
         facts = names, _values(names, consulted), _state_of(profile.source), _plain(profile)
         file.write(json.dumps(facts).encode())

@@ -152,7 +152,9 @@ class Governor:
             left_ns = max(allowed_ns - counting_ns.get(thread, 0.0), REMAINING_SHARE * allowed_ns)
             self._mute(threads, thread, spent_ns, left_ns, now_ns)
             if spent_ns[thread] > left_ns:
-                self._note_unmutable(threads[thread])
+                for site, use in threads[thread].items():  # those that are left cannot be muted
+                    if site not in self.muted:
+                        self._kept_ns[site] = self._kept_ns.get(site, 0.0) + self._cost_ns(site, use)
         self._passed = passed
         if now_ns - self._looked_ns >= STEP_NS:
             self._review(passed, spent_ns, elapsed_ns, now_ns)
@@ -239,12 +241,6 @@ class Governor:
             for thread, share in muted.shares.items():
                 costs_ns[thread] = costs_ns.get(thread, 0.0) + count * muted.counted_ns * share
         return costs_ns
-
-    def _note_unmutable(self, uses: Mapping[Site, _Use]) -> None:
-        """Note the recorded sites of a thread that is over the budget, because they cannot be muted."""
-        for site, use in uses.items():
-            if site not in self.muted:
-                self._kept_ns[site] = self._kept_ns.get(site, 0.0) + self._cost_ns(site, use)
 
     # ---------------------------------------------------------------- what there is room for
 

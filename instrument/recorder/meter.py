@@ -201,7 +201,8 @@ class Meter:
         """Return the counts of all ended requests from the tally. It may be ahead of the rows that were read."""
         totals = self._totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
-        for (name, *endpoint), lines in totals.lines_by(totals.tree.by_site(_named_endpoint_of)).items():
+        named = totals.tree.by_site(lambda site: (site.name, *labels) if (labels := endpoint_of(site)) else ())
+        for (name, *endpoint), lines in totals.lines_by(named).items():
             buckets = ended.setdefault(name, (tuple(endpoint), Counter()))[1]
             buckets.update(totals.histogram(totals.nodes(lines)))
         return ended
@@ -413,12 +414,6 @@ def endpoint_of(site: Site) -> Labels:
     if "http.request.method" not in facts and RPC_METHOD not in facts:
         return ()
     return tuple((name, value) for name in _ENDPOINT if isinstance(value := facts.get(name), str))
-
-
-def _named_endpoint_of(site: Site) -> tuple[Any, ...]:
-    """Return the name of a site of requests, followed by the labels of its endpoint, () for other sites."""
-    endpoint = endpoint_of(site)
-    return (site.name, *endpoint) if endpoint else ()
 
 
 RPC_METHOD = "rpc.method"

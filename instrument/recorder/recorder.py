@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import native
 from instrument.errors import TargetError
@@ -30,9 +30,15 @@ from instrument.recording.remote_parents import REMOTE, header_of, link_of, note
 from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
+from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import own_thread_name
 from instrument.runtime.unpatched import RLock
+
+if TYPE_CHECKING:
+    from instrument.recording import memory
+else:
+    memory = LazyModule("instrument.recording.memory")
 
 _awaited: Callable[[], object] | None = None
 
@@ -155,24 +161,17 @@ class Recorder(Readback):
 
     # ---------------------------------------------------------------- functions and scopes
 
-    def wrap(
-        self,
-        function: Function,
-        site: Site,
-        attributes: wrapping.Attributes | None = None,
-        passes: wrapping.Passes | None = None,
-        works: wrapping.Attributes | None = None,
-        results: wrapping.Results | None = None,
-    ) -> Function:
-        """Return the function with a span around each call; see `instrument.recorder.wrapping`."""
-        return wrapping.wrap(self, function, site, attributes, passes, works, results)
+    wrap = wrapping.wrap
 
     def retire(self, function: Any) -> None:
-        """Have a function that `wrap` made call the bare function from now on, without a span."""
+        """Have a function that `wrap` made call the bare function from now on, at the cost of one branch.
+
+        The service may still refer to it. Running calls end as they began.
+        """
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)
-        wrapping.retire(function)
+        wrapping.turn(function, False)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
         """Return the site for a scope's name. The first use makes it, with the place in the code that opened the
@@ -297,8 +296,6 @@ class Recorder(Readback):
         `disk_bytes`. `facts` describe the process and its session to readers. If no such memory can be made,
         `no_memory` says why, and the recording is in private memory, which ends with the process.
         """
-        from instrument.recording import memory
-
         room_bytes = ring_bytes if directory else max(ring_bytes, LEAST_MEMORY_BYTES)
         owner = directory, os.getpid() if directory else 0
         if self._memory_of != owner or room_bytes > self._memory_bytes or self.memory is None:
@@ -323,8 +320,6 @@ class Recorder(Readback):
     def write_facts(self, facts: Mapping[str, Any]) -> None:
         """Write the facts of the process and its session into the recording."""
         if self.memory is not None:
-            from instrument.recording import memory
-
             state = OFF if self._is_off else RUNNING
             memory.write_owner(self.memory, state, {**facts, "begun_ns": self.session_ns})
         self.facts = facts  # who reads them here knows that they outlive this process
@@ -333,8 +328,6 @@ class Recorder(Readback):
         """Switch the recording on or off, and write that state into the recording."""
         self.on, self._is_off = on, not on
         if self.memory is not None:
-            from instrument.recording import memory
-
             memory.write_switched(self.memory, on=on)
 
     def room_for(self, name: str) -> SlotRoom | None:
@@ -344,8 +337,6 @@ class Recorder(Readback):
     def write_goodbye(self) -> None:
         """Write into the recording that the session has ended in order, and remove the recording's file."""
         if self.memory is not None:
-            from instrument.recording import memory
-
             memory.write_state(self.memory, GOODBYE)
         if self.memory_path:
             with contextlib.suppress(OSError):

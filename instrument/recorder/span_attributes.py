@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from zlib import crc32
 
 from instrument.recording.spans import (
@@ -96,10 +96,8 @@ CHECKSUM_CHARACTERS = 4096
 """The number of characters at each end of a long key that its checksum covers. This limits the time of a call."""
 
 
-class Complain(Protocol):
-    """A function that counts a refused value under a name, and logs a sentence once per kind of value."""
-
-    def __call__(self, event: str, words: str, kind: str = ..., /) -> None: ...
+Complain = Callable[..., None]
+"""A function of a name, a sentence and a kind of value. It counts a refused value, and logs the first of its kind."""
 
 
 def checked(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:

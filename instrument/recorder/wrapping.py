@@ -96,13 +96,17 @@ def wrap(
     if attributes is not None and works is not None:
         evaluate = functools.partial(_attributes_and_work, attributes, works)
     has_attributes = attributes is not None or results is not None
+    # A plain function that is marked as a coroutine function (`inspect.markcoroutinefunction`) runs when it is called,
+    # and returns an awaitable of its own: its span is the call.
+    flags = _code_flags(function)
     wrapper: Any
     if inspect.isasyncgenfunction(function):
         form, shape = "async generator", "generator"
-    elif inspect.iscoroutinefunction(function) and not _is_marked(function):
+    elif inspect.iscoroutinefunction(function) and (flags is None or flags & inspect.CO_COROUTINE):
         form = shape = "coroutine"
     elif inspect.isgeneratorfunction(function):
-        form, shape = "awaitable" if _is_awaitable(function) else "generator", "generator"
+        is_awaitable = (flags or 0) & inspect.CO_ITERABLE_COROUTINE  # by `types.coroutine`
+        form, shape = "awaitable" if is_awaitable else "generator", "generator"
     elif site.kind == "request" or passes is not None:
         form, shape = "scope", "wrapper"
     else:
@@ -129,25 +133,12 @@ def _attributes_and_work(
     return {**(attributes(args, kwargs) or {}), **(works(args, kwargs) or {})}
 
 
-def _is_marked(function: Any) -> bool:
-    """Return True for a plain function marked as a coroutine function (`inspect.markcoroutinefunction`).
-
-    It runs when it is called, and returns an awaitable of its own: its span is the call.
-    """
-    code = getattr(_innermost(function), "__code__", None)
-    return isinstance(code, CodeType) and not code.co_flags & inspect.CO_COROUTINE
-
-
-def _innermost(function: Any) -> Any:
+def _code_flags(function: Any) -> int | None:
+    """Return the flags of a function's code, also of one within `functools.partial`; None without code."""
     while isinstance(function, functools.partial):
         function = function.func
-    return function
-
-
-def _is_awaitable(function: Any) -> bool:
-    """Return True if `types.coroutine` has made a generator function awaitable."""
-    code = getattr(_innermost(function), "__code__", None)
-    return isinstance(code, CodeType) and bool(code.co_flags & inspect.CO_ITERABLE_COROUTINE)
+    code = getattr(function, "__code__", None)
+    return code.co_flags if isinstance(code, CodeType) else None
 
 
 def turn(wrapper: Any, switch: Any) -> None:
@@ -156,14 +147,6 @@ def turn(wrapper: Any, switch: Any) -> None:
     A `Pass` counts each call without a span, at the cost of one branch and the count. Running calls end as they began.
     """
     wrapper.__instrument_pass__ = None if hasattr(switch, "passes") else switch
-
-
-def retire(wrapper: Any) -> None:
-    """Have a wrapper pass every call to the bare function from now on, at the cost of one branch.
-
-    For a detached wrapper that the service still refers to. Running calls end as they began.
-    """
-    turn(wrapper, False)
 
 
 def make_function(

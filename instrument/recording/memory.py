@@ -21,7 +21,7 @@ from typing import Any
 from instrument import clock
 from instrument.recording import memory_layout as layout
 from instrument.recording.memory_layout import duplicate
-from instrument.runtime import atomic
+from instrument.runtime import file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
@@ -113,7 +113,7 @@ def _make_room(directory: Path, room_bytes: int) -> None:
     for path in left(directory):
         with contextlib.suppress(OSError):
             sizes.append((path, path.stat().st_size))
-    atomic.remove_first(sizes, sum(size for _, size in sizes) - room_bytes)
+    file_writing.remove_first(sizes, sum(size for _, size in sizes) - room_bytes)
 
 
 def _refuse_beyond_limits(size_bytes: int, *, is_sparse: bool) -> None:

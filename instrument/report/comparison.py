@@ -39,7 +39,7 @@ from instrument.report.requests_view import request_table
 from instrument.report.section import Section, View
 from instrument.report.table import bounded, in_unit, name_of_site, safe, wrapped
 from instrument.report.view import Options, Recording
-from instrument.runtime import atomic
+from instrument.runtime import file_writing
 from instrument.trace.call_tree import paths_of_rows
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.forest import NONE, nearest
@@ -572,7 +572,7 @@ def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
             box = box.calls.setdefault(name, _Box())
         box.change = change
     target, icicle = Path(path), "".join(_chart_html(top, max(top.width(), 1e-9)))
-    with atomic.replacing(target) as file:
+    with file_writing.replacing(target) as file:
         file.write(
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Comparison</title><style>{STYLE}</style>'
             f"{comparison._repr_html_()}<h4>Call paths after, by their time</h4>{icicle}".encode("utf-8", "replace")

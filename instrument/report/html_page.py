@@ -63,7 +63,7 @@ from instrument.report.table import (
     tenths,
 )
 from instrument.report.view import UNITS, Options, Recording
-from instrument.runtime import atomic
+from instrument.runtime import file_writing
 from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.forest import NONE
 from instrument.trace.watched import KernelColumns
@@ -512,7 +512,7 @@ def write_page(
             break
     target = Path(path)
     try:
-        with atomic.replacing(target) as file:
+        with file_writing.replacing(target) as file:
             file.write(text.encode("utf-8"))
     except OSError as problem:
         raise TraceError(f"cannot write the page {target}: {problem.strerror or problem}") from problem

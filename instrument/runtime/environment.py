@@ -1,17 +1,34 @@
-"""The environment variables of instrument and OpenTelemetry that several modules read."""
+"""The environment of a process: its variables, the cores and the memory that it may use, and its TCP connections.
+
+The limits come from the process's CPU affinity and its control groups, of version 1 or 2. The connections come from
+`/proc`. Unix sockets do not count, because most of them belong to internal helpers.
+"""
 
 from __future__ import annotations
 
+import _socket
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+
+from instrument import clock
+from instrument.runtime.cheap_start import NamedTuple, late_pattern
 
 CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
 """The environment variable with the folder in which processes report to `instrument check`, which has set it."""
 
 INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
 """The environment variable with the folder in which processes report to `instrument init`, which has set it."""
+
+PROC = Path("/proc")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+RUN_VARIABLE = "INSTRUMENT_RUN"
+SHARED_RUN_VARIABLE = "INSTRUMENT_RUN_NAME"
+_RUN = late_pattern(r"\d{8}T\d{6}-\d+")
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 METRICS_EXPORTER = "OTEL_METRICS_EXPORTER"
@@ -54,3 +71,270 @@ def environment_attributes() -> dict[str, object]:
         pairs = [(unquote(key), equals, unquote(value)) for key, equals, value in pairs]
     attributes: dict[str, object] = {key.strip(): value.strip() for key, _, value in pairs if key.strip()}
     return {**attributes, "service.name": name} if name else attributes
+
+
+# Runs
+
+
+def new_run() -> str:
+    """Return a name for a new run: the UTC time in seconds, and the id of this process."""
+    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
+
+
+def run_of_environment() -> str:
+    """Return the name of the `instrument run` that started this process, "" for none."""
+    run = os.environ.get(RUN_VARIABLE, "")
+    return run if _RUN.fullmatch(run) else ""
+
+
+def run_shared() -> str:
+    """Return the name that the runs on several hosts share, from the environment, "" for none."""
+    return os.environ.get(SHARED_RUN_VARIABLE, "")
+
+
+def is_first_of_run() -> bool:
+    """Return True in the process that `instrument run` started, and outside of `instrument run`."""
+    main = os.environ.get("INSTRUMENT_RUN_PID")
+    return main is None or main == str(os.getpid())
+
+
+def working_folder() -> Path:
+    """Return the working directory, "/" if it has been removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")
+
+
+# Processes
+
+
+def parent_of(pid: int) -> int:
+    """Return the id of a process's parent, 0 if the process has ended."""
+    try:
+        return int((PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def program_of(pid: int | None = None) -> bytes:
+    """Return the auxiliary vector of this process or process `pid`, which differs for each program that it executes;
+    b"" if unreadable."""
+    try:
+        return (PROC / str(pid or "self") / "auxv").read_bytes()
+    except OSError:
+        return b""
+
+
+# The limits of a container
+
+
+def cores(pid: int | None = None) -> float:
+    """Return the number of cores, perhaps a fraction, that this process or process `pid` may use.
+
+    Process `pid` must be in the same container.
+    """
+    try:
+        allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
+    except (AttributeError, OSError):  # not on every system
+        allowed = float(os.cpu_count() or 1)
+    return min([allowed, *_group_core_limits(pid)])
+
+
+def memory_bytes() -> int | None:
+    """Return the bytes of memory that this process may use, None if unknown."""
+    try:
+        machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, OSError, ValueError):  # not on every system
+        machine = []
+    limits = [
+        limit
+        for controllers, group in control_groups()
+        if controllers in ("", "memory")
+        for limit in _read_limit(group / ("memory.max" if controllers == "" else "memory.limit_in_bytes"))
+    ]
+    return min([*machine, *limits], default=None)
+
+
+def memory_waits_us(pid: int | None = None) -> int | None:
+    """Return the microseconds in which threads of a process's control group have waited for memory, None if unknown.
+
+    If the group does not count them, return those of the whole machine.
+    """
+    groups = [group / "memory.pressure" for controller, group in control_groups(pid) if controller == ""]
+    for file in (*groups[:1], PROC / "pressure/memory"):
+        try:
+            return int(file.read_text("ascii").split("\n", 1)[0].rpartition("total=")[2])
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _read_limit(file: Path) -> list[int]:
+    try:
+        return [int(file.read_text("ascii"))]
+    except (OSError, ValueError):  # as for cores
+        return []
+
+
+def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
+    """Yield a process's control groups and their ancestors, with the name of the controller, "" for version 2."""
+    try:
+        lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        folders = [Path(path), *Path(path).parents] if path.startswith("/") else [Path("/")]
+        for controller in controllers.split(","):
+            # Of version 1 all that share a hierarchy are links to one folder.
+            yield from ((controller, CONTROL_GROUPS / controller / folder.relative_to("/")) for folder in folders)
+
+
+def _group_core_limits(pid: int | None) -> list[float]:
+    """Return the numbers of cores to which control groups limit a process. In version 2 ancestors limit it, too."""
+    limits = []
+    for controller, group in control_groups(pid):
+        if controller == "":
+            limits += _read_core_limit(group / "cpu.max")
+        elif controller == "cpu":
+            limits += _read_core_limit(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
+    return limits
+
+
+def _read_core_limit(*files: Path) -> list[float]:
+    """Return a list with the number of cores to which files of a group limit it, empty for no visible limit."""
+    try:
+        quota, period = " ".join(file.read_text("ascii") for file in files).split()
+        return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []
+    except (OSError, ValueError):  # "max" is no number, and means no limit
+        return []
+
+
+# TCP connections
+
+
+_INTERNET = (_socket.AF_INET, _socket.AF_INET6)
+
+LISTENS, TIME_WAIT = "0A", "06"
+"""The states of a listening and of a recently closed socket in `/proc/net/tcp` (the kernel's `tcp_states.h`)."""
+
+TIME_WAIT_S = 60
+"""Seconds for which the system still lists a closed connection (TCP_TIMEWAIT_LEN in the kernel's `tcp.h`)."""
+
+
+class Connections(NamedTuple):
+    """The ports of a process with `open` connections, and those with connections `closed` since its start.
+
+    A closed connection may be of another process that shares the listening socket. `listens` are the ports at which the
+    process listens, `sockets` the inodes of its listening sockets.
+    """
+
+    open: frozenset[int]
+    closed: frozenset[int]
+    listens: frozenset[int]
+    sockets: frozenset[str]
+
+
+def connections_of(
+    process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
+) -> Connections:
+    """Return the connections of a process, given by its folder in `/proc`, none if the system does not show them.
+
+    `listened` are ports at which the process listened earlier. For an ended process, `table` has the sockets of its
+    network, and `start_ticks` is its start time.
+    """
+    least_left = _ticks_left_since(start_ticks or clock.start_ticks(process / "stat"))
+    inodes = sockets_of(process)
+    rows = list(rows_of(process) if table is None else table)
+    listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in inodes}
+    ports = listening.keys() | listened
+    connected = [row for row in rows if row.state != LISTENS]
+    closed = [row for row in connected if row.state == TIME_WAIT and row.ticks_left >= least_left]
+    return Connections(
+        frozenset(row.port for row in connected if row.port in ports and row.inode in inodes),
+        # The end that closes first waits; of a client on this machine that is the other one.
+        frozenset({row.port for row in closed} & ports)
+        | frozenset({row.to_port for row in closed if row.is_local} & ports),
+        frozenset(listening),
+        frozenset(listening.values()),
+    )
+
+
+def listens() -> bool:
+    """Return True if this process listens at a port. It examines its own descriptors, because tables cost more."""
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
+            with suppress(OSError):
+                if _is_listening(os.dup(int(name))):
+                    return True
+    return False
+
+
+def _is_listening(descriptor: int) -> bool:
+    """Return True if a descriptor is that of a listening socket. Close the descriptor."""
+    try:
+        opened = _socket.socket(fileno=descriptor)
+    except OSError:  # a file
+        os.close(descriptor)
+        return False
+    try:
+        return opened.family in _INTERNET and bool(opened.getsockopt(_socket.SOL_SOCKET, _socket.SO_ACCEPTCONN))
+    finally:
+        opened.close()
+
+
+def is_same_network(process: Path) -> bool:
+    try:
+        return (process / "ns/net").readlink() == Path("/proc/self/ns/net").readlink()
+    except OSError:
+        return False
+
+
+def sockets_of(process: Path) -> frozenset[str]:
+    """Return the inodes of a process's sockets."""
+    inodes = []
+    with suppress(OSError):
+        for name in os.listdir(process / "fd"):  # noqa: PTH208 - of thousands
+            with suppress(OSError):
+                target = os.readlink(process / "fd" / name)  # noqa: PTH115
+                if target.startswith("socket:["):
+                    inodes.append(target[8:-1])
+    return frozenset(inodes)
+
+
+class TcpRow(NamedTuple):
+    """A row of `/proc/net/tcp`: a socket of a network namespace.
+
+    It `is_local` if both ends have the same address. The system removes a closed socket after `ticks_left` clock ticks.
+    """
+
+    port: int
+    to_port: int
+    state: str
+    inode: str
+    is_local: bool
+    ticks_left: int
+
+
+def _ticks_left_since(start_ticks: int) -> int:
+    """Return the `ticks_left` of a connection that was closed just as a process started.
+
+    A connection with fewer was closed earlier, perhaps by an earlier server.
+    """
+    hertz = os.sysconf("SC_CLK_TCK")
+    clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either
+    return TIME_WAIT_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)
+
+
+def rows_of(process: Path) -> Iterator[TcpRow]:
+    """Yield the TCP sockets in the network namespace of a process."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError), (process / "net" / table).open(encoding="ascii", errors="replace") as file:
+            next(file, None)
+            for fields in map(str.split, file):
+                if len(fields) > 9:
+                    (address, _, port), (to_address, _, to_port) = (end.rpartition(":") for end in fields[1:3])
+                    ticks_left = int(fields[5].partition(":")[2], 16)
+                    ports = int(port, 16), int(to_port, 16)
+                    yield TcpRow(*ports, fields[3], fields[9], address == to_address, ticks_left)

@@ -9,6 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from instrument.runtime.unpatched import RLock
 
@@ -41,14 +42,11 @@ class Faults:
         if "PYTEST_CURRENT_TEST" in os.environ:
             raise fault
         if first:
-            try:
-                logger.warning(
-                    "a fault of instrument itself in the %s; the service is not affected, later ones are only counted",
-                    place,
-                    exc_info=fault,
-                )
-            except Exception:
-                pass  # a log handler of the service that raises; the summary has the fault
+            _warn(
+                f"a fault of instrument itself in the {place}; the service is not affected, later ones are only "
+                "counted",
+                fault,
+            )
 
     def attempt(self, place: str, action: Callable[[], object]) -> None:
         """Call an action. Count its exception as our fault, so that the caller goes on."""
@@ -68,10 +66,7 @@ class Faults:
             kinds[kind] += 1
             count = kinds[kind]
         if count == 1:
-            try:
-                logger.warning("%s: %s; it is left out, later ones are only counted", place, words)
-            except Exception:
-                pass  # a log handler of the service that raises; the summary has the count
+            _warn(f"{place}: {words}; it is left out, later ones are only counted")
 
     def counts(self) -> Mapping[str, int]:
         with self._lock:
@@ -95,6 +90,12 @@ class Faults:
         self._lock = RLock()
         self._counts = {}
         self._of_rules = {}
+
+
+def _warn(message: str, fault: BaseException | None = None) -> None:
+    """Log a warning. Ignore errors of the service's log handlers, because the summary has what is counted."""
+    with suppress(Exception):
+        logger.warning("%s", message, exc_info=fault)
 
 
 def _counts_text(kinds: Counter[str]) -> str:

@@ -225,7 +225,11 @@ class Watch:
 
     def begin(self) -> None:
         """Watch the main module's body if it is a caller of this code, else wait until it begins to run."""
-        frames = list(_frames_upwards(sys._getframe(1)))
+        frames: list[FrameType] = []
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None:
+            frames.append(caller)
+            caller = caller.f_back
         for frame in frames:
             if self._is_main(frame.f_code, frame.f_globals):
                 self._seen = _snapshot(frame.f_globals)  # the caller has looked at these
@@ -330,12 +334,6 @@ class Watch:
         except Exception as fault:
             FAULTS.note("watch of __main__", fault)
         self._seen = _snapshot(self._names)
-
-
-def _frames_upwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _snapshot(names: dict[str, Any]) -> dict[str, int]:

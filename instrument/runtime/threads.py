@@ -84,7 +84,8 @@ class Thread:
                 if fault is None and is_needed:
                     fault = RuntimeError(f"the thread {self.name} ended, though it is needed")
                 if isinstance(fault, Exception) or is_needed:
-                    _note_death(self.name, fault)
+                    with suppress(BaseException):
+                        FAULTS.note(f"thread {self.name}", fault or RuntimeError())
                 if not is_needed:
                     return
                 sleep(RESTART_S)
@@ -214,13 +215,6 @@ def is_server_to_fork() -> bool:
         return uwsgi is not None and uwsgi.worker_id() == 0 and bool(uwsgi.masterpid() or uwsgi.numproc > 1)
     except Exception:  # a module of that name that is none of the server's
         return False
-
-
-def _note_death(name: str, fault: BaseException | None) -> None:
-    try:
-        FAULTS.note(f"thread {name}", fault or RuntimeError())
-    except BaseException:
-        pass
 
 
 def own_thread_name() -> str | None:

@@ -19,17 +19,15 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording.export_checkpoint import SENT
 from instrument.recording.remote_parents import noted
 from instrument.recording.spans import Span
+from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, dataclass
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.unpatched import TIMEOUT_MAX, RLock
-from instrument.sessions import files
-from instrument.sessions.gauge_watch import GaugeWatch
-from instrument.sessions.handover import ABANDONED, OwnExport
+from instrument.sessions.files import Saving
+from instrument.sessions.handover import ABANDONED, GaugeWatch, OwnExport
 from instrument.sessions.membership import Membership
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
-from instrument.sessions.saving import Saving
-from instrument.sessions.session_threads import SessionThreads
 
 if TYPE_CHECKING:
     from instrument import otlp
@@ -89,6 +87,7 @@ class Exporting:
     """The export of one session. All methods may be called from any thread.
 
     `_while_no_fork_comes(function)` calls a function that imports modules, and delays forks until it returns.
+    `_start_reading()` starts the thread that calls `read_recorded`, if it is needed and the others have started.
     """
 
     _recorded: Recorded
@@ -97,11 +96,11 @@ class Exporting:
     _membership: Membership
     _gauge_watch: GaugeWatch
     _while_no_fork_comes: Callable[[Callable[[], object]], None]
-    _threads: Callable[[], SessionThreads]
+    _start_reading: Callable[[], None]
 
     def __post_init__(self) -> None:
         recorded = self._recorded
-        self._exporter, self._own, self.handover = recorded.exporter, recorded.own, recorded.handover
+        self._exporter, self.handover = recorded.exporter, recorded.handover
         self.lock = SessionLock()
         """The lock that guards the reader of the recording and the profile in force."""
         self._scraped_here: metrics.Metered | None = None
@@ -113,9 +112,6 @@ class Exporting:
     def after_fork_in_child(self) -> None:
         """Begin the export of the child's own recording, of which nothing has been sent."""
         self._announced_join = 0
-        if self._own is not None:
-            self._own.after_fork_in_child()
-            self._own = self._own if self._own.sends or self._own.dataset is not None else None
         if self._exporter is not None:
             self._exporter.after_fork_in_child()
             self._exporter.own.origin = self._recorded.origin()
@@ -127,12 +123,11 @@ class Exporting:
         if self._exporter is not None:
             self._exporter.prepare()
             self.choose()
-            if self._own is not None and self.handover.is_here:
-                self._own.prepare()
+            if self.handover.own is not None and self.handover.is_here:
+                self.handover.own.prepare()
             RECORDER.remote_parent = lambda: noted(otlp.current_parent())
         elif self._recorded.profile.export.parquet is not None and not self._is_left_to_agent():
             self._begin_reading()
-            self.handover.own = self._own
 
     # ---------------------------------------------------------------- who exports
 
@@ -151,10 +146,10 @@ class Exporting:
     def choose(self) -> None:
         """Leave the export to the agent if there is one or one can be started. This is final, even if the agent
         ends."""
-        if self._is_left_to_agent():
-            self.handover.export_by_agent()
+        if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
+            self.handover.is_here, self.handover.has_agent = False, True
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
-            run = files.run_shared() or ("" if self.handover.has_agent else files.run_of_environment())
+            run = environment.run_shared() or ("" if self.handover.has_agent else environment.run_of_environment())
             if run != self._exporter.own.ids.run:
                 self._exporter.own.ids.run = run
                 self._facts.publish()
@@ -163,15 +158,10 @@ class Exporting:
         return self._recorded.profile.agent != "off" and self._membership.has_agent()
 
     @property
-    def writes_dataset(self) -> bool:
-        """True if this process, not an agent, writes the dataset."""
-        return self.reading is not None and self.reading.dataset is not None
-
-    @property
     def reading(self) -> OwnExport | None:
         """The reader of this process's own recording, None if the agent reads it or the export has ended."""
-        reader = self._own if self.handover.is_here else None
-        return reader if reader is not None and not (reader.is_over or reader.is_broken) else None
+        reader = self.handover.own if self.handover.is_here else None
+        return reader if reader is not None and not reader.is_over else None
 
     def _read_own(self, read: Callable[[], bool]) -> bool:
         """Return the result of `read()`, which reads more of the recording. On an error end the export, return True."""
@@ -182,7 +172,7 @@ class Exporting:
             reader.begin(RECORDER.memory_fd)
             return read()
         except Exception as fault:
-            reader.is_broken = True
+            reader.is_over = True
             FAULTS.attempt("end of the export", reader.release)
             FAULTS.note("export of the recording", fault)
             return True
@@ -283,9 +273,9 @@ class Exporting:
             if openmetrics in self._scraped:
                 return self._scraped[openmetrics]
             why_alone = "for its agent does not answer"
-        if self._own is None and RECORDER.memory_fd >= 0:
+        if self.handover.own is None and RECORDER.memory_fd >= 0:
             FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, self._begin_scrapes))
-            self._threads().start()
+            self._start_reading()
         nothing = metrics.Metered(self._recorded.origin(), None, [], ())
         metered = self._metered_here() or self._scraped_here or nothing
         self._scraped_here = metered
@@ -300,9 +290,8 @@ class Exporting:
     def _begin_reading(self) -> None:
         """Begin to read the recording in this process for metrics, without sending spans."""
         nowhere = otlp.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
-        reader = self._recorded.reader(nowhere, sends=False)
-        reader.prepare()
-        self._own = reader
+        self.handover.own = self._recorded.reader(nowhere, sends=False)
+        self.handover.own.prepare()
 
     def _metered_here(self) -> metrics.Metered | None:
         """Return the current metrics of this process, None if the session is busy for longer than `SCRAPE_WAIT_S`."""
@@ -313,9 +302,8 @@ class Exporting:
             if (reader := self.reading) is not None:
                 self._facts.publish_counts(at_once=True)
                 self._read_own(reader.look)
-                reader.before_scrape()
-                self._read_own(reader.look)
-                metered = reader.metered()
+                self._read_own(reader.meter)
+                metered = reader.metered
             now_ns = time.monotonic_ns()
             gauges = self._recorded.gauges
             samples = gauges.samples(now_ns - GAUGE_AGE_LIMIT_NS, now_ns)
@@ -362,7 +350,7 @@ class Exporting:
         Return the delivery, and the count of spans that are not sent yet. The wait ends early if the agent's exporter
         has started, reads no new rows for `patience_s` seconds and has nothing to send.
         """
-        recorded, asked_ns = rows_recorded(), time.monotonic_ns()
+        handover, recorded, asked_ns = self.handover, rows_recorded(), time.monotonic_ns()
         self._await_device_times(end)  # the agent does so, too
         self._facts.publish_counts(at_once=True)
         seen_rows, seen_at, joins = -1, 0.0, -1
@@ -370,26 +358,22 @@ class Exporting:
             if joins != self._membership.joins:  # another agent may have come meanwhile
                 joins = self._membership.joins
                 self._membership.send({"flush": True})
-            progress = self.handover.progress()
+            progress = handover.progress()
             fates = progress.fates
             sent_counts = {fate: fates[fate] for fate in SENT}
             pending = fates["kept"] - sum(sent_counts.values())
             now, before, seen_rows = time.monotonic(), seen_rows, fates["seen"] + fates["missed"]
-            is_awaited = seen_rows != before or pending or self._is_agent_starting()
+            is_starting = self._membership.is_agent_there() and not (handover.is_taken() or handover.is_refused)
+            is_awaited = seen_rows != before or pending or is_starting
             seen_at = now if is_awaited else seen_at
             is_read = seen_rows >= recorded and progress.settled_ns >= asked_ns
             settled = is_read and not pending and self._are_metrics_settled(asked_ns)
-            if self.handover.is_abandoned():  # what it has read and not sent is lost, and counted so
+            if handover.is_abandoned():  # what it has read and not sent is lost, and counted so
                 end = pending = 0
             if settled or now >= end or (seen_rows < recorded and now - seen_at > patience_s):
                 delivery = otlp.Delivery(offered=fates["kept"], pending=pending, settled=settled, **sent_counts)  # type: ignore[arg-type]
                 return delivery, max(recorded - seen_rows, 0) + pending
             time.sleep(FLUSH_POLL_S)
-
-    def _is_agent_starting(self) -> bool:
-        """Return True if an agent runs that has not begun to export this recording, but will."""
-        is_taken, is_there = self.handover.is_taken(), self._membership.is_agent_there()
-        return is_there and not (is_taken or self.handover.is_refused)
 
     def _are_metrics_settled(self, asked_ns: int) -> bool:
         """Return True if the agent has sent or dropped all metrics up to the time `asked_ns`."""
@@ -416,7 +400,7 @@ class Exporting:
 
     def finish(self, *, has_delivered: bool) -> None:
         """End the export. Without `has_delivered`, drop unsent rows, because gauges of an idle process are useless."""
-        reader = self._own
+        reader = self.handover.own
         if not has_delivered and self._exporter is not None:
             if reader is not None:
                 FAULTS.attempt("end of the export", reader.release)

@@ -1,6 +1,7 @@
-"""The paths of the files that a process writes, how much disk they may use, and how to write a report.
+"""The files that a process writes: their paths, how much disk they may use, each window, and the summary at the end.
 
 All workers of a service use the same templates for paths. File names contain process ids to keep the files apart.
+Writing needs numpy, which the first written file imports.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ import select
 import sys
 import time
 from collections.abc import Collection, Iterable
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from instrument import chrome
 from instrument.errors import TraceError
-from instrument.runtime import atomic
+from instrument.profile.model import Export, Summary
+from instrument.recording.spans import Origin
+from instrument.runtime import environment, file_writing
 from instrument.runtime.cheap_start import LazyModule, dataclass, late_pattern, replace
+from instrument.runtime.faults import FAULTS
+from instrument.runtime.threads import count_library_threads
 from instrument.runtime.unpatched import poll
+from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
     from instrument import chrome
-    from instrument.profile.model import Parquet
     from instrument.recording.tally import Tally
     from instrument.trace import text as trace_text
     from instrument.trace.trace import Trace
@@ -30,9 +37,6 @@ else:
     chrome, trace_text = LazyModule("instrument.chrome"), LazyModule("instrument.trace.text")
 
 _NUMBERED = late_pattern(r"(\{(?:run|pid|window)\})")
-RUN_VARIABLE = "INSTRUMENT_RUN"
-SHARED_RUN_VARIABLE = "INSTRUMENT_RUN_NAME"
-_RUN = late_pattern(r"\d{8}T\d{6}-\d+")
 STREAMS = ("stderr", "stdout")
 """The values of `export.summary.to` that are standard streams and not files."""
 
@@ -44,27 +48,6 @@ def with_pid(template: str, *, is_first: bool) -> str:
     folder, name = os.path.split(template)
     stem, dot, suffix = name.partition(".")
     return os.path.join(folder, f"{stem}-{{pid}}{dot}{suffix}")  # noqa: PTH118 - keeps an empty folder empty
-
-
-def new_run() -> str:
-    """Return a name for a new run: the UTC time in seconds, and the id of this process."""
-    return f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}"
-
-
-def run_of_environment() -> str:
-    """Return the name of the `instrument run` that started this process, "" for none."""
-    run = os.environ.get(RUN_VARIABLE, "")
-    return run if _RUN.fullmatch(run) else ""
-
-
-def run_of_keys() -> str:
-    """Return the name of the run in which a key is unique: the run of several hosts, else this `instrument run`."""
-    return run_shared() or run_of_environment()
-
-
-def run_shared() -> str:
-    """Return the name that the runs on several hosts share, from the environment, "" for none."""
-    return os.environ.get(SHARED_RUN_VARIABLE, "")
 
 
 def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
@@ -88,48 +71,6 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
     except UnicodeEncodeError:  # by an ASCII locale; the file has the name that it has by others
         name = os.fsdecode(name.encode("utf-8", "surrogateescape"))
     return name
-
-
-def is_main() -> bool:
-    """Return True in the process that `instrument run` started, and outside of `instrument run`."""
-    main = os.environ.get("INSTRUMENT_RUN_PID")
-    return main is None or main == str(os.getpid())
-
-
-def path_of(template: str, folder: Path, service: str, run: str, window: int) -> Path:
-    """Return the path for a template. A relative path is below `folder`, in which the session began."""
-    name = file_name(template, service=service, run=run, pid=os.getpid(), window=window)
-    return Path(name) if folder == working_folder() else folder / name
-
-
-def make_room(templates: Iterable[str], folder: Path, service: str, keep: Collection[Path], disk_bytes: int) -> int:
-    """Remove the oldest files of the templates until the rest fits into `disk_bytes`. Return the count of removed ones.
-
-    Files in `keep` stay. Unfinished files of ended processes are removed first, the newest file of each other running
-    process last.
-    """
-    free_bytes = disk_bytes
-    rank_by_name: dict[str, tuple[bool, int, int]] = {}
-    folders = {path.parent for path in keep}
-    for template in templates:
-        newest: dict[int, tuple[int, str]] = {}
-        for name, pid in _pids_by_file(template, folder, service).items():
-            folders.add(Path(name).parent)
-            try:
-                facts = os.lstat(name)
-            except OSError:
-                continue  # another process has just removed it
-            free_bytes -= facts.st_size
-            if Path(name) in keep:
-                continue
-            rank_by_name[name] = False, facts.st_mtime_ns, facts.st_size
-            if _is_alive(pid):
-                newest[pid] = max(newest.get(pid, (0, "")), (facts.st_mtime_ns, name))
-        for at_ns, name in newest.values():
-            rank_by_name[name] = True, at_ns, rank_by_name[name][2]
-    free_bytes -= sum(map(atomic.remove_abandoned, folders))
-    oldest = ((Path(name), size) for name, (_, _, size) in sorted(rank_by_name.items(), key=itemgetter(1)))
-    return len(atomic.remove_first(oldest, -free_bytes))
 
 
 def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
@@ -205,12 +146,41 @@ class Destination:
     is_first: bool
 
     def path(self, template: str, window: int = 0) -> Path:
-        """Return this process's path for a template."""
-        return path_of(with_pid(template, is_first=self.is_first), self.folder, self.service, self.run, window)
+        """Return this process's path for a template. A relative path is below the folder, in which the session
+        began."""
+        template = with_pid(template, is_first=self.is_first)
+        name = file_name(template, service=self.service, run=self.run, pid=os.getpid(), window=window)
+        return Path(name) if self.folder == environment.working_folder() else self.folder / name
 
     def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
-        """Remove the oldest files of the templates, as the function `make_room` does in this destination's folder."""
-        return make_room(templates, self.folder, self.service, keep, disk_bytes)
+        """Remove the oldest files of the templates until the rest fits into `disk_bytes`. Return the count of removed
+        ones.
+
+        Files in `keep` stay. Unfinished files of ended processes are removed first, the newest file of each other
+        running process last.
+        """
+        free_bytes = disk_bytes
+        rank_by_name: dict[str, tuple[bool, int, int]] = {}
+        folders = {path.parent for path in keep}
+        for template in templates:
+            newest: dict[int, tuple[int, str]] = {}
+            for name, pid in _pids_by_file(template, self.folder, self.service).items():
+                folders.add(Path(name).parent)
+                try:
+                    facts = os.lstat(name)
+                except OSError:
+                    continue  # another process has just removed it
+                free_bytes -= facts.st_size
+                if Path(name) in keep:
+                    continue
+                rank_by_name[name] = False, facts.st_mtime_ns, facts.st_size
+                if _is_alive(pid):
+                    newest[pid] = max(newest.get(pid, (0, "")), (facts.st_mtime_ns, name))
+            for at_ns, name in newest.values():
+                rank_by_name[name] = True, at_ns, rank_by_name[name][2]
+        free_bytes -= sum(map(file_writing.remove_abandoned, folders))
+        oldest = ((Path(name), size) for name, (_, _, size) in sorted(rank_by_name.items(), key=itemgetter(1)))
+        return len(file_writing.remove_first(oldest, -free_bytes))
 
     def write_text(self, to: str, text: str, limit_ns: int) -> Path | None:
         """Write a text to `stderr`, `stdout`, or a file that only its owner can read. Return the path of the file.
@@ -223,19 +193,150 @@ class Destination:
                 write(stream, text, limit_ns)
             return None
         path = self.path(to)
-        with atomic.replacing(path) as file:
+        with file_writing.replacing(path) as file:
             file.write(text.encode(errors="backslashreplace"))
         return path
 
 
-def dataset_settings(settings: Parquet) -> Parquet:
-    """Return the dataset's settings with an absolute path, because the agent runs in another folder."""
-    return settings if "://" in settings.path else replace(settings, path=str(working_folder() / settings.path))
+# The files of a session
 
 
-def working_folder() -> Path:
-    """Return the working directory, "/" if it has been removed."""
+RECORDING = ".npz"
+"""The file suffix of a saved recording."""
+
+WITHOUT_NUMPY = (
+    "numpy is not installed, so no recordings, no Chrome traces and no reports are written; install it "
+    "(pip install numpy)"
+)
+
+
+def asks_for_files(export: Export) -> bool:
+    """Return True if the profile writes windows to"""
+    return export.chrome is not None or export.recording is not None
+
+
+def why_no_files() -> str:
+    """Return why this process cannot write files, "" if it can. This does not import numpy."""
     try:
-        return Path.cwd()
-    except FileNotFoundError:
-        return Path("/")
+        return "" if find_spec("numpy") is not None else WITHOUT_NUMPY
+    except (ImportError, ValueError):  # somebody put None, or something without a spec, into sys.modules
+        return WITHOUT_NUMPY
+
+
+def prepare() -> None:
+    """Import all modules that writing needs, before a thread of ours could: a child forked during an import would
+    inherit it half-done."""
+    try:
+        from instrument.chrome import writing  # noqa: F401
+        from instrument.sessions import step_columns  # noqa: F401
+        from instrument.trace import call_tree, file, of_recording, trace  # noqa: F401
+    except ImportError:
+        pass  # `why_no_files` reports it, or what is written
+
+
+def templates(export: Export) -> tuple[str, ...]:
+    """Return the path templates of the files to which windows are written."""
+    return tuple(settings.path for settings in (export.chrome, export.recording) if settings is not None)
+
+
+class Saving:
+    """A writer of the files of one session, in `folder`."""
+
+    def __init__(self, session: Recorded, folder: Path, run: str) -> None:
+        self._session = session
+        self.folder = folder
+        self.run = run
+        self._is_child = False
+        self.newest: tuple[Path, ...] = ()
+        """The files of the newest window."""
+        self._summary: Path | None = None
+
+    def after_fork_in_child(self) -> None:
+        """Forget the parent's files, because the child writes its own."""
+        self._is_child = True
+        self.newest, self._summary = (), None
+
+    def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
+        """Write the spans of a window to the profile's  `origin` is the process's identity at the window's
+        end."""
+        session, place = self._session, self.place()
+        export = session.profile.export
+        if not asks_for_files(export) or why_no_files():  # which has been reported
+            return
+        from instrument.trace import file
+
+        trace = session.trace(start_ns, end_ns, index, origin)
+        if start_ns <= session.start_ns and session.end_ns is not None and end_ns >= session.end_ns:
+            trace = replace(trace, cost=session.cost())
+            tally: Tally | None = session.tally()
+        else:
+            tally = self._counted(trace)
+        paths = []
+        for settings, dump in ((export.chrome, chrome.dump), (export.recording, file.dump)):
+            try:
+                if settings is not None:
+                    paths.append(dump(place.path(settings.path, index), trace, tally))
+            except TraceError as error:
+                session.account.complain(str(error))
+            except Exception as fault:  # the other is written all the same
+                FAULTS.note("trace file", fault)
+        if paths:
+            self.newest = tuple(paths)
+            self._make_room()
+
+    def _counted(self, trace: Trace) -> Tally | None:
+        """Return the totals of a window, None without numpy. Readers of the file then count the spans themselves."""
+        try:
+            from instrument.report.view import Recording
+
+            return self._session.charge_probes(Recording.of_trace(trace).tally)
+        except ImportError:
+            return None
+
+    def _make_room(self) -> None:
+        """Remove the oldest files of this service until the rest fits into `limits.disk`. Count them as lost."""
+        profile, export = self._session.profile, self._session.profile.export
+        written = [*templates(export)]
+        written += [export.summary.to] if export.summary is not None and export.summary.to not in STREAMS else []
+        paths = [path for path in (*self.newest, self._summary) if path is not None]
+        removed = self.place().make_room(written, [self.folder / path for path in paths], profile.limits.disk_bytes)
+        self._session.account.count_loss("files removed to stay within limits.disk", removed)
+
+    def place(self) -> Destination:
+        is_first = environment.is_first_of_run() and not self._is_child
+        return Destination(self.folder, self._session.profile.service, self.run, is_first=is_first)
+
+    def print_summary(self, settings: Summary, limit_ns: int) -> None:
+        if why_no_files():  # which has been reported
+            return
+        # Workers of one service write to one stream: each text names its process.
+        text = self._session.summary() + f"\nProcess: {os.getpid()}\n"
+        for path in self.newest:
+            text += f"{'Recording' if path.suffix == RECORDING else 'Chrome trace'}: {path}\n"
+        self.write_report(settings, text, limit_ns)
+
+    def write_report(self, settings: Summary, text: str, limit_ns: int) -> None:
+        """Write a report where the profile prints its summary, within `limit_ns`."""
+        try:
+            self._summary = self.place().write_text(settings.to, text, limit_ns)
+        except (OSError, ValueError) as error:
+            # A standard error that takes nothing does not take the complaint either.
+            message = f"the summary could not be written to {settings.to}: {error}"
+            self._session.account.complain(message, log=settings.to != "stderr")
+        if self._summary is not None:
+            FAULTS.attempt("room for the summary", self._make_room)
+
+    def prepare_files(self) -> None:
+        """Import the modules that the session's threads need to write windows. Complain if files cannot be written."""
+        export = self._session.profile.export
+        is_wanted = export.summary is not None or asks_for_files(export)
+        if asks_for_files(export) and self._session.profile.schedule is not None:
+            with count_library_threads():
+                prepare()
+        problem = why_no_files() if is_wanted else ""
+        if problem:
+            self._session.account.complain(f"export: {problem}")
+
+    def dump(self, path: str | os.PathLike[str]) -> Path:
+        """Write the current spans and totals to a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
+        return save(path, self._session.trace(), self._session.tally())

@@ -23,7 +23,7 @@ from instrument.profile.model import Otlp
 from instrument.recording.spans import BATCH_KEYS, Sample, Span
 from instrument.report.section import View, make_views, refuse_unknown_views, summary
 from instrument.report.view import Options, Recording
-from instrument.runtime import atomic
+from instrument.runtime import environment, file_writing
 from instrument.runtime.cheap_start import dataclass, replace
 from instrument.runtime.faults import logger
 from instrument.runtime.threads import Thread
@@ -157,13 +157,14 @@ def export_chrome(folder: str | os.PathLike[str]) -> Handler:
 
 def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
     """Return a handler like `export_chrome` that runs within `step`. `worker` replaces the service in file names."""
-    into = files.working_folder() / folder
+    into = environment.working_folder() / folder
 
     def handle(window: Window) -> None:
-        service, index = worker or window.session.profile.service, window.index
+        place = files.Destination(into, worker or window.session.profile.service, "", is_first=True)
+        index = window.index
         into.mkdir(parents=True, exist_ok=True)
         while True:
-            path = files.path_of(_FILE, into, service, "", index)
+            path = place.path(_FILE, index)
             try:
                 path.touch(0o600, exist_ok=False)  # reserves the name against other processes
                 break
@@ -174,7 +175,7 @@ def chrome_files(folder: str | os.PathLike[str], worker: str | None = None) -> H
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        files.make_room((_FILE,), into, service, (path,), window.session.profile.limits.disk_bytes)
+        place.make_room((_FILE,), (path,), window.session.profile.limits.disk_bytes)
 
     return handle
 
@@ -195,7 +196,7 @@ def print_summary(
         if to in files.STREAMS:
             print(text, file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
             return
-        atomic.append(Path(to), f"{text}\n")
+        file_writing.append(Path(to), f"{text}\n")
 
     return handle
 

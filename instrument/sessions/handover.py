@@ -1,8 +1,12 @@
-"""The handover of the export from this process to the agent, with the progress and the losses of the export.
+"""The handover of work from this process to its agent: the export of the recording, and the reading of gauges.
 
 The agent of a process reads and exports its recording, so the session needs no reader and no thread for that. If the
 agent is killed, the next agent continues from the checkpoint in the recording. A session that never had an agent
 exports by itself, with the same classes, and imports numpy for that.
+
+The agent cannot read torch's allocator from outside, so the control thread of the process sends the allocator's values.
+The process reads all gauges itself if it has no agent, or if the agent refuses. A lock on the recording ensures that
+only one reader writes gauges into it.
 """
 
 from __future__ import annotations
@@ -12,16 +16,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from instrument.clock import Deadline
+from instrument.device.gauges import RARELY_NS, Gauges
+from instrument.device.nvml import ORDER, VARIABLE
 from instrument.errors import ExportError, InstrumentError
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
-from instrument.recording.spans import Span
+from instrument.recording.slot_ring import GaugePlace
+from instrument.recording.spans import Gpu, Span
 from instrument.runtime import environment
-from instrument.runtime.cheap_start import LazyModule, replace
-from instrument.runtime.faults import logger
+from instrument.runtime.cheap_start import LazyModule, dataclass
+from instrument.runtime.faults import FAULTS, logger
+from instrument.sessions.membership import Membership
 
 if TYPE_CHECKING:
     from instrument import otlp
@@ -31,12 +40,6 @@ if TYPE_CHECKING:
     from instrument.profile.model import Parquet
 else:
     otlp = LazyModule("instrument.otlp")
-
-MOST_READS = 20
-"""The maximum number of reads of the recording in one call of `look`. Each reads some thousand rows."""
-
-FULL_RETRY_S = 0.02
-"""Seconds between two attempts to read more rows while the exporter's queue is full."""
 
 UNREAD_LIMIT_S = 1.0
 """Seconds for which the export of a window waits until all its rows are read. Then the export fails."""
@@ -56,13 +59,16 @@ class OwnExport:
         exporter.settled = self.note_sent
         self.sends = sends
         self.dataset, self._disk_bytes = dataset, disk_bytes
-        self._exported: RecordingExport | None = None
         self._run: ExportedRun | None = None
         self._fates: Mapping[str, int] = {}
+        self.metered: Metered | None = None
         self.is_over = False
-        """True if the session has ended, and its recording was released."""
-        self.is_broken = False
-        """True if the recording could not be read."""
+        """True if the session has ended, and its recording was released, or if the recording could not be read."""
+
+    @property
+    def exports(self) -> bool:
+        """True unless the reader only counts metrics for scrapes."""
+        return self.sends or self.dataset is not None
 
     def prepare(self) -> None:
         """Import the needed modules while no fork can happen, because a forked child would inherit a half-done
@@ -71,79 +77,71 @@ class OwnExport:
 
     def begin(self, memory_fd: int) -> None:
         """Open the recording, to read on from the row at which its last exporter stopped. Raises `OSError`."""
-        if self._exported is not None or self.is_over:
+        if self._run is not None or self.is_over:
             return
         from instrument.otlp.recording_export import ExportedRun, RecordingExport
         from instrument.otlp.recording_meter import GROUPS
 
         GROUPS.clear()  # those of the session before
-        self._exported = RecordingExport(memory_fd, self._exporter, sends=self.sends)
-        self._run = ExportedRun({0: self._exported})
+        exported = RecordingExport(memory_fd, self._exporter, sends=self.sends)
+        self._run = run = ExportedRun({0: exported}, has_looked=lambda: run.close_datasets())
         if self.dataset is not None:
             from instrument.otlp.file_exports import DatasetExport
 
             try:
                 key = f"{os.uname().nodename} {os.getpid()}"  # containers may share the folder of its journal
-                self._exported.dataset = DatasetExport(self.dataset, key, self._disk_bytes)
+                exported.dataset = DatasetExport(self.dataset, key, self._disk_bytes)
             except (InstrumentError, OSError) as problem:
                 logger.warning("export.parquet: %s", problem)
 
+    @property
+    def _exported(self) -> RecordingExport | None:
+        run = self._run
+        return None if run is None else run.members[0]
+
     def after_fork_in_child(self) -> None:
         """Release the parent's recording."""
-        exported, self._exported, self._run, self._fates = self._exported, None, None, {}
-        self.is_over = self.is_broken = False
+        exported, self._run, self._fates = self._exported, None, {}
+        self.is_over = False
         if exported is not None:
             exported.after_fork_in_child()
 
     # ---------------------------------------------------------------- while it records
 
-    def look(self, *, at_once: bool = False, is_last: bool = False, meters: bool = False) -> bool:
+    def look(self, *, meters: bool = False) -> bool:
         """Read more rows and pass sampled spans to the exporter. With `meters`, also send metrics that are not due.
 
-        Settle ended requests without waiting if `at_once`, all requests if `is_last`. Return True if rows are left.
+        Return True if rows are left.
         """
-        exported, run = self._exported, self._run
-        if exported is None or run is None:
-            return False
-        has_more, looks = True, 0
-        while has_more and (looks := looks + 1) <= MOST_READS:
-            has_more = run.look(_attempt, at_once=at_once, is_last=is_last, metered=exported if meters else None)
-        run.close_datasets()
-        return has_more
+        return self._run is not None and self._run.read_new(metered=self._exported if meters else None)
 
     def send_now(self) -> bool:
-        """Have the exporter send all rows recorded so far. Return False if it had no room for all."""
-        exported = self._exported
-        if exported is None:
-            return True
-        has_more = self.look(at_once=True, meters=True)
-        exported.is_settled()
-        return not (has_more or exported.is_behind or exported.reading is None)
+        """Have the exporter send all rows recorded so far. Return False if it had no space for all."""
+        return self._run is None or self._run.send_now(self._run.members[0])
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Return those spans that this export will not send, and have it send open requests once they end. Raises
         `ExportError` if not all rows could be read because the exporter's queue stayed full."""
-        exported, end = self._exported, time.monotonic() + UNREAD_LIMIT_S
-        if exported is None:
+        run, end = self._run, time.monotonic() + UNREAD_LIMIT_S
+        if run is None:
             return list(spans)
-        exported.keep_open(spans)
-        while self.look(at_once=True) or exported.is_behind:
+        from instrument.otlp.recording_export import FULL_RETRY_S
+
+        run.members[0].keep_open(spans)
+        while run.read_new(at_once=True) or run.is_behind:
             if time.monotonic() > end:
                 raise ExportError(
                     f"{len(spans)} spans of a window were not sent, because the collector has not accepted earlier "
                     "ones; those that `capture` keeps are sent later"
                 )
             time.sleep(FULL_RETRY_S)
-        return exported.unsent(spans)
+        return run.members[0].unsent(spans)
 
-    def metered(self) -> Metered | None:
-        """Return the metrics for a scrape, as of the last read."""
-        return None if self._exported is None else self._exported.metered()
-
-    def before_scrape(self) -> None:
-        """Note the requests that have ended, before the recording is read for a scrape."""
-        if self._exported is not None:
-            self._exported.before_scrape()
+    def meter(self) -> bool:
+        """Read the current metrics for a scrape into `metered`. Return False."""
+        metered_of = {} if self._run is None else self._run.metered(list(self._run.members.values()))
+        self.metered = next(iter(metered_of.values()), None)
+        return False
 
     def note_sent(self, source: Source) -> None:
         """Store how far the spans of a recording (`source`) have been sent."""
@@ -163,13 +161,12 @@ class OwnExport:
 
         Return True if the exporter had no room for all rows.
         """
-        exported = self._exported
-        if exported is None:
+        run = self._run
+        if run is None:
             return False
+        exported = run.members[0]
         exported.has_ended = True
-        while (self.look() or exported.is_behind) and time.monotonic() < end:
-            time.sleep(FULL_RETRY_S if exported.is_behind else 0)
-        self.look(is_last=True)
+        run.read_rest(end)
         exported.is_settled()
         if (dataset := exported.dataset) is not None:
             dataset.forget(exported)
@@ -191,15 +188,12 @@ class OwnExport:
 
     def release(self) -> None:
         """Release the recording. The next session's reader continues from here."""
-        exported, self._exported, self._run = self._exported, None, None
+        exported, self._run = self._exported, None
         if exported is not None:
             exported.close()
 
 
-def _attempt(_: int, action: Callable[[], object]) -> None:
-    """Call the action. The caller handles its exceptions."""
-    action()
-
+Value = TypeVar("Value")
 
 LAST_READ_S = 5.0
 """Seconds for which a new session waits for the agent to read the rows of the previous session."""
@@ -215,7 +209,7 @@ LOOK_S = 0.005
 class Handover:
     """The choice who exports, this process (`is_here`) or the agent, and the progress of that export.
 
-    `own` is the reader in this process, None if the profile exports nothing here.
+    `own` is the reader in this process, None if nothing is read here.
     """
 
     def __init__(self, exporter: otlp.Exporter | None, reader: OwnExport | None) -> None:
@@ -224,6 +218,9 @@ class Handover:
 
     def after_fork_in_child(self) -> None:
         """Begin anew for the child's recording, which nobody reads yet."""
+        if self.own is not None:
+            self.own.after_fork_in_child()
+            self.own = self.own if self.own.exports else None
         self.is_here = True
         """True if this process exports its own recording."""
         self.has_agent = False
@@ -232,11 +229,6 @@ class Handover:
         """True if the agent has reported that it cannot export this recording."""
         self.left: dict[str, int] = {}
         """Counts of spans that were not delivered as the session ended, by reason."""
-
-    def export_by_agent(self) -> None:
-        """Leave the export to the agent, if this process has a recording that others can read."""
-        if self._exporter is not None and RECORDER.memory_fd >= 0:
-            self.is_here, self.has_agent = False, True
 
     def is_abandoned(self) -> bool:
         """Return True if the agent has refused or ended the export, and nobody else exports the recording."""
@@ -247,17 +239,19 @@ class Handover:
         reason = UNDELIVERED if is_reported else UNREPORTED
         self.left = {export_checkpoint.UNREAD if self.is_abandoned() else reason: count} if count else {}
 
-    def _opened(self) -> ExportCheckpoint:
-        if RECORDER.memory_fd < 0:
-            raise OSError("the service has closed the recording")
-        return ExportCheckpoint(RECORDER.memory_fd)
+    def _read(self, read: Callable[[ExportCheckpoint], Value], default: Value) -> Value:
+        """Return a value that `read` reads from the checkpoint, `default` if the service has closed the recording."""
+        try:
+            if RECORDER.memory_fd >= 0:
+                with closing(ExportCheckpoint(RECORDER.memory_fd)) as place:
+                    return read(place)
+        except OSError:
+            pass
+        return default
 
     def is_taken(self) -> bool:
-        try:
-            with closing(self._opened()) as place:
-                return place.is_taken()
-        except OSError:
-            return False
+        """Return True if a process exports the recording."""
+        return self._read(ExportCheckpoint.is_taken, default=False)
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
         """Wait until the agent has read all `recorded` rows of an ended session, which the next session overwrites.
@@ -280,29 +274,29 @@ class Handover:
 
     def _metered_rows(self) -> int:
         """Return how many of the recorded rows have been counted in metrics, by any process."""
-        try:
-            with closing(self._opened()) as place:
-                state, head = place.read_meter(), place.head()
-        except OSError:
-            return 0
-        is_of_now = state is not None and state.generation == head.generation
-        return head.number("ended_rows") + sum(state.places.values()) if state is not None and is_of_now else 0
+        state = self.metered()
+        ended_rows = self._read(lambda place: place.head().number("ended_rows"), 0)
+        return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
-        """Return the agent's progress with the export of this session."""
-        try:
-            with closing(self._opened()) as place:
-                return _session_progress(place)
-        except OSError:
-            return Progress()
+        """Return the agent's progress with the export of this session. The recording may still show that of the one
+        before."""
+
+        def read(place: ExportCheckpoint) -> Progress:
+            progress = place.read()
+            is_of_now = progress.generation == place.head().generation
+            return progress if is_of_now else Progress(before=progress.unreported())
+
+        return self._read(read, Progress())
 
     def metered(self) -> MeterState | None:
-        """Return the metrics that the agent has counted from this recording, None for none."""
-        try:
-            with closing(self._opened()) as place:
-                return _metered_of_session(place)
-        except OSError:
-            return None
+        """Return the metrics that the agent has counted from this session, None for none."""
+
+        def read(place: ExportCheckpoint) -> MeterState | None:
+            state = place.read_meter()
+            return state if state is not None and state.generation == place.head().generation else None
+
+        return self._read(read, None)
 
     def metrics(self) -> Metrics | None:
         """Return the state of the metrics that this process or the agent sends, None if none are sent."""
@@ -318,7 +312,7 @@ class Handover:
     def losses(self) -> Mapping[str, int]:
         """Return the counts of spans that the export has lost, in this process or in the agent, by reason."""
         fates: Mapping[str, int]
-        if self.own is None:  # an agent may write files nevertheless
+        if self.own is None or not self.own.exports:  # an agent may write files nevertheless
             of_files = self.progress().fates
             fates = {fate: of_files[fate] for fate in ("unwritten", "unstored")}
         elif self.is_here:
@@ -329,16 +323,139 @@ class Handover:
         return {**export_checkpoint.losses_by_name(fates), **self.left}
 
 
-def _metered_of_session(place: ExportCheckpoint) -> MeterState | None:
-    """Return the metrics counted for the current session, with progress by native thread id, None for none."""
-    state, head = place.read_meter(), place.head()
-    if state is None or state.generation != head.generation:
-        return None
-    threads = {ring.number: ring.thread_id for ring in head.rings() if ring.thread_id}
-    return replace(state, places={threads[ring]: row for ring, row in state.places.items() if ring in threads})
+# The gauges
 
 
-def _session_progress(place: ExportCheckpoint) -> Progress:
-    """Return the export's progress for the current session. The recording may still show that of the one before."""
-    progress = place.read()
-    return progress if progress.generation == place.head().generation else Progress(before=progress.unreported())
+LAST_READING_S = 0.5
+"""The maximum number of seconds for which `stop` waits for the agent's last reading."""
+
+
+@dataclass(eq=False)
+class GaugeWatch:
+    """A reader of a process's gauges, through the agent or on a thread of this process.
+
+    `_changed()` is called when the set of read GPUs changes. Only one thread at a time may call `begin` and `stop`. The
+    control thread calls `look` and `handle_message`.
+    """
+
+    _gauges: Gauges
+    _membership: Membership
+    _changed: Callable[[], object]
+
+    def __post_init__(self) -> None:
+        self._claim: GaugePlace | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._has_begun = self._has_stopped = False
+        self._sent_settings: Mapping[str, Any] | None = None
+        self._torch_ns = 0
+
+    def after_fork_in_child(self) -> None:
+        """Stop reading in the child until `begin`. The parent goes on to read its own gauges."""
+        self._close_claim()
+        self._reset()
+
+    def facts(self) -> Mapping[str, Any] | None:
+        """Return the settings that the agent needs to read the gauges, None if the profile asks for no gauge."""
+        if not self._gauges.are_wanted:
+            return None
+        settings = self._gauges.wanted()
+        environ = {name: os.environ[name] for name in (VARIABLE, ORDER) if name in os.environ}
+        self._sent_settings = {"nvml_ns": settings.nvml_ns, "host_ns": settings.host_ns, "environ": environ}
+        return self._sent_settings
+
+    # ---------------------------------------------------------------- who reads
+
+    def begin(self) -> None:
+        """Start a thread that reads the gauges, unless the agent of this process reads them."""
+        self._has_begun = True
+        if not (self._membership.has_agent() and RECORDER.memory_fd >= 0):
+            self._start_own_thread()
+
+    def _start_own_thread(self) -> None:
+        """Start a thread that reads the gauges, unless another process already reads them."""
+        if self._has_stopped or self._gauges.is_reading or not self._gauges.are_wanted:
+            return
+        if self._membership.path and RECORDER.memory_fd >= 0:
+            with suppress(OSError):
+                self._claim = GaugePlace(RECORDER.memory_fd)
+                if not self._claim.take():
+                    self._close_claim()
+                    return
+        self._gauges.begin()
+
+    def _close_claim(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.close()
+
+    def look(self) -> None:
+        """Send the agent torch's memory readings and changed GPUs. The control thread calls this regularly."""
+        if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or RECORDER.memory_fd < 0:
+            return
+        if not self._gauges.is_reading and self._membership.is_joined:
+            self._send_changes()
+            self._send_torch_memory()
+
+    def handle_message(self, message: Any) -> None:
+        """Handle a message of the agent: the GPUs that it reads, with notes, or its refusal to read the gauges."""
+        if not isinstance(message, dict):
+            return
+        if "yours" in message:
+            why = f"device: a thread of this process reads the gauges, not the agent: {message['yours']!s}"
+            self._gauges.note_outside((), [why])
+            if self._has_begun:
+                self._start_own_thread()
+        elif "gpus" in message:
+            gpus = [Gpu(int(gpu["device"]), str(gpu["model"]), str(gpu["uuid"])) for gpu in message["gpus"]]
+            self._gauges.note_outside(gpus, [str(note) for note in message["notes"]])
+            self._changed()
+
+    # ---------------------------------------------------------------- what the agent does not know
+
+    def _send_changes(self) -> None:
+        """Send the agent new settings if the service has changed which GPUs it may use."""
+        before = self._sent_settings
+        if self.facts() != before:
+            self._membership.send({"gauges": self._sent_settings})
+
+    def _send_torch_memory(self, *, is_last: bool = False) -> None:
+        """Send the agent readings of torch's allocator, which only this process can take."""
+        if self._gauges.wanted().host_ns is None:
+            return
+        now_ns = time.monotonic_ns()
+        rarely = is_last or now_ns >= self._torch_ns
+        readings = self._gauges.torch_memory(rarely=rarely)
+        if rarely:
+            self._torch_ns = now_ns + RARELY_NS
+        rows = [[device, name, value] for device, values in readings for name, value in values.items()]
+        if rows:
+            self._membership.send({"readings": rows})
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self, deadline: Deadline) -> None:
+        """Take a last reading of all gauges, or wait for the agent's, and stop reading."""
+        self._has_stopped = True
+        is_own = self._gauges.is_reading
+        self._gauges.stop(deadline.left_s())
+        self._close_claim()
+        if is_own or not (self._has_begun and self._gauges.are_wanted and self._membership.is_joined):
+            return
+        FAULTS.attempt("last reading of torch", lambda: self._send_torch_memory(is_last=True))
+        if self._membership.send({"gauges": None}):
+            self._await_last(deadline.left_s(LAST_READING_S))
+
+    def _await_last(self, limit_s: float) -> None:
+        end = time.monotonic() + limit_s
+        while (left_s := end - time.monotonic()) > 0:
+            message = self._membership.await_message("gauges", left_s)
+            if message is None:
+                break
+            self.handle_message(message["gauges"])
+            if isinstance(message["gauges"], dict) and message["gauges"].keys() & {"ended", "yours"}:
+                return
+        self._gauges.note_outside(
+            self._gauges.gpus(), [f"device: the agent had not read the gauges again {limit_s:.2g} s after the end"]
+        )

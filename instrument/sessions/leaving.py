@@ -20,7 +20,7 @@ from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.recording.spans import COLLECTION
-from instrument.runtime import environment, run_folder
+from instrument.runtime import agent_socket, environment
 from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.faults import FAULTS, logger
@@ -28,9 +28,10 @@ from instrument.runtime.termination import before_exit
 from instrument.runtime.threads import Thread
 from instrument.sessions import files
 from instrument.sessions.exporting import Exporting
-from instrument.sessions.membership import Membership, RunFacts, target_of
+from instrument.sessions.files import Saving
+from instrument.sessions.membership import Membership, target_of
+from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
-from instrument.sessions.saving import Saving
 
 AGENT_SEND_S = 1.0
 """Seconds for which an ending process with a summary waits for the agent to send its spans. The run's first process
@@ -68,7 +69,7 @@ class Leaving:
     _exporting: Exporting
     _saving: Saving
     _membership: Membership
-    _facts: RunFacts
+    _facts: PublishedFacts
     _stop: Callable[[], None]
 
     def __post_init__(self) -> None:
@@ -182,14 +183,15 @@ class Leaving:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, STALLED_AGENT_S)[1]
                     exporting.handover.note_undelivered(count, is_reported=_can_agent_report())
             self._wait_for_collector(deadline)
-        elif exporting.writes_dataset:
+        elif exporting.reading is not None and exporting.reading.dataset is not None:
             exporting.read_remaining(time.monotonic() + deadline.left_s())
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
 
     def _is_first(self) -> bool:
         is_of_run = "INSTRUMENT_RUN_PID" in os.environ
-        return files.is_main() and (is_of_run or run_folder.first_process(files.run_of_environment()) == os.getpid())
+        first_pid = agent_socket.first_process(environment.run_of_environment())
+        return environment.is_first_of_run() and (is_of_run or first_pid == os.getpid())
 
     def _wait_for_collector(self, deadline: Deadline) -> None:
         """Wait for the collector, but only briefly if another process of the run has just waited for it in vain.

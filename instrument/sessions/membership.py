@@ -19,17 +19,9 @@ from typing import Any
 
 from instrument import clock
 from instrument.clock import LEAST_S, Deadline
-from instrument.profile.model import Recordings
-from instrument.recorder.recorder import RECORDER
 from instrument.recording.memory_layout import OwnDescriptor, duplicate, identity_of
-from instrument.runtime import agent_launch, packets, run_folder
-from instrument.runtime.cheap_start import asdict, dataclass, replace
+from instrument.runtime import agent_socket, environment
 from instrument.runtime.unpatched import poll
-from instrument.sessions import files
-from instrument.sessions.published_facts import PublishedFacts
-from instrument.sessions.recorded import Recorded
-from instrument.sessions.saving import Saving, templates
-from instrument.sessions.session_threads import SessionThreads
 
 ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S = 0.5, 2.5
 """Seconds to wait for the answer to a goodbye: from a running agent, and from an agent that has just been started."""
@@ -64,7 +56,7 @@ class Membership:
         self._put_aside: list[Mapping[str, Any]] = []
         self.joins = 0
         """The count of attempts to join, each with a new connection."""
-        self.path = os.environ.get(run_folder.VARIABLE, "")
+        self.path = os.environ.get(agent_socket.VARIABLE, "")
 
     def join(self, *, begins: bool = False) -> str:
         """Connect to the agent, and send it this process's facts and recording.
@@ -76,9 +68,9 @@ class Membership:
         if not self.path:
             return ""
         problem = self._send_join()
-        if problem and begins and self.can_begin_agent() and not run_folder.has_listener(Path(self.path)):
+        if problem and begins and self.can_begin_agent() and not agent_socket.has_listener(Path(self.path)):
             has_begun: list[bool] = []
-            self._while_no_fork(lambda: has_begun.append(agent_launch.replace_ended_agent(Path(self.path))))
+            self._while_no_fork(lambda: has_begun.append(agent_socket.replace_ended_agent(Path(self.path))))
             if any(has_begun):
                 self._has_begun_agent = True
                 problem = self._send_join()
@@ -91,14 +83,14 @@ class Membership:
             "pid": os.getpid(),
             "started": clock.start_ticks(clock.STAT),
             "stderr": target_of(2),
-            "image": _auxiliary_vector(),
+            "image": environment.program_of().hex(),
         }
         try:
-            connection = _socket.socket(packets.FAMILY, packets.KIND | _socket.SOCK_CLOEXEC)
+            connection = _socket.socket(agent_socket.FAMILY, agent_socket.KIND | _socket.SOCK_CLOEXEC)
             try:
                 connection.setblocking(False)
                 connection.connect(self.path)
-                packets.send(connection, {"join": facts}, self._recording_descriptors())
+                agent_socket.send(connection, {"join": facts}, self._recording_descriptors())
                 self._descriptor = OwnDescriptor(duplicate(connection.fileno()))
             finally:
                 connection.close()
@@ -120,7 +112,7 @@ class Membership:
 
     def is_heard(self) -> bool:
         """Return True if an agent listens, even if this process has not joined it."""
-        return bool(self.path) and run_folder.has_listener(Path(self.path))
+        return bool(self.path) and agent_socket.has_listener(Path(self.path))
 
     def has_agent(self) -> bool:
         """Return True if an agent exists, or if this process may start one in place of one that has gone."""
@@ -128,7 +120,7 @@ class Membership:
 
     def can_begin_agent(self) -> bool:
         """Return True if this process may start an agent in place of one that has gone."""
-        return bool(self.path) and agent_launch.can_replace(Path(self.path))
+        return bool(self.path) and agent_socket.can_replace(Path(self.path))
 
     @property
     def is_joined(self) -> bool:
@@ -154,7 +146,7 @@ class Membership:
         if connection is None:
             return False
         try:
-            packets.send(connection, message)
+            agent_socket.send(connection, message)
         except OSError:
             return False
         finally:
@@ -167,9 +159,9 @@ class Membership:
         Raises `OSError`, which is a `TimeoutError` if the agent takes too long.
         """
         asks = f"GET /metrics HTTP/1.0\r\n{OPENMETRICS if openmetrics else ''}\r\n".encode()
-        with run_folder.connect_to_agent(Path(self.path), SCRAPE_LIMIT_S) as caller:
-            packets.send(caller, {"ask": "scrape", "run": run})
-            message, descriptors = packets.receive(caller)
+        with agent_socket.connect_to_agent(Path(self.path), SCRAPE_LIMIT_S) as caller:
+            agent_socket.send(caller, {"ask": "scrape", "run": run})
+            message, descriptors = agent_socket.receive(caller)
         if message is None or not descriptors:
             raise ConnectionResetError("the agent has gone")
         connection, answer = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM, 0, fileno=descriptors[0]), bytearray()
@@ -194,8 +186,8 @@ class Membership:
         if connection is None:
             return None
         try:
-            message, descriptors = packets.receive(connection)
-        except (BlockingIOError, packets.PacketError):
+            message, descriptors = agent_socket.receive(connection)
+        except (BlockingIOError, agent_socket.PacketError):
             return {}
         except OSError:
             message, descriptors = None, []
@@ -223,9 +215,9 @@ class Membership:
         if not self.send(goodbye) and (self.join(begins=begins) or not self.send(goodbye)):
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
-                run_folder.note_file(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
-            unsent = run_folder.unsent(folder)
-            return {"unheard": True, "unreported": run_folder.unreported(folder), "unsent": unsent}
+                agent_socket.note_file(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
+            unsent = agent_socket.unsent(folder)
+            return {"unheard": True, "unreported": agent_socket.unreported(folder), "unsent": unsent}
         answer = (
             {}
             if save is None
@@ -278,19 +270,11 @@ class Membership:
         descriptor = self.fileno()
         if descriptor < 0:
             return None
-        return _socket.socket(packets.FAMILY, packets.KIND, 0, fileno=descriptor)
+        return _socket.socket(agent_socket.FAMILY, agent_socket.KIND, 0, fileno=descriptor)
 
     def close(self) -> None:
         """Close the connection, unless the service has reused its descriptor for another file."""
         self._descriptor.close()
-
-
-def _auxiliary_vector() -> str:
-    """Return the program's auxiliary vector in hex, by which the agent notices an exec; "" if it is unreadable."""
-    try:
-        return Path("/proc/self/auxv").read_bytes().hex()
-    except OSError:
-        return ""
 
 
 def target_of(descriptor: int) -> str:
@@ -299,58 +283,3 @@ def target_of(descriptor: int) -> str:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
         return ""
-
-
-@dataclass(eq=False)
-class RunFacts:
-    """The values about a session that a process sends to the agent as it joins and as it leaves."""
-
-    _session: Recorded
-    _facts: PublishedFacts
-    _saving: Saving
-    _gauges: Callable[[], Mapping[str, Any] | None]
-    _threads: Callable[[], SessionThreads]
-
-    def join_facts(self) -> dict[str, Any]:
-        session, saving = self._session, self._saving
-        recording = session.profile.export.recording or Recordings()
-        costs_ns = session.account.costs.usual_ns()
-        return {
-            "run": saving.run,
-            "parent": os.getppid(),
-            "memory": RECORDER.memory_path,
-            "service": session.profile.service,
-            "profile": session.profile.source,
-            "digest": session.digest,
-            "generation": session.generation,
-            "recorder": "native",
-            "call_ns": costs_ns.get("call", 0.0),
-            "request_ns": costs_ns.get("request", 0.0),
-            "is_first": self._threads().waits and files.is_main(),
-            "records": self._threads().have_begun,
-            "folder": str(saving.folder),
-            "captures": str(saving.folder / saving.place().path(recording.path)),
-            "files": [str(saving.folder / saving.place().path(path)) for path in templates(session.profile.export)],
-            "disk_bytes": session.profile.limits.disk_bytes,
-            "report": session.report_of_run(),
-            "asks_for_requests": bool(session.profile.requests),
-            "export": self._facts.export_settings(),
-            "gauges": self._gauges(),
-        }
-
-    def goodbye_facts(self) -> dict[str, Any]:
-        return {
-            "calls": RECORDER.calls,
-            "is_timed": self._session.times_devices,
-            "losses": dict(self._session.account.losses()),
-            "notes": self._facts.notes_in_short(of_all=files.is_main()),
-            "own_notes": self._facts.own_notes_in_short(of_all=files.is_main()),
-            "unmet": self._session.account.unmet_text(),
-            "requests": self._session.selection.has_requests(),
-            "cost": asdict(self._session.cost()),
-            "files": [str(path) for path in self._saving.newest],
-        }
-
-    def save(self, path: str) -> None:
-        """Save the whole recording, for the report of the run."""
-        files.save(path, replace(self._session.trace(), cost=self._session.cost()), self._session.tally())

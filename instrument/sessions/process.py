@@ -25,19 +25,18 @@ from instrument.profile import shared_profile
 from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.recording import board
-from instrument.runtime import agent_launch, environment, run_folder
+from instrument.runtime import agent_socket, environment
 from instrument.runtime.cheap_start import replace
+from instrument.runtime.environment import RUN_VARIABLE, is_first_of_run, new_run
 from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
 from instrument.runtime.threads import Thread, hook_forks, restore_fork_warning, silence_fork_warning
 from instrument.runtime.unpatched import RLock, local, sleep
-from instrument.sessions.files import RUN_VARIABLE, is_main, new_run
 from instrument.sessions.leaving import EXIT_LIMIT_NS
 from instrument.sessions.profile_reload import FORK_WAIT_S, Reload, load_profile
 from instrument.sessions.recorded import Recorded
 from instrument.sessions.session import Session
-from instrument.sessions.session_threads import SessionThreads
 
 if TYPE_CHECKING:
     from instrument import otlp
@@ -79,13 +78,13 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     if isinstance(source, Profile):
         chosen = source
     else:
-        of_run = None if profile is not None else run_folder.shared_file(shared_profile.NAME)
+        of_run = None if profile is not None else agent_socket.shared_file(shared_profile.NAME)
         chosen = (shared_profile.read(of_run, str(source)) if of_run is not None else None) or load_profile(source)
     is_read = chosen is not source
     is_reported = is_read and chosen.exports_nothing and environment.INIT_FOLDER not in os.environ
     for remark in chosen.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
         logger.warning("%s", remark)
-    if is_reported and is_main():
+    if is_reported and is_first_of_run():
         logger.warning("%s: %s; call instrument.summary() or instrument.dump() in code", chosen.source, NO_EXPORT)
     with _session_lock:
         if _session is not None:
@@ -116,21 +115,21 @@ def _begin_run(profile: Profile) -> Callable[[], object]:
     """
     export = profile.export
     is_asked = bool(export.otlp or export.prometheus or export.parquet or profile.capture.to)
-    is_free = not {run_folder.VARIABLE, RUN_VARIABLE} & os.environ.keys()
+    is_free = not {agent_socket.VARIABLE, RUN_VARIABLE} & os.environ.keys()
     if profile.agent == "off" or not (is_asked and is_free and "python" in Path(sys.executable).name):
         return bool
     try:
-        path = agent_launch.socket_of(run := new_run())
+        path = agent_socket.socket_of(run := new_run())
     except OSError:
         return bool  # the session exports by itself
-    os.environ.update({run_folder.VARIABLE: str(path), RUN_VARIABLE: run})
+    os.environ.update({agent_socket.VARIABLE: str(path), RUN_VARIABLE: run})
     pid = os.getpid()
 
     def leave() -> None:
-        for name in (run_folder.VARIABLE, RUN_VARIABLE):
+        for name in (agent_socket.VARIABLE, RUN_VARIABLE):
             os.environ.pop(name, None)
-        if os.getpid() == pid and not run_folder.has_listener(path):
-            run_folder.remove(path.parent)
+        if os.getpid() == pid and not agent_socket.has_listener(path):
+            agent_socket.remove(path.parent)
 
     return leave
 
@@ -341,7 +340,7 @@ _resending: dict[int, int] = {}
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
     """Return True if a frame or one of its callers runs the session's own code, which calls no user code."""
-    rooms = {__name__, *(part.__module__ for part in (Session, Recorded, SessionThreads, Selection))}
+    rooms = {__name__, *(part.__module__ for part in (Session, Recorded, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:
             return True

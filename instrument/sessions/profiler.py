@@ -135,19 +135,21 @@ class Profiler:
         self._host: Host | None = None
         self._samples: list[Sample] = []
         self._lock = RLock()
-        self._is_running = False
-        self._is_making = False
-        self._is_delivering = False
-        self._is_over = False
+        self._is_running = self._is_making = self._is_delivering = False
         self._session: Session | None = None
         self._windows: Windows | None = None
-        self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the windows, steps and failures of an earlier run."""
         self.window: Window | None = None
         self.failures = 0
+        self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
         self._failing = Lock()
         self._backlog = Backlog(self._fail)
         self._delivered: list[weakref.ref[Window]] = []
         self._pid = os.getpid()
+        self._is_over = False
         self._reset_benchmarks()
 
     def _reset_benchmarks(self) -> None:
@@ -174,15 +176,8 @@ class Profiler:
                     session.recorded.loop.join(self)
                     session.onlookers.append(self._end_with_session)
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
-            self.window = None
-            self._steps.clear()
-            self.failures = 0
-            self._failing = Lock()
-            self._backlog = Backlog(self._fail)
-            self._delivered = []
-            self._pid = os.getpid()
+            self._begin()
             self._is_running = True
-            self._is_over = False
             self._unlisten = listen(self._wait)
             if self._windows is not None and self._session is not None:
                 self._torch = torch_profiler_for(self._session, self._torch_options, self._state)
@@ -259,7 +254,12 @@ class Profiler:
         with self._lock:
             if self._is_over:
                 return
-            self._refuse_unless_running("step")
+            if self._is_delivering:
+                raise StateError("cannot step in a handler of on_trace_ready: no step is open; call it in the loop")
+            if not self._is_running:
+                raise StateError(
+                    "cannot step a Profiler that does not run; use it in a with statement, or call start()"
+                )
             now_ns = time.monotonic_ns()  # not before: this may have waited for a step of another thread
             thread_id, waited, reader_ns = threading.get_native_id(), self._waited, 0
             if waited:
@@ -365,12 +365,6 @@ class Profiler:
             if self.failures > 1:
                 session.account.complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
             leave(session)
-
-    def _refuse_unless_running(self, verb: str) -> None:
-        if self._is_delivering:
-            raise StateError(f"cannot {verb} in a handler of on_trace_ready: no step is open; call it in the loop")
-        if not self._is_running:
-            raise StateError(f"cannot {verb} a Profiler that does not run; use it in a with statement, or call start()")
 
     def _make_window(
         self, session: Session, windows: Windows, bounds: tuple[int, int, int], last_step: int, *, partial: bool = False
@@ -518,14 +512,11 @@ class LoaderItems(Iterator[Any]):
         return next(self._begun)
 
     def _read(self) -> Iterator[Any]:
-        waiting = Waiting(self._of)
-        try:
-            items = iter(self._source)
-        finally:
-            waiting.end()
+        items: Iterator[Any] | None = None
         while True:
             waiting = Waiting(self._of)
             try:
+                items = iter(self._source) if items is None else items
                 item = next(items)
             except StopIteration:
                 return

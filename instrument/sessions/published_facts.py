@@ -1,4 +1,4 @@
-"""The values that a session writes into its recording for readers in other processes, in addition to the rows.
+"""The values that a session publishes to other processes, in its recording and in messages to its agent.
 
 The values are the process's identity, its export settings, verdicts on its rules, and counts that only the session has.
 The session writes a changed value again. Writing costly values takes at most a fixed share of the time.
@@ -11,15 +11,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.verdict import marks_of, write_check_report
-from instrument.profile.model import Capture, FunctionRule
+from instrument.instrumentors.verdict import write_check_report
+from instrument.profile.model import Capture, FunctionRule, Recordings
 from instrument.recorder.recorder import RECORDER
-from instrument.recording import board
 from instrument.recording.spans import BLOCKED_LOOP, Gpu
 from instrument.runtime import environment, process_context
 from instrument.runtime.cheap_start import LazyModule, asdict, replace
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.sessions import files
+from instrument.sessions.files import Saving, templates
 from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
@@ -48,11 +48,22 @@ MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
 
 
 class PublishedFacts:
-    """A writer of a session's values into its recording. `is_member()` is True if the environment names an agent."""
+    """A writer of a session's values into its recording and into messages to the agent.
 
-    def __init__(self, recorded: Recorded, is_member: Callable[[], bool]) -> None:
-        self._recorded = recorded
-        self._is_member = is_member
+    `is_member()` is True if the environment names an agent. `gauges()` returns the settings for the agent's reading of
+    gauges. `has_begun()` is True once the session's threads have started.
+    """
+
+    def __init__(
+        self,
+        recorded: Recorded,
+        saving: Saving,
+        is_member: Callable[[], bool],
+        gauges: Callable[[], Mapping[str, Any] | None],
+        has_begun: Callable[[], bool],
+    ) -> None:
+        self._recorded, self._saving = recorded, saving
+        self._is_member, self._gauges, self._has_begun = is_member, gauges, has_begun
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
@@ -111,11 +122,6 @@ class PublishedFacts:
             why = f"process context: {problem}; profilers name this process on their own"
             self._recorded.account.complain(why, log=False)
 
-    def mark_board(self, *, has_recorded: bool) -> None:
-        """Publish to the other processes of the run which rules have targets and calls in this process."""
-        marks = [board.RECORDED] if has_recorded else []
-        board.put([*marks_of(self._recorded.account.verdicts(of_all=False)), *marks])
-
     # ---------------------------------------------------------------- the agent's part
 
     def has_agent(self) -> bool:
@@ -138,15 +144,15 @@ class PublishedFacts:
         """Return the settings with which the agent exports this recording, None if the agent does not export it."""
         profile = self._recorded.profile
         otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
-        parquet = profile.export.parquet
+        parquet = self._recorded.dataset()
         if not (self.is_metered_elsewhere and self.has_agent()):
             return None
         has_otlp = otlp is not None and self._recorded.handover.has_agent
         return {
             "otlp": export_facts.settings_as_json(otlp) if otlp is not None and has_otlp else None,
             "prometheus": None if scraped is None else scraped.listen,
-            "captures": None if to is None else str(files.working_folder() / to),
-            "parquet": None if parquet is None else asdict(files.dataset_settings(parquet)),
+            "captures": None if to is None else str(environment.working_folder() / to),
+            "parquet": None if parquet is None else asdict(parquet),
         }
 
     # ---------------------------------------------------------------- metrics
@@ -247,3 +253,58 @@ class PublishedFacts:
             self.publish()
         rest_ns = min((began_ns - recorded.start_ns) // 10, VERDICTS_PAUSE_NS)
         self._verdicts_until_ns = began_ns + max(rest_ns, COST_FACTOR * (time.monotonic_ns() - began_ns))
+
+    # ---------------------------------------------------------------- messages to the agent
+
+    def join_facts(self) -> dict[str, Any]:
+        """Return the values that this process sends to the agent as it joins."""
+        session, saving = self._recorded, self._saving
+        recording = session.profile.export.recording or Recordings()
+        costs_ns = session.account.costs.usual_ns()
+        return {
+            "run": saving.run,
+            "parent": os.getppid(),
+            "memory": RECORDER.memory_path,
+            "service": session.profile.service,
+            "profile": session.profile.source,
+            "digest": session.digest,
+            "generation": session.generation,
+            "recorder": "native",
+            "call_ns": costs_ns.get("call", 0.0),
+            "request_ns": costs_ns.get("request", 0.0),
+            "is_first": "INSTRUMENT_RUN_PID" in os.environ and environment.is_first_of_run(),
+            "records": self._has_begun(),
+            "folder": str(saving.folder),
+            "captures": str(saving.folder / saving.place().path(recording.path)),
+            "files": [str(saving.folder / saving.place().path(path)) for path in templates(session.profile.export)],
+            "disk_bytes": session.profile.limits.disk_bytes,
+            "report": self._report_of_run(),
+            "asks_for_requests": bool(session.profile.requests),
+            "export": self.export_settings(),
+            "gauges": self._gauges(),
+        }
+
+    def goodbye_facts(self) -> dict[str, Any]:
+        """Return the values that this process sends to the agent as it leaves."""
+        return {
+            "calls": RECORDER.calls,
+            "is_timed": self._recorded.times_devices,
+            "losses": dict(self._recorded.account.losses()),
+            "notes": self.notes_in_short(of_all=environment.is_first_of_run()),
+            "own_notes": self.own_notes_in_short(of_all=environment.is_first_of_run()),
+            "unmet": self._recorded.account.unmet_text(),
+            "requests": self._recorded.selection.has_requests(),
+            "cost": asdict(self._recorded.cost()),
+            "files": [str(path) for path in self._saving.newest],
+        }
+
+    def save(self, path: str) -> None:
+        """Save the whole recording, for the report of the run."""
+        files.save(path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally())
+
+    def _report_of_run(self) -> dict[str, Any] | None:
+        """Return the views and options of the run's report, None if the profile prints no summary to a stream."""
+        settings = self._recorded.profile.export.summary
+        if settings is None or settings.to not in files.STREAMS:
+            return None
+        return {"views": list(settings.views), "options": self._recorded.options_of_profile()}

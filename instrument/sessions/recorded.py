@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instrument import chrome, clock
@@ -21,7 +20,7 @@ from instrument.device.timing import Timing
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection
 from instrument.instrumentors.startup import ImportTimes
-from instrument.profile.model import EVERYTHING, Profile, Summary
+from instrument.profile.model import EVERYTHING, Parquet, Profile, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, Ticks
 from instrument.recording.memory_layout import INTERVAL_SHARE
@@ -40,7 +39,6 @@ from instrument.recording.spans import (
 )
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
-from instrument.sessions import files
 from instrument.sessions.account import SessionDiagnostics
 from instrument.sessions.handover import Handover, OwnExport
 from instrument.sessions.window import WINDOWS_THREAD, Loop, Stretch, WindowReader
@@ -95,11 +93,9 @@ class Recorded:
             interval_bytes = profile.limits.ring_bytes // INTERVAL_SHARE
             self.timing = Timing(interval_bytes, self.ranges, holds_gil=profile.device.gil == "hold")
         self.exporter: otlp.Exporter | None = None
-        self.own: OwnExport | None = None
         if profile.export.otlp is not None:
             self.exporter = otlp.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
-            self.own = self.reader(self.exporter)
-        self.handover = Handover(self.exporter, self.own)
+        self.handover = Handover(self.exporter, None if self.exporter is None else self.reader(self.exporter))
         self.costs = Costs(RECORDER)
         self.budget = Budget(RECORDER, self.costs.usual_ns, lambda: self.costs.passed_ns, self.selection.detach)
         self.windows = WindowReader(RECORDER, self.selection, self.origin)
@@ -156,9 +152,14 @@ class Recorded:
 
     def reader(self, exporter: otlp.Exporter, *, sends: bool = True) -> OwnExport:
         """Return a reader that exports the recording in this process."""
-        parquet, disk_bytes = self.profile.export.parquet, self.profile.limits.disk_bytes
-        dataset = None if parquet is None else files.dataset_settings(parquet)
-        return OwnExport(exporter, sends=sends, dataset=dataset, disk_bytes=disk_bytes)
+        return OwnExport(exporter, sends=sends, dataset=self.dataset(), disk_bytes=self.profile.limits.disk_bytes)
+
+    def dataset(self) -> Parquet | None:
+        """Return the dataset's settings with an absolute path, because the agent runs in another folder."""
+        settings = self.profile.export.parquet
+        if settings is None or "://" in settings.path:
+            return settings
+        return replace(settings, path=str(environment.working_folder() / settings.path))
 
     def ids(self) -> otlp.Ids:
         """Return the generator of the trace ids and span ids that this session's spans have at collectors."""
@@ -221,7 +222,7 @@ class Recorded:
             digest=self.digest,
             boot=clock.boot_id(),
             wall_error_ns=clock.wall_error_ns(),
-            run=files.run_of_keys(),
+            run=environment.run_shared() or environment.run_of_environment(),
             start_ticks=clock.start_ticks(clock.STAT),
             version=str(environment.environment_attributes().get("service.version", "")),
             caller=self._caller,
@@ -257,20 +258,15 @@ class Recorded:
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
         trace = self.trace_of(self.take(first, last, window, origin))
-        if self._finds_steps:
+        profile = self.profile
+        are_steps_found = profile.phases == profile.loaders == "auto" and profile.schedule is None
+        if are_steps_found and self.loop.is_unused:
             trace = with_steps(trace, steps_of_batches(trace.columns))
         else:
             trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
         if start_ns is None and end_ns is None:
             trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
         return trace
-
-    @property
-    def _finds_steps(self) -> bool:
-        """True if steps are derived from the phases and loaders of a training loop."""
-        profile = self.profile
-        is_wanted = profile.phases == profile.loaders == "auto" and profile.schedule is None
-        return is_wanted and self.loop.is_unused
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
         """Copy the rows of an interval, in 10 ns per span. `trace_of` makes a trace of the copy later."""
@@ -295,7 +291,7 @@ class Recorded:
 
         device_of = self.timing.columns_of if self.timing is not None else lambda _: DeviceIntervals.none()
         columns, lacking = stretch.snapshot.columns(stretch.end_ns, device_of, start_ns=stretch.start_ns)
-        window_ns = stretch.end_ns - stretch.start_ns
+        window_ns, startup = stretch.end_ns - stretch.start_ns, self.startup()
         return Trace(
             origin=stretch.origin,
             start_ns=stretch.start_ns,
@@ -312,14 +308,9 @@ class Recorded:
                 *samples_of(*numbers_in(RECORDER.mapped()), since_ns=stretch.start_ns, until_ns=stretch.end_ns),
             ],
             gpus=self.gauges.gpus(),
-            startup=self._startup_in(stretch),
+            startup=None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup,
             own_notes=self.account.own_notes(),
         )
-
-    def _startup_in(self, stretch: Stretch) -> Startup | None:
-        """Return the startup of the process, None if part of it was before the interval."""
-        startup = self.startup()
-        return None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup
 
     def startup(self) -> Startup:
         """Return the startup of the process, which is known even after the rings have overwritten its spans."""
@@ -411,17 +402,6 @@ class Recorded:
             "requests_by": self.requests_by[0],
             "at_most": self.requests_by[1] or None,
         }
-
-    def dump(self, path: str | os.PathLike[str]) -> Path:
-        """Write the current spans and totals to a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
-        return files.save(path, self.trace(), self.tally())
-
-    def report_of_run(self) -> dict[str, Any] | None:
-        """Return the views and options of the run's report, None if the profile prints no summary to a stream."""
-        settings = self.profile.export.summary
-        if settings is None or settings.to not in files.STREAMS:
-            return None
-        return {"views": list(settings.views), "options": self.options_of_profile()}
 
 
 def _totals(merged: bool) -> Tally:

@@ -2,7 +2,7 @@
 
 A process has at most one session. `stop` undoes all changes to the process: import hook, patches, threads, and exit
 handler. The session starts and stops its components in order. `recorded` records, `published_facts` describe the
-recording to other processes, `exporting` sends spans, `saving` writes files, and `leaving` ends the session.
+recording to other processes, `exporting` sends spans, `files` writes files, and `leaving` ends the session.
 """
 
 from __future__ import annotations
@@ -12,28 +12,146 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from instrument.clock import Deadline
 from instrument.errors import InstrumentError
 from instrument.instrumentors import execution, functions
+from instrument.instrumentors.verdict import marks_of
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
-from instrument.recorder.recorder import RECORDER
+from instrument.recorder.recorder import RECORDER, await_first_span
 from instrument.recording import board
-from instrument.runtime import process_context
+from instrument.runtime import environment, process_context
 from instrument.runtime.faults import FAULTS
-from instrument.sessions import files
-from instrument.sessions.control import ControlThread
+from instrument.runtime.threads import Thread, is_server_to_fork, start_unlisted
+from instrument.runtime.unpatched import Event
 from instrument.sessions.exporting import Exporting, SessionLock, rows_recorded
-from instrument.sessions.gauge_watch import GaugeWatch
-from instrument.sessions.handover import UNREAD
+from instrument.sessions.files import Saving
+from instrument.sessions.handover import UNREAD, GaugeWatch
 from instrument.sessions.leaving import SENDING_S, Leaving
-from instrument.sessions.membership import Membership, RunFacts
-from instrument.sessions.profile_reload import Generations, Reload
+from instrument.sessions.membership import Membership
+from instrument.sessions.profile_reload import ControlThread, Generations, Reload
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
-from instrument.sessions.saving import Saving
-from instrument.sessions.session_threads import SessionThreads
+
+if TYPE_CHECKING:
+    pass
+
+READ_INTERVAL_S = 0.2
+"""Seconds between two reads of the recording. The ring of each thread must hold the spans of that time."""
+
+BUSY_READ_INTERVAL_S = 0.05
+"""Seconds between two reads of the recording while the probes cost more than their budget."""
+
+START_DELAY_S = 0.2
+"""Seconds from the first span to the start of the session's threads. Earlier threads would take the GIL from a starting
+service."""
+
+TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
+"""Bytes of ring memory to touch at the start, and to touch ahead of the writing threads. A span costs 50 ns more in
+untouched memory, because of page faults."""
+
+START_WAIT_S = 1.0
+"""Seconds for which `stop` waits for threads that are just starting."""
+
+
+class SessionThreads:
+    """The threads of a session. Its own thread reads the recording repeatedly, if that is needed.
+
+    In a run, the threads start with the first recorded span.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._begin()
+
+    def _begin(self) -> None:
+        self.stopping = Event()
+        self.own: Thread | None = None
+        self._begun: Event | None = None
+        self.have_begun = self._is_over = False
+
+    def after_fork_in_child(self) -> None:
+        """Begin anew, because a forked child has none of its parent's threads."""
+        self._begin()
+
+    @property
+    def has_met_span(self) -> bool:
+        """True if the first span, for which the threads waited, has begun."""
+        return self._begun is not None
+
+    def stop(self, deadline: Deadline) -> None:
+        """Start no more threads, and wait for the end of the session's own thread."""
+        await_first_span(None)
+        self.stopping.set()
+        if self._begun is not None:
+            self._begun.wait(deadline.left_s(START_WAIT_S))  # what has just begun to record is sent, too
+        self._is_over = True
+        if self.own is not None:
+            self.own.join(deadline.left_s())
+
+    def start_when_needed(self) -> None:
+        """Start the threads at once, or in a run with the first recorded span.
+
+        Every process of `instrument run` begins a session, but many record no span, such as launchers and helpers. The
+        modules that the threads need have been imported before.
+        """
+        if self._session.is_of_run:
+            await_first_span(self._start_at_first_span)
+        else:
+            self._start_threads()
+
+    def _start_at_first_span(self) -> None:
+        """Start the threads because a first span begins. This delays the service's thread by some 0.1 ms."""
+        if is_server_to_fork():
+            return  # those of the workers begin there
+        has_begun = self._begun = Event()
+        rests = Event()
+
+        def start() -> None:
+            rests.set()
+            self.stopping.wait(START_DELAY_S)
+            try:
+                FAULTS.attempt("start of threads", self._start_threads)
+            finally:
+                has_begun.set()
+            FAULTS.attempt("board of the run", self._session.mark_board)
+
+        try:
+            start_unlisted(start, "instrument-start")
+            rests.wait(START_DELAY_S)
+        except BaseException:
+            has_begun.set()
+            raise
+
+    def _start_threads(self) -> None:
+        if self._is_over or is_server_to_fork():
+            return  # the session sends what there is at its end
+        self.have_begun, session = True, self._session
+        FAULTS.attempt("first touch of pages", lambda: RECORDER.touch_ahead(TOUCHED_BYTES))
+        if session.recorded.exporter is not None and session.handover.is_here:
+            session.recorded.exporter.start()
+        session.gauge_watch.begin()
+        self.start()
+        session.follow_threads()
+
+    def start(self) -> None:
+        """Start the session's own thread, if it is needed and the other threads have started."""
+        if self.have_begun and self._session.exporting.must_read() and self.own is None:
+            stopping = self.stopping
+            self.own = Thread(self._run, "instrument", lambda: not stopping.is_set())
+            self.own.start()
+
+    def _run(self) -> None:
+        session, budget = self._session, self._session.recorded.budget
+        while not self.stopping.wait(BUSY_READ_INTERVAL_S if budget.is_busy else READ_INTERVAL_S):
+            try:
+                session.exporting.read_recorded()
+                RECORDER.touch_ahead(AHEAD_BYTES)
+            except Exception as fault:
+                FAULTS.note("export thread", fault)
+            session.account.thread_ns = time.thread_time_ns()
 
 
 class Session:
@@ -47,7 +165,7 @@ class Session:
     threads: SessionThreads
     _facts: PublishedFacts
     _membership: Membership
-    _gauge_watch: GaugeWatch
+    gauge_watch: GaugeWatch
 
     def __init__(self, profile: Profile, forget: Callable[[Session], None]) -> None:
         self._forget = forget
@@ -55,43 +173,38 @@ class Session:
         self._undo_by = Deadline(0)
         self.onlookers: list[Callable[[], object]] = []
         self._stopped = self._forked = self._is_of_thread = False
-        self._is_of_run = "INSTRUMENT_RUN_PID" in os.environ
+        self.is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         self.recorded = recorded = Recorded(profile, lambda gpus: self._facts.keep_gpus(gpus))
         self.account, self.selection, self.handover = recorded.account, recorded.selection, recorded.handover
-        self._facts = facts = PublishedFacts(recorded, lambda: bool(self._membership.path))
+        run = environment.run_of_environment() or environment.new_run()
+        self._saving = saving = Saving(recorded, environment.working_folder(), run)
+        self._facts = facts = PublishedFacts(
+            recorded,
+            saving,
+            lambda: bool(self._membership.path),
+            lambda: self.gauge_watch.facts(),
+            lambda: self.threads.have_begun,
+        )
         self.selection.noted = lambda: FAULTS.attempt("marks of metrics", facts.publish_marks)
-        self._saving = saving = Saving(recorded, files.working_folder(), files.run_of_environment() or files.new_run())
-        run_facts = RunFacts(recorded, facts, saving, lambda: self._gauge_watch.facts(), lambda: self.threads)
         self.generations = Generations(
             recorded, saving.folder, self._apply, self._add_rules, lambda: self.threads.stopping.is_set()
         )
         self._prepare = prepare = self.generations.while_no_fork_comes
-        self._membership = membership = Membership(run_facts.join_facts, lambda: RECORDER.memory_fd, prepare)
-        self._gauge_watch = watch = GaugeWatch(recorded.gauges, membership, facts.publish)
-        self.exporting = Exporting(recorded, facts, saving, membership, watch, prepare, lambda: self.threads)
+        self._membership = membership = Membership(facts.join_facts, lambda: RECORDER.memory_fd, prepare)
+        self.gauge_watch = watch = GaugeWatch(recorded.gauges, membership, facts.publish)
+        self.exporting = Exporting(recorded, facts, saving, membership, watch, prepare, lambda: self.threads.start())
         self.control = ControlThread(
             self.generations,
             membership,
             self.exporting,
             lambda: self.leaving.stop_on_thread if self._is_of_thread else None,
         )
-        self.threads = SessionThreads(
-            recorded.account,
-            recorded.budget,
-            recorded.exporter,
-            waits=self._is_of_run,
-            look=self.exporting.read_recorded,
-            begin_gauges=watch.begin,
-            is_needed=self.exporting.must_read,
-            sends=lambda: self.handover.is_here,
-            follow=self._follow_threads,
-            announce=self._mark_board,
-        )
-        self.leaving = Leaving(recorded, self.exporting, saving, membership, run_facts, self.stop)
+        self.threads = SessionThreads(self)
+        self.leaving = Leaving(recorded, self.exporting, saving, membership, facts, self.stop)
         self.leaving.undos.append(lambda: forget(self))
         self.flush, self.prometheus = self.exporting.flush, self.exporting.prometheus
         self.losses, self.notes, self.verdicts = self.account.losses, self.account.notes, self.account.verdicts
-        self.cost, self.tally, self.trace, self.dump = recorded.cost, recorded.tally, recorded.trace, recorded.dump
+        self.cost, self.tally, self.trace, self.dump = recorded.cost, recorded.tally, recorded.trace, saving.dump
         self.summary, self.views = recorded.summary, recorded.views
         self.startup, self.recording = recorded.startup, recorded.recording
         self.take, self.trace_of = recorded.take, recorded.trace_of
@@ -125,9 +238,9 @@ class Session:
             self.generations.stop(Deadline(0))
             self._undo(self.leaving.deadline())
             raise
-        if self._is_of_run and files.is_main():
+        if self.is_of_run and environment.is_first_of_run():
             self.leaving.undos.append(board.make())
-        if not self._is_of_run:  # else once it records, for it may never do
+        if not self.is_of_run:  # else once it records, for it may never do
             FAULTS.attempt("process context", self._facts.publish_context)
         self.leaving.undos.append(process_context.withdraw)
         self._join_run()
@@ -152,7 +265,7 @@ class Session:
             if package in sys.modules:
                 self.generations.add_engine(package)
         undos.append(recorded.ranges.install())  # may import numpy, which a rule may name
-        undos.append(lambda: self._gauge_watch.stop(self._undo_by))
+        undos.append(lambda: self.gauge_watch.stop(self._undo_by))
         recorded.gauges.prepare()
         self._saving.prepare_files()
         if self.profile.clock == "tsc":
@@ -176,10 +289,10 @@ class Session:
 
     # ---------------------------------------------------------------- while it runs
 
-    def _follow_threads(self) -> None:
+    def follow_threads(self) -> None:
         """Announce this process to the agent and to profilers, once the session's threads have begun."""
         self._report_recording()
-        if self._is_of_run or self._forked:  # of which many never record
+        if self.is_of_run or self._forked:  # of which many never record
             publish = self._facts.publish_context  # it imports what packs it
             FAULTS.attempt("process context", partial(self._prepare, publish))
 
@@ -188,9 +301,11 @@ class Session:
         self._membership.send({"records": True})
         self.control.hear_agent()
 
-    def _mark_board(self) -> None:
-        if self._is_of_run or self._forked:
-            self._facts.mark_board(has_recorded=bool(RECORDER.calls or self.threads.has_met_span))
+    def mark_board(self) -> None:
+        """Publish to the other processes of the run which rules have targets and calls in this process."""
+        if self.is_of_run or self._forked:
+            marks = [board.RECORDED] if RECORDER.calls or self.threads.has_met_span else []
+            board.put([*marks_of(self.verdicts(of_all=False)), *marks])
 
     def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
         """Change to another profile: a path, a `Profile`, or None to read the current file again.
@@ -247,7 +362,7 @@ class Session:
             self._forget(self)
             return
         process_context.after_fork_in_child()
-        for part in (self.threads, self._saving, self.recorded, self._facts, self.exporting, self._gauge_watch):
+        for part in (self.threads, self._saving, self.recorded, self._facts, self.exporting, self.gauge_watch):
             part.after_fork_in_child()
         self._facts.publish()
         self.threads.start_when_needed()
@@ -285,7 +400,7 @@ class Session:
             FAULTS.attempt("another agent", self.exporting.await_last_agent)
             FAULTS.attempt("last look at the spans", partial(self.exporting.read_recorded, meters=True))
             self.recorded.end_ns = time.monotonic_ns()
-            FAULTS.attempt("board of the run", self._mark_board)
+            FAULTS.attempt("board of the run", self.mark_board)
             self.leaving.leave(deadline)
 
     def _undo(self, deadline: Deadline) -> None:

@@ -184,14 +184,10 @@ class _StepInserter:
 
 
 def _span_of(step: Step, span_id: int, parent_id: int, root_id: int, self_ns: int) -> Span:
-    length_ns, attributes = step.end_ns - step.start_ns, {"step": step.number, **_samples_attribute(step)}
+    length_ns, attributes = step.end_ns - step.start_ns, dict[str, AttributeValue](step=step.number)
+    if step.samples is not None:
+        attributes["samples"] = step.samples if type(step.samples) is int else float(step.samples)
     place = span_id, parent_id, root_id, step.thread_id, 0, step.start_ns, step.end_ns, length_ns, self_ns
     span = Span(STEP, *place, None, attributes)
     span.clipped = step.clipped
     return span
-
-
-def _samples_attribute(step: Step) -> dict[str, AttributeValue]:
-    if step.samples is None:
-        return {}
-    return {"samples": step.samples if type(step.samples) is int else float(step.samples)}

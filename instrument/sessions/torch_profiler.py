@@ -314,7 +314,7 @@ class TorchProfiler:
         self._thread_id = self._prepared_ns = 0
         self._is_bound = True
         self._timer: threading.Timer | None = None
-        self._undo: Callable[[], None] = _nothing
+        self._undo: Callable[[], object] = bool
         self._is_broken = False
 
     @property
@@ -332,7 +332,8 @@ class TorchProfiler:
                 if self._options.is_wanted:
                     self._say(BUSY)
                 return
-            if _is_in_use():
+            autograd = sys.modules["torch"].autograd
+            if autograd._profiler_enabled() or getattr(autograd.profiler, "_is_profiler_enabled", False):
                 _holding.release()
                 self._say(BUSY)
                 return
@@ -562,11 +563,6 @@ def is_there() -> bool:
     return hasattr(torch, "profiler") and hasattr(torch, "autograd")
 
 
-def _is_in_use() -> bool:
-    autograd = sys.modules["torch"].autograd
-    return bool(autograd._profiler_enabled() or getattr(autograd.profiler, "_is_profiler_enabled", False))
-
-
 def _measure_operators_ns() -> int:
     """Return the time of the fastest round of `TRIALS` operators in ns, 0 if the program intercepts operators."""
     torch = sys.modules["torch"]
@@ -584,7 +580,3 @@ def _measure_operators_ns() -> int:
 def _remove_folder(folder: str, pid: int) -> None:
     if pid == os.getpid():  # what is of the parent stays where a forked child ends
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _nothing() -> None:
-    pass

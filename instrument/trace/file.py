@@ -27,7 +27,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import Sample
 from instrument.recording.tally import Tally
-from instrument.runtime import atomic, compression
+from instrument.runtime import file_writing
 from instrument.trace.call_tree import tally_of
 from instrument.trace.layout import Column, pack_columns, unpack_columns
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, encode_metadata
@@ -52,7 +52,7 @@ def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None
     """Write named members as an archive, from the start of a file. Raises `OSError` beyond `ARCHIVE_LIMIT_BYTES`."""
     at, count, directory = 0, 0, bytearray()
     for name, data in members:
-        packer = compression.raw_compressor(ZLIB_LEVEL)
+        packer = file_writing.compressor(ZLIB_LEVEL, is_raw=True)
         packed, called = packer.compress(data) + packer.flush(), name.encode()
         facts = (0, _DEFLATED, 0, _DATE, zlib.crc32(data), len(packed), len(data), len(called), 0)
         if at + len(packed) > ARCHIVE_LIMIT_BYTES or len(data) > ARCHIVE_LIMIT_BYTES:
@@ -102,7 +102,7 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     all. It replaces an older file. Missing folders are made. Raises `TraceError` if it cannot be written."""
     target = Path(path)
     try:
-        with atomic.replacing(target) as file:
+        with file_writing.replacing(target) as file:
             _write_members(file, trace, tally)
     except OSError as problem:
         raise TraceError(f"cannot write the recording {target}: {problem.strerror or problem}") from problem

@@ -49,7 +49,7 @@ from typing import BinaryIO
 import numpy
 import yaml
 
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICE = """
@@ -287,9 +287,9 @@ def agent_of(server: Server) -> int:
     """The agent of a server's run."""
     environ = Path(f"/proc/{server.process.pid}/environ").read_bytes().split(b"\0")
     (path,) = [os.fsdecode(one.partition(b"=")[2]) for one in environ if one.startswith(b"INSTRUMENT_AGENT=")]
-    with run_folder.connect_to_agent(Path(path), LIMIT_S) as caller:
-        packets.send(caller, {"ask": "processes"})
-        while "end" not in (answer := packets.receive(caller)[0] or {"end": {}}):
+    with agent_socket.connect_to_agent(Path(path), LIMIT_S) as caller:
+        agent_socket.send(caller, {"ask": "processes"})
+        while "end" not in (answer := agent_socket.receive(caller)[0] or {"end": {}}):
             pass
     return int(answer["end"]["agent"])
 

@@ -32,8 +32,8 @@ from instrument.instrumentors.requests import asgi
 from instrument.instrumentors.requests.exchange import Arrival, Attach, Exchanges, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
+from instrument.runtime.agent_socket import shared_file
 from instrument.runtime.faults import FAULTS
-from instrument.runtime.run_folder import shared_file
 
 LITSERVE_STREAM = "encode_response"
 """The method of LitServe's API that returns the stream of a streamed answer. Its span ends with the last item."""

@@ -1,7 +1,11 @@
-"""The writing of files that only their owner can read, and that appear complete or not at all.
+"""The writing of files that only their owner can read, complete or not at all, and their compression with gzip.
 
 A writer locks a file `.instrument-*.part` in the same folder, writes it, and renames it once it is complete. An
 unlocked `.part` file was abandoned by its writer. The module also removes old files to stay within a disk limit.
+
+Files are compressed by Intel's ISA-L if its package `isal` is installed, else by zlib. For a trace of a million spans,
+ISA-L compresses a span in 0.15 us, and zlib in 0.7 to 1.1 us, to nearly the same size. ISA-L decompresses in a third of
+zlib's time. Each library reads the other's files.
 """
 
 from __future__ import annotations
@@ -11,10 +15,18 @@ import fcntl
 import os
 import stat
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+from instrument.runtime.cheap_start import LazyModule
+
+if TYPE_CHECKING:
+    import gzip
+else:
+    gzip = LazyModule("gzip")
 
 PREFIX, SUFFIX = ".instrument-", ".part"
 
@@ -114,3 +126,55 @@ def remove_first(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Pat
             removed.append(path)
         over_bytes -= 0 if os.path.lexists(path) else size_bytes
     return removed
+
+
+# Compression
+
+
+ISAL_LEVEL = 1
+"""The compression level for ISA-L. Level 0 makes files a quarter larger, and levels 2 and 3 make them no smaller."""
+
+ZLIB_MEMORY_LEVEL = 9
+"""The highest memory level of zlib. It is the fastest, and takes half a MiB while a file is written."""
+
+
+class Compressor(Protocol):
+    """A compressor of one stream, which gets its data in chunks."""
+
+    def compress(self, data: bytes, /) -> bytes:
+        """Compress a chunk. Return the compressed bytes that are ready, often none."""
+
+    def flush(self) -> bytes:
+        """End the stream. Return its last compressed bytes."""
+
+
+def compressor(zlib_level: int, *, is_raw: bool = False) -> Compressor:
+    """Return a compressor of one gzip stream, or of one deflate stream without header and checksum, as in zip archives,
+    if `is_raw`. `zlib_level` only counts if ISA-L is not installed."""
+    window_bits = -zlib.MAX_WBITS if is_raw else 16 + zlib.MAX_WBITS
+    try:
+        from isal import isal_zlib
+    except ImportError:
+        return zlib.compressobj(zlib_level, zlib.DEFLATED, window_bits, ZLIB_MEMORY_LEVEL)
+    packer: Compressor = isal_zlib.compressobj(ISAL_LEVEL, isal_zlib.DEFLATED, window_bits)
+    return packer
+
+
+def open_gzip(path: Path) -> gzip.GzipFile:
+    """Open a gzip file for reading. Reading an incomplete file raises one of `damage_errors()`."""
+    try:
+        from isal import igzip
+    except ImportError:
+        return gzip.open(path)
+    return igzip.IGzipFile(path)  # type: ignore[no-untyped-call]
+
+
+def damage_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that reading a damaged gzip file may raise."""
+    of_zlib: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
+    try:
+        from isal import isal_zlib
+    except ImportError:
+        return of_zlib
+    error: type[Exception] = isal_zlib.error  # type: ignore[assignment]
+    return (*of_zlib, error)

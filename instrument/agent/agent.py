@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from instrument.agent import end_reports
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import Process, Run
 from instrument.agent.runs import Runs
-from instrument.runtime import packets, run_folder
+from instrument.runtime import agent_socket
+from instrument.runtime.agent_socket import Message
 
 REQUEST_TIMEOUT_S = 30.0
 """Seconds after which the agent stops waiting for processes' answers to a command."""
@@ -32,16 +32,15 @@ class Questions:
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop
         self._runs = runs
-        self._questions: dict[int, Question] = {}
+        self._questions: dict[int, tuple[Connection, set[Process]]] = {}
+        """The connection of the command that asks, and the processes that have not answered, by number."""
         self._numbers = 0
 
     def forget_asker(self, asker: Connection) -> None:
         """Drop the requests of a command that has closed its connection."""
-        for question in list(self._questions.values()):
-            if question.asker is asker:
-                del self._questions[question.number]
+        self._questions = {number: pair for number, pair in self._questions.items() if pair[0] is not asker}
 
-    def answer_question(self, connection: Connection, message: packets.Message) -> None:
+    def answer_question(self, connection: Connection, message: Message) -> None:
         """Answer a command's request, or pass it on to the processes of the runs."""
         subject = message["ask"]
         if subject == "processes":
@@ -50,21 +49,12 @@ class Questions:
                     process.check_recorded()
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
                     self._loop.send(connection, {"process": end_reports.facts_of(process)}, memory)
+            lost, unseen = self._runs.exports.lost, self._runs.unseen.sentence()
             runs = [
-                {
-                    "run": run.name,
-                    "first": run.first,
-                    "lost": self._runs.exports.lost,
-                    "folded": run.folded_ends.total(),
-                }
+                {"run": run.name, "first": run.first, "lost": lost, "folded": run.folded_ends.total()}
                 for run in self._runs
             ]
-            facts = {
-                "agent": os.getpid(),
-                "runs": runs,
-                "faults": self._loop.faults,
-                "unseen": self._runs.unseen.sentence(),
-            }
+            facts = {"agent": os.getpid(), "runs": runs, "faults": self._loop.faults, "unseen": unseen}
             self._loop.send(connection, {"end": facts})
         elif subject == "scrape":
             self._scrape(connection, str(message.get("run")))
@@ -84,7 +74,7 @@ class Questions:
 
     def _ask_processes(self, connection: Connection, action: dict[str, Any], pids: list[int]) -> None:
         self._numbers += 1
-        question = Question(self._numbers, connection)
+        number, waiting = self._numbers, set[Process]()
         for run in self._runs:
             for process in run.living():
                 if pids and process.pid not in pids:
@@ -95,15 +85,15 @@ class Questions:
                     answer = {"error": "it has closed its connection to the agent"}
                     self._loop.send(connection, {"pid": process.pid, "answer": answer})
                     continue
-                self._loop.send(process.connection, {"do": action, "number": question.number})
+                self._loop.send(process.connection, {"do": action, "number": number})
                 if process.hears:
-                    question.waiting.add(process)
+                    waiting.add(process)
                 else:
                     why = "it has recorded nothing yet; it does so as soon as it records"
                     self._loop.send(connection, {"pid": process.pid, "answer": {"pending": why}})
-        self._questions[question.number] = question
-        self._loop.call_later(REQUEST_TIMEOUT_S, lambda: self._questions.pop(question.number, None))
-        self._end_question(question)
+        self._questions[number] = connection, waiting
+        self._loop.call_later(REQUEST_TIMEOUT_S, lambda: self._questions.pop(number, None))
+        self._end_if_answered(number)
 
     def inherit_switch(self, process: Process) -> None:
         """Switch recording on or off in a process that has joined, as a command has switched it in its parent."""
@@ -115,26 +105,17 @@ class Questions:
 
     def forward_answer(self, process: Process, number: int, answer: dict[str, Any]) -> None:
         """Pass a process's answer on to the command that asked."""
-        question = self._questions.get(number)
-        if question is None or process not in question.waiting:
-            return
-        question.waiting.discard(process)
-        self._loop.send(question.asker, {"pid": process.pid, "answer": answer})
-        self._end_question(question)
+        if number in self._questions and process in self._questions[number][1]:
+            asker, waiting = self._questions[number]
+            waiting.discard(process)
+            self._loop.send(asker, {"pid": process.pid, "answer": answer})
+            self._end_if_answered(number)
 
-    def _end_question(self, question: Question) -> None:
-        question.waiting = {process for process in question.waiting if process.lives}
-        if not question.waiting and self._questions.pop(question.number, None) is not None:
-            self._loop.send(question.asker, {"end": {"agent": os.getpid()}})
-
-
-@dataclass(eq=False)
-class Question:
-    """A command's request to processes. `waiting` are the processes that have not answered it."""
-
-    number: int
-    asker: Connection
-    waiting: set[Process] = field(default_factory=set)
+    def _end_if_answered(self, number: int) -> None:
+        asker, waiting = self._questions.get(number, (None, set()))
+        if asker is not None and not any(process.lives for process in waiting):
+            del self._questions[number]
+            self._loop.send(asker, {"end": {"agent": os.getpid()}})
 
 
 STOP_LIMIT_S = 4.5
@@ -172,7 +153,7 @@ class Agent:
         self._runs = Runs(self._loop, folder, run, captures, says, self._end_if_done)
         self._questions = Questions(self._loop, self._runs)
         self._ends_at = math.inf
-        self._has_waited = self._is_over = self._is_needed = False
+        self._has_waited = self._is_over = False
         self._is_of_run = run is not None
         self._says = says
         self._wake, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -191,7 +172,6 @@ class Agent:
                 self._loop.run_once()
         finally:
             go_on = [run for run in self._runs if run.living() or self._loop.is_replaced]
-            self._is_needed = bool(go_on)
             self._loop.drop_all()
             self._runs.close(go_on)
             self._loop.close()
@@ -199,44 +179,50 @@ class Agent:
             os.close(self._waker)
         if self._loop.is_replaced and self._says is not None:
             self._says("instrument: another agent has taken the place of this one")
-        return not (self._loop.is_replaced or (self._is_of_run and self._is_needed))
+        return not (self._loop.is_replaced or (self._is_of_run and go_on))
 
-    def _handle_packet(self, connection: Connection, message: packets.Message, descriptors: list[int]) -> list[int]:
+    def _handle_packet(self, connection: Connection, message: Message, descriptors: list[int]) -> list[int]:
         """Handle a packet. Return those of its descriptors that the caller must leave open."""
         process = self._runs.member(connection)
         if "join" in message:
             return self._runs.add_process(connection, dict(message["join"]), descriptors)
         if "ask" in message:
             self._questions.answer_question(connection, message)
-        elif process is not None and "saved" in message:
+        elif process is None or not self._handle_process_message(process, message):
+            if "ended" in message and connection.pid == os.getppid():
+                self._runs.note_exit_status(int(message["ended"]), int(message["status"]))
+            else:
+                connection.is_broken = True
+        return []
+
+    def _handle_process_message(self, process: Process, message: Message) -> bool:
+        """Handle a message of a process. Return False for an unknown one."""
+        if "saved" in message:
             self._runs.note_saved(process)
-        elif process is not None and not process.lives:
+        elif not process.lives:
             pass  # it goes on after its goodbye, or is about to end
-        elif process is not None and "exits" in message:
+        elif "exits" in message:
             process.status = (int(message["exits"]) & 0xFF) << 8
-        elif process is not None and "records" in message:
+        elif "records" in message:
             self._runs.note_recording(process)
-        elif process is not None and "requests" in message:
+        elif "requests" in message:
             process.has_requests = True
-        elif process is not None and "window" in message:
-            begin_ns, end_ns = map(int, message["window"])
-            self._runs.exports.send_window(process, begin_ns, end_ns)
-        elif process is not None and "flush" in message:
+        elif "window" in message:
+            self._runs.exports.send_window(process, *map(int, message["window"]))
+        elif "flush" in message:
             self._runs.exports.flush(process)
-        elif process is not None and ("gauges" in message or "readings" in message):
+        elif "gauges" in message or "readings" in message:
             self._runs.exports.handle_gauges(process, message)
-        elif process is not None and "hears" in message:
+        elif "hears" in message:
             process.hears = True
             self._questions.inherit_switch(process)
-        elif process is not None and "goodbye" in message:
+        elif "goodbye" in message:
             self._runs.handle_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
-        elif process is not None and "answer" in message:
+        elif "answer" in message:
             self._questions.forward_answer(process, int(message["number"]), dict(message["answer"]))
-        elif "ended" in message and connection.pid == os.getppid():
-            self._runs.note_exit_status(int(message["ended"]), int(message["status"]))
         else:
-            connection.is_broken = True
-        return []
+            return False
+        return True
 
     def _note_closed(self, connection: Connection) -> None:
         self._questions.forget_asker(connection)
@@ -288,9 +274,7 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
     no process of the run can print go to standard error."""
     listener = socket.socket(fileno=descriptor)
     listener.setblocking(False)
-    listener.listen(
-        run_folder.MOST_WAITING
-    )  # again: a client sees the process that listens, not the one that made the socket
+    listener.listen(agent_socket.MOST_WAITING)  # a client sees the process that listens, not the one that made it
     os.set_inheritable(descriptor, False)
     folder = Path(os.fsdecode(listener.getsockname())).parent
     is_ours = True
@@ -298,7 +282,7 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
         is_ours = serve_on(listener, folder, Run(run, first), says=says)
     finally:
         if is_ours:
-            run_folder.remove(folder)
+            agent_socket.remove(folder)
 
 
 def serve_on(

@@ -1,0 +1,449 @@
+"""The agent's socket: the folder of a run that contains it, the packets on it, and the start of an agent.
+
+The folder has the name of the run. Its parent folder is `instrument-UID`, which only this user may enter, below
+`XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`. Processes get the socket's path from the variable `INSTRUMENT_AGENT`.
+
+A packet is a JSON object with descriptors (`SOCK_SEQPACKET`). A sender may send anything. The receiver refuses a packet
+that is not a JSON object of at most `PACKET_BYTES`, and closes its descriptors.
+
+The agent is no child of the service, because the service may wait for all its children. The agent has a session and a
+process group of its own, so that no signal to the service's group reaches it. It keeps no descriptor of the service.
+"""
+
+from __future__ import annotations
+
+import _socket
+import array
+import fcntl
+import json
+import os
+import posix
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from instrument import clock
+from instrument.runtime.cheap_start import late_pattern
+from instrument.runtime.unpatched import sleep
+
+VARIABLE = "INSTRUMENT_AGENT"
+"""The environment variable with the path of the agent's socket, for the processes of a run."""
+
+SOCKET = "agent.sock"
+NOTE_SUFFIX = ".process"
+UNSENT = "unsent"
+UNSEEN_SUFFIX = ".unseen"
+"""The suffix, after the socket's name, of the file with notes on unrecorded processes. `sitecustomize` has a copy."""
+
+ADDRESS_BYTES = 107
+"""The maximum length in bytes of a Unix socket's path."""
+
+MOST_WAITING = 512
+"""The maximum number of processes that can wait to join while the agent is busy (the backlog of its socket)."""
+
+ANSWER_S = 5.0
+"""Seconds after which an agent that has not answered counts as hanging, because it may be suspended."""
+
+_RUN_NAME = late_pattern(r"[\w.-]{1,64}")
+
+
+def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the path of a file for results that the processes of a run share, None without a run.
+
+    Each version of Python has its own file. It is in the folder of this one run, not in one that several runs use.
+    """
+    folder = Path(environ.get(VARIABLE, "")).parent
+    is_own = folder.name == environ.get("INSTRUMENT_RUN") and folder.is_dir()
+    return folder / f"{name}-{sys.implementation.cache_tag}" if is_own else None
+
+
+def run_parents() -> list[Path]:
+    """Return the folders in which this user's runs may be. New runs go into the first usable one."""
+    paths = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
+    folders = [Path(name) for name in [*paths, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
+    return list(dict.fromkeys(folder / f"instrument-{os.geteuid()}" for folder in folders))
+
+
+def make(run: str) -> Path:
+    """Create the folder of a run, which only its owner may enter. Raises `OSError`."""
+    problem: OSError = FileNotFoundError("no folder for runs")
+    for home in run_parents():
+        if len(os.fsencode(home / run / SOCKET)) > ADDRESS_BYTES:
+            continue
+        try:
+            home.mkdir(mode=0o700, exist_ok=True)
+            refuse_shared(home)
+            folder = home / run
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            problem = error
+        else:
+            return folder
+    raise problem
+
+
+def refuse_shared(folder: Path) -> None:
+    """Raise `PermissionError` if a folder belongs to another user, or other users may enter it."""
+    facts = folder.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise PermissionError(
+            f"{folder}: its mode is {stat.filemode(facts.st_mode)} of user {facts.st_uid}; it must belong to this "
+            "user, with mode 0700"
+        )
+
+
+def listen(path: Path) -> socket.socket:
+    """Listen on a new socket at a path, in place of a socket without a listener. Raises `OSError`."""
+    holder = listener_pid(path)
+    if holder is not None:
+        raise FileExistsError(
+            f"{path}: {agent_name(holder)} already listens there{'' if _answers(path) else no_answer_text(holder)}"
+        )
+    path.unlink(missing_ok=True)
+    listener = socket.socket(FAMILY, KIND)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # before it has a name, and for any umask
+        listener.bind(os.fspath(path))
+        listener.listen(MOST_WAITING)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def has_listener(path: Path) -> bool:
+    return listener_pid(path) is not None
+
+
+def listener_pid(path: Path) -> int | None:
+    """Return the id of the process that listens on a socket, 0 if its id is unknown, None if no process listens."""
+    with socket.socket(FAMILY, KIND) as caller:
+        caller.setblocking(False)
+        try:
+            caller.connect(os.fspath(path))
+        except BlockingIOError:
+            return 0  # its queue is full
+        except OSError:
+            return None
+        return peer_of(caller)[0]
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Return the device and the inode of the socket at a path, None if there is none."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return None
+    return facts.st_dev, facts.st_ino
+
+
+def agent_name(holder: int) -> str:
+    """Return a text that names an agent, with its process id unless that is 0."""
+    return f"an agent (process {holder})" if holder else "an agent"
+
+
+def no_answer_text(holder: int) -> str:
+    """Return the end of a sentence on an agent that listens but does not answer."""
+    advice = f"; `kill -9 {holder}` ends it, so that another one can take over" if holder else ""
+    return f", and does not answer{advice}"
+
+
+def _answers(path: Path) -> bool:
+    """Return True if the agent that listens on a socket answers."""
+    with suppress(OSError, PacketError), connect_to_agent(path, ANSWER_S) as caller:
+        send(caller, {"ask": "processes"})
+        return receive(caller)[0] is not None
+    return False
+
+
+def list_runs() -> list[Path]:
+    """Return the folders of this user's runs, the oldest first, including runs without an agent."""
+    folders = []
+    for home in run_parents():
+        with suppress(OSError):
+            refuse_shared(home)
+            folders += [path for path in home.iterdir() if _RUN_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=lambda path: path.name)
+
+
+def first_process(run: str) -> int:
+    """Return the id of the process that began a run, which is part of the run's name, 0 if the name has none."""
+    number = run.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def paths_in(folder: Path, pattern: str) -> list[Path]:
+    """Return the sorted paths in a folder that match a pattern, none if the folder cannot be read."""
+    with suppress(OSError):
+        return sorted(folder.glob(pattern))
+    return []
+
+
+def note_file(folder: Path, pid: int, started: int) -> Path:
+    """Return the path of the file by which later agents know a recording process of the run."""
+    return folder / f"{pid}-{started}{NOTE_SUFFIX}"
+
+
+def unreported(folder: Path) -> list[int]:
+    """Return the ids of ended processes of the run whose end no agent has reported."""
+    pids = []
+    for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
+        pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
+        if pid.isdecimal() and started.isdecimal() and clock.start_ticks(Path(f"/proc/{pid}/stat")) != int(started):
+            pids.append(int(pid))
+    return sorted(pids)
+
+
+def unsent(folder: Path) -> int:
+    """Return how many spans of ended processes may be unsent, from the file that the agent keeps."""
+    with suppress(OSError, ValueError):
+        return int((folder / UNSENT).read_text())
+    return 0
+
+
+@contextmanager
+def register_socket(path: Path) -> Iterator[None]:
+    """Link to an agent's socket from the folder of runs during the block, so that commands find the agent."""
+    link = None
+    with suppress(OSError):
+        link = make(f"by-hand-{os.getpid()}") / SOCKET
+        link.symlink_to(path)
+    try:
+        yield
+    finally:
+        if link is not None:
+            remove(link.parent)
+
+
+def remove(folder: Path) -> None:
+    for path in paths_in(folder, "*"):
+        with suppress(OSError):  # another process was faster
+            path.unlink()
+    with suppress(OSError):
+        folder.rmdir()
+    with suppress(OSError):
+        folder.parent.rmdir()  # the last run of the user; others keep it
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of runs whose first process and agent have both ended."""
+    for folder in list_runs():
+        pid = first_process(folder.name)
+        lives = pid and pid != os.getpid() and Path(f"/proc/{pid}").exists()  # ours is not there yet
+        if not lives and not has_listener(folder / SOCKET):
+            remove(folder)
+
+
+@contextmanager
+def connect_to_agent(path: Path, timeout_s: float) -> Iterator[socket.socket]:
+    """Connect to an agent for the block. `timeout_s` limits each send and receive. Raises `OSError`."""
+    with socket.socket(FAMILY, KIND) as caller:
+        caller.settimeout(timeout_s)
+        caller.connect(os.fspath(path))
+        yield caller
+
+
+# Packets
+
+
+PACKET_BYTES = 128 << 10
+"""The maximum size of a packet in bytes. The system allows slightly more."""
+
+MOST_DESCRIPTORS = 2
+"""The maximum number of descriptors in a packet."""
+
+FAMILY, KIND = _socket.AF_UNIX, _socket.SOCK_SEQPACKET
+
+Message = Mapping[str, Any]
+
+_CREDENTIALS = struct.Struct("3i")
+
+
+class PacketError(ValueError):
+    """An error that says why received data is no valid packet."""
+
+
+def send(connection: _socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Send one complete packet. Raises `OSError`, in particular `BlockingIOError` if the socket is full."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    connection.sendmsg([data], rights, _socket.MSG_NOSIGNAL)
+
+
+def receive(connection: _socket.socket) -> tuple[Message | None, list[int]]:
+    """Return the next message, None if the peer has closed, and its descriptors, which the caller must close.
+
+    Raises `BlockingIOError` if no packet has arrived, another `OSError` for a broken connection, and `PacketError`.
+    """
+    room = _socket.CMSG_SPACE(MOST_DESCRIPTORS * array.array("i").itemsize)
+    data, rights, flags, _ = connection.recvmsg(PACKET_BYTES, room, _socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, value in rights:
+        if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
+            descriptors.frombytes(value[: len(value) - len(value) % descriptors.itemsize])
+    try:
+        if not data and not descriptors:
+            return None, []
+        return _parse(data, flags), descriptors.tolist()
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _parse(data: bytes, flags: int) -> Message:
+    if flags & _socket.MSG_TRUNC:
+        raise PacketError(f"a packet has more than {PACKET_BYTES} bytes")
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as problem:
+        raise PacketError(f"a packet is not JSON: {problem!s:.80}") from None
+    if not isinstance(message, dict):
+        raise PacketError("a packet is not a JSON object")
+    return message
+
+
+def peer_of(connection: _socket.socket) -> tuple[int, int]:
+    """Return the process id and the user id of the peer.
+
+    The process id is 0 if it is of another namespace, the user id -1 if unknown.
+    """
+    try:
+        credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+    except OSError:
+        return 0, -1
+    return pid, uid
+
+
+# The start of an agent
+
+
+AGENT_SCRIPT = Path(__file__).parents[1] / "agent" / "entry.py"
+
+FIRST = "INSTRUMENT_RUN_PID"
+"""The environment variable with the process id of the command that `instrument run` runs."""
+
+INTERPRETER, BEGINNINGS = "python", "agents"
+"""The names of two entries of a run's folder: a link to the interpreter for agents, and a file of their start times."""
+
+MOST_AGENTS, AGENTS_WINDOW_S = 10, 600.0
+"""The maximum number of agents that start for a run within a window of this many seconds. Further starts are
+refused."""
+
+LOCK_RETRY_S, LOCK_TRIES = 0.01, 50
+"""Seconds between two attempts to lock the start of an agent, and the maximum number of attempts."""
+
+
+def prepare_run(run: str) -> socket.socket:
+    """Create the folder of a run, and its agent's socket, so that processes can join. Raises `OSError`."""
+    path = socket_of(run)
+    try:
+        return listen(path)
+    except BaseException:
+        remove(path.parent)
+        raise
+
+
+def socket_of(run: str) -> Path:
+    """Create the folder of a run. Return the path for its agent's socket, which is not made yet. Raises `OSError`."""
+    remove_abandoned()
+    folder = make(run)
+    (folder / INTERPRETER).symlink_to(sys.executable)
+    (folder / f"{SOCKET}{UNSEEN_SUFFIX}").touch(0o600)  # a child may be there before the agent
+    return folder / SOCKET
+
+
+def start_agent(listener: socket.socket, run: str, first: int) -> None:
+    """Start the agent of a run whose first process is `first`, without waiting until it is ready.
+
+    This forks, so the process must have only one thread. Raises `OSError`.
+    """
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    try:  # from here on, nothing of the caller's may run
+        os.setsid()
+        spawn_agent(sys.executable, listener, run, first)
+    finally:
+        os._exit(1)
+
+
+def can_replace(path: Path) -> bool:
+    """Return True if a process of the run may start another agent at a socket after the end of the current one.
+
+    It may not if a user started that agent by hand, or if `instrument run` is a container's first process, which
+    restarts its own agent.
+    """
+    folder = path.parent
+    is_of_container = first_process(folder.name) == 1 and FIRST in os.environ
+    is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and not is_of_container
+    return is_of_run and (folder / INTERPRETER).is_symlink()
+
+
+def replace_ended_agent(path: Path) -> bool:
+    """Start an agent in place of an ended one, unless another process does. Return True if an agent listens.
+
+    It takes some 20 ms, and runs no fork hooks. No other thread may fork meanwhile, because the child would inherit the
+    agent's socket.
+    """
+    folder = path.parent
+    with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
+        if not _try_lock(beginnings):
+            return False
+        if has_listener(path):
+            return True
+        beginnings.seek(0)
+        times = [float(line) for line in beginnings]
+        if len(times) >= MOST_AGENTS and time.monotonic() - times[-MOST_AGENTS] < AGENTS_WINDOW_S:
+            return False
+        beginnings.write(f"{time.monotonic()}\n")
+        interpreter = str((folder / INTERPRETER).readlink())
+        with closing(listen(path)) as listener:
+            first = first_process(folder.name) if FIRST in os.environ else 0
+            child = spawn_agent(interpreter, listener, folder.name, first, is_apart=True)
+            with suppress(ChildProcessError):  # the service has reaped it
+                return posix.waitpid(child, 0)[1] == 0
+            return True
+    return False
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """Lock a file for this process, but not for its forked children. Return False after `LOCK_TRIES` attempts."""
+    for _ in range(LOCK_TRIES):
+        with suppress(BlockingIOError, PermissionError):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        sleep(LOCK_RETRY_S)
+    return False
+
+
+def spawn_agent(
+    interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
+) -> int:
+    """Start an agent on a listening socket as a child, or with `is_apart` as an orphan. Return the child's process id.
+
+    This runs no fork hooks. Raises `OSError`.
+    """
+    settings = {"run": run, "first": first, "path": [*filter(None, sys.path)], "says": says, "is_apart": is_apart}
+    words = [interpreter, "-I", "-S", str(AGENT_SCRIPT), json.dumps(settings)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("INSTRUMENT", "PYTHON"))}
+    listening = fcntl.fcntl(listener.fileno(), fcntl.F_DUPFD_CLOEXEC, 4)  # no number that is replaced below
+    try:
+        actions: Sequence[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+            *((os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in ((0, 1) if says else (0, 1, 2))),
+            (os.POSIX_SPAWN_DUP2, listening, 3),
+        ]
+        ends = (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+        return posix.posix_spawn(interpreter, words, environ, file_actions=actions, setsigmask=(), setsigdef=ends)
+    finally:
+        os.close(listening)
