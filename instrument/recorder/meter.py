@@ -201,8 +201,8 @@ class Meter:
         """Return the counts of all ended requests from the tally. It may be ahead of the rows that were read."""
         totals = self._totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
-        named = totals.tree.by_site(lambda site: (site.name, *labels) if (labels := endpoint_of(site)) else ())
-        for (name, *endpoint), lines in totals.lines_by(named).items():
+        endpoints = totals.tree.by_site(lambda site: (site.name, *labels) if (labels := endpoint_of(site)) else ())
+        for (name, *endpoint), lines in totals.lines_by(endpoints).items():
             buckets = ended.setdefault(name, (tuple(endpoint), Counter()))[1]
             buckets.update(totals.histogram(totals.nodes(lines)))
         return ended
