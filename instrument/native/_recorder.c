@@ -87,6 +87,7 @@ static int execute(PyObject *made)
         return -1;
     }
     read_both(&loaded_ticks, &loaded_ns);
+    find_own_variables();
 #ifdef Py_GIL_DISABLED
     PyObject *ask = PySys_GetObject("_is_gil_enabled"); /* borrowed */
     PyObject *enabled = ask == NULL ? NULL : PyObject_CallNoArgs(ask);
@@ -99,7 +100,7 @@ static int execute(PyObject *made)
 #endif
     if (ready_stand_ins() < 0)
         return -1;
-    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &CarriedType, &ScopeMethodType, &EnterType, &ExitType};
+    PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &CarriedType, &ScopeMethodType, &BoundMethodType};
     for (size_t i = 0; i < sizeof(own_types) / sizeof(own_types[0]); i++)
         if (PyType_Ready(own_types[i]) < 0)
             return -1;
@@ -107,8 +108,7 @@ static int execute(PyObject *made)
     for (size_t i = 0; i < sizeof(types) / sizeof(types[0]); i++)
         if (PyModule_AddType(made, types[i]) < 0)
             return -1;
-    if (add_scope_method("__enter__", (vectorcallfunc)enter_unbound, offsetof(Scope, enter)) < 0 ||
-        add_scope_method("__exit__", (vectorcallfunc)exit_unbound, offsetof(Scope, exit)) < 0)
+    if (add_scope_methods() < 0)
         return -1;
     PyType_Modified(&ScopeType);
     struct {

@@ -90,9 +90,9 @@ static PyTypeObject PassType = {
 
 static inline frame_t *take_frame(void)
 {
-    frame_t *frame = free_frames;
+    frame_t *frame = hot.free_frames;
     if (frame != NULL) {
-        free_frames = frame->above;
+        hot.free_frames = frame->above;
     } else {
         frame = take_slot(frame_memory, PART_FRAMES);
         if (frame == NULL) {
@@ -114,8 +114,8 @@ static inline void release_frame(frame_t *frame)
         return;
     }
     frame->start_ns = 0; /* readers of open spans pass it */
-    frame->above = free_frames;
-    free_frames = frame;
+    frame->above = hot.free_frames;
+    hot.free_frames = frame;
 }
 
 /* End a call that raised, was crossed, reset, linked, or is known to other contexts. The raised exception stays. Return
@@ -298,12 +298,13 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
 {
     Core *core = self->core;
     Ring *ring;
+    note_features(core);
     if (path != NULL)
-        __builtin_prefetch(path->steps[0]);
+        __builtin_prefetch(path->newest.step);
     Current *current = current_at_hand(core, &ring);
     if (current == NULL)
         return settle_and_call(self, site, path, args, nargsf, names);
-    if (is_stack_used_up(ring)) {
+    if (is_stack_used_up()) {
         PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
         return NULL;
     }
@@ -399,20 +400,20 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     volatile size_t kept_nargsf = nargsf;
     PyObject *volatile kept_names = names;
     Core *core = self->core;
-    __builtin_prefetch(path->steps[0]);
-    if (at_hand.uid != self->uid)
+    __builtin_prefetch(path->newest.step);
+    if (at_hand()->uid != self->uid)
         goto otherwise;
-    Ring *ring = at_hand.ring;
-    if (ring->context_version != ring->state->context_ver || is_stack_used_up(ring))
+    Ring *ring = at_hand()->ring;
+    if (ring->context_version != ring->state->context_ver || is_stack_used_up())
         goto otherwise;
     Current *current = ring->current;
-    frame_t *frame = free_frames;
+    frame_t *frame = hot.free_frames;
     if (frame == NULL)
         goto otherwise;
     frame_t *next = frame->above;
     if (!place_below_top(core, ring, current, path, frame))
         goto otherwise;
-    free_frames = next;
+    hot.free_frames = next;
     Py_INCREF(ring);
     Py_INCREF(current);
     current->top = frame;
@@ -438,7 +439,7 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
                                                         : read_monotonic_into(&end);
     int64_t total_ns = end_ns - frame->start_ns;
     node = frame->node; /* it may have been renamed */
-    if (__builtin_expect(total_ns < 0 || result == NULL || current->top != frame || node->ring_number != ring->number ||
+    if (__builtin_expect(total_ns < 0 || result == NULL || current->top != frame || node->ring_tag != ring->tag ||
                          !is_open_as_begun(frame), 0))
         return end_otherwise(current->maker, ring, current, frame, end_ns, result);
     if (frame->above != NULL) /* or there was nothing that it was copied under, either */
@@ -450,8 +451,8 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
         count_all_waiting(current->maker, totals);
     Py_XDECREF(frame->request);
     frame->start_ns = 0; /* as `release_frame`, of one that is kept */
-    frame->above = free_frames;
-    free_frames = frame;
+    frame->above = hot.free_frames;
+    hot.free_frames = frame;
     Py_DECREF(current);
     Py_DECREF(ring);
     return result;
@@ -594,11 +595,11 @@ static void remember(Function *self, PyObject *instance, PyObject *site)
 static SELDOM void forget_paths(Function *self)
 {
     self->uid = self->core->uid;
-    memset(self->path.parents, 0, sizeof self->path.parents);
+    self->path.newest.parent = self->path.before.parent = NULL;
     uint32_t slots = self->known_slots;
     for (known_t *known = self->known; known != NULL;) {
         for (uint32_t i = 0; i < slots; i++)
-            memset(known[i].path.parents, 0, sizeof known[i].path.parents);
+            known[i].path.newest.parent = known[i].path.before.parent = NULL;
         known_t *last = &known[slots];
         slots = (uint32_t)last->version;
         known = last->before;

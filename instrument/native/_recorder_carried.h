@@ -20,8 +20,8 @@ static void change_variable(Core *core, PyObject *value)
     raised_t raised = take_raised();
     if (set_variable(core, value != NULL ? value : Py_None) < 0)
         PyErr_Clear();
-    if (at_hand.uid == core->uid)
-        forget_current_of(at_hand.ring);
+    if (at_hand()->uid == core->uid)
+        forget_current_of(at_hand()->ring);
     raise_again(raised);
 }
 
@@ -69,7 +69,7 @@ static PyObject *Carried_call(Carried *self, PyObject *const *args, size_t nargs
 static PyObject *carried(Core *core, PyObject *function, PyObject *site)
 {
     PyObject *value = NULL;
-    if (at_hand.uid != core->uid) { /* only a thread in a request gets a ring */
+    if (at_hand()->uid != core->uid) { /* only a thread in a request gets a ring */
         if (PyContextVar_Get(core->variable, NULL, &value) < 0 && forgive() < 0)
             return NULL;
         Py_XDECREF(value);

@@ -1,5 +1,17 @@
 /* Hot: counts other than of spans, the clock, and memory by cache lines. A part of `_recorder.c`. */
 
+static inline int64_t read_monotonic_into(struct timespec *now)
+{
+    hot.read_clock(CLOCK_MONOTONIC, now);
+    return (int64_t)now->tv_sec * 1000000000 + now->tv_nsec;
+}
+
+static inline int64_t read_monotonic(void)
+{
+    struct timespec now;
+    return read_monotonic_into(&now);
+}
+
 static inline void count(Core *core, reason_t reason)
 {
     core->counted->reasons[reason]++;
@@ -123,8 +135,18 @@ static inline int64_t ticks_as_ns(const ticks_t *ticks, int64_t now)
 /* True if spans begin, by the monotonic clock, and none is timed on a device. */
 static inline int is_on_and_nothing_else(const Core *core)
 {
-    static const char expected[] = {1, 0, 0, 0};
-    return memcmp(&core->on, expected, sizeof expected) == 0; /* and what is behind it */
+    return hot.plain == core;
+}
+
+/* A feature of a recorder has changed, or its uid. */
+static void note_features(Core *core)
+{
+    if (core->on && !core->reads_ticks && !core->times_devices)
+        hot.plain = core;
+    else if (hot.plain == core)
+        hot.plain = NULL;
+    if (hot.plain == core)
+        hot.plain_uid = core->uid;
 }
 
 /* The same, timed by the time stamp counter. */

@@ -46,7 +46,7 @@ static int Current_traverse(Current *self, visitproc visit, void *arg)
 static PyTypeObject CurrentType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "instrument.native._recorder.Current",
-    .tp_basicsize = sizeof(Current),
+    .tp_basicsize = SIZE_IN_LINES(Current),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_doc = "The chain of open spans of one context.",
     .tp_dealloc = (destructor)Current_dealloc,
@@ -350,7 +350,7 @@ static __attribute__((noinline)) Current *settle(Core *core, Ring **found)
         Ring *ring = *found;
         Py_INCREF(ring);
         Current *current = follow(core, ring, UNCHECKED_THREAD_STATE());
-        int settled = current != NULL && at_hand.uid == core->uid && at_hand.ring == ring && ring->current == current &&
+        int settled = current != NULL && at_hand()->uid == core->uid && at_hand()->ring == ring && ring->current == current &&
                       !is_outdated(current);
         Py_DECREF(ring);
         if (current == NULL || settled)
@@ -367,9 +367,9 @@ static __attribute__((noinline)) Current *settle(Core *core, Ring **found)
  * code. */
 static inline Current *current_at_hand(Core *core, Ring **found)
 {
-    if (at_hand.uid != core->uid)
+    if (at_hand()->uid != core->uid)
         return NULL;
-    Ring *ring = *found = at_hand.ring;
+    Ring *ring = *found = at_hand()->ring;
     if (ring->context_version != ring->state->context_ver)
         return NULL;
     return __builtin_expect(is_outdated(ring->current), 0) ? NULL : ring->current;

@@ -64,6 +64,8 @@ static int Core_clear(Core *self)
 static void Core_dealloc(Core *self)
 {
     PyObject_GC_UnTrack(self);
+    self->on = 0;
+    note_features(self);
     while (self->currents != NULL)
         leave_list(self->currents);
     free_rings(self->rings);
@@ -258,9 +260,7 @@ static PyMethodDef Core_methods[] = {
 };
 
 static PyMemberDef Core_members[] = {
-    {"on", T_BOOL, offsetof(Core, on), 0, "whether spans begin"},
     {"irregular", T_OBJECT, offsetof(Core, counts), READONLY, "irregular events that Python counts"},
-    {"_last_id", T_ULONGLONG, offsetof(Core, last_id), 0, "identity of the newest span"},
     {"node_limit", T_UINT, offsetof(Core, node_limit), 0, "call paths that the tally keeps"},
     {"node_count", T_UINT, offsetof(Core, node_count), READONLY, "call paths known"},
     {"user_sites", T_OBJECT, offsetof(Core, user_sites), READONLY, "sites of scopes of kind user, by name"},
@@ -301,11 +301,41 @@ static PyObject *Core_begin_device(Core *self, void *Py_UNUSED(closure))
 static int Core_set_begin_device(Core *self, PyObject *value, void *Py_UNUSED(closure))
 {
     self->times_devices = value != NULL && value != Py_None;
+    note_features(self);
     Py_XSETREF(self->begin_device, self->times_devices ? Py_NewRef(value) : NULL);
     return 0;
 }
 
+static PyObject *Core_on(Core *self, void *Py_UNUSED(closure))
+{
+    return PyBool_FromLong(self->on);
+}
+
+static int Core_set_on(Core *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    if (value == NULL || !PyBool_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "a recorder is on or off: True or False");
+        return -1;
+    }
+    self->on = value == Py_True;
+    note_features(self);
+    return 0;
+}
+
+static PyObject *Core_last_id(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
+{
+    return PyLong_FromUnsignedLongLong(hot.last_id);
+}
+
+static int Core_set_last_id(PyObject *Py_UNUSED(self), PyObject *value, void *Py_UNUSED(closure))
+{
+    hot.last_id = PyLong_AsUnsignedLongLong(value);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static PyGetSetDef Core_getset[] = {
+    {"on", (getter)Core_on, (setter)Core_set_on, "whether spans begin", NULL},
+    {"_last_id", Core_last_id, Core_set_last_id, "identity of the newest span of all recorders", NULL},
     {"begin_device", (getter)Core_begin_device, (setter)Core_set_begin_device,
      "begins to time a span on a device, or None", NULL},
     {"memory_fd", (getter)Core_memory_fd, NULL, "descriptor of the memory that others can read, or -1", NULL},

@@ -7,7 +7,8 @@
 #define NODE_LIMIT 16384
 #define OVERFLOW_SITES 4096 /* with a node of their own below the overflow, after the node limit */
 #define EDGE_LIMIT (8 * NODE_LIMIT) /* steps to nodes that are no descendants; further ones are searched each time */
-#define SMALLEST_RING 64
+#define SMALLEST_RING 64 /* rows */
+#define LARGEST_RING (1u << 31)
 #define ENDED_RINGS_KEPT 1000
 #define FRAMES_KEPT 1024 /* of functions, while they are free */
 #define OBJECTS_KEPT 256 /* Frame objects that are free, and scopes */
@@ -55,18 +56,6 @@ typedef enum {
 #define UNCHECKED_THREAD_STATE() PyThreadState_GetUnchecked()
 #endif
 
-static inline int64_t read_monotonic_into(struct timespec *now)
-{
-    clock_gettime(CLOCK_MONOTONIC, now);
-    return (int64_t)now->tv_sec * 1000000000 + now->tv_nsec;
-}
-
-static inline int64_t read_monotonic(void)
-{
-    struct timespec now;
-    return read_monotonic_into(&now);
-}
-
 /* ------------------------------------------------------------------ data */
 
 typedef struct node {
@@ -81,7 +70,7 @@ typedef struct node {
     char is_known;   /* true if it is in the current tree: others are spare */
     struct node **table; /* by the site's address, linear probing; a step to a node that is no descendant is marked */
     int64_t min_ns; /* a shorter span without children and error gets no row */
-    uint64_t ring_number; /* of the ring with `totals`: that of the last thread here, or 0 */
+    uint32_t ring_tag; /* of the ring with `totals`: that of the last thread here, or 0 */
     struct totals *totals;
 } node_t;
 
@@ -173,6 +162,10 @@ typedef struct {
     int64_t children_waited_ns; /* of `children_ns` */
 } Frame;
 
+/* The size of a type whose objects begin with a cache line: Python's allocator gives blocks of whole lines addresses of
+ * 48 bytes behind one, and the object of a type for the collector begins 16 bytes into its block. */
+#define SIZE_IN_LINES(type) ((sizeof(type) + 16 + LINE - 1) / LINE * LINE - 16)
+
 /* An awaited object that we step, and whose suspensions we time: for its own span, as a coroutine, or for another
  * span. */
 typedef struct stepped {
@@ -228,15 +221,16 @@ typedef struct published {
 
 typedef struct ring {
     PyObject_HEAD
+    /* A call needs only the line up to `state`. */
     row_t *rows;
-    uint64_t mask, head;
-    uint64_t number; /* never reused; NO_NUMBER once its rows are freed */
+    uint32_t mask;
+    uint32_t tag; /* what is left of `number`: the same for two of four billion rings; NO_TAG once its rows are freed */
+    uint64_t head;
     Current *current;
-    /* The version of the context of `current`, which changes with the thread's context; NO_VERSION without a `current`.
-     * The end of a call needs only the line up to here. */
+    /* The version of the context of `current`, which changes with the thread's context; NO_VERSION without a `current`. */
     uint64_t context_version;
     PyThreadState *state; /* of its thread, while `at_hand` may refer to the ring; else `nobody` */
-    uintptr_t stack_end, stack_margin;
+    uint64_t number; /* never reused; NO_NUMBER once its rows are freed */
     uint64_t capacity;
     uint64_t too_short; /* spans that were counted and got no row */
     long thread_id;
@@ -247,7 +241,10 @@ typedef struct ring {
     char label[LABEL_BYTES];
 } Ring;
 
+_Static_assert(offsetof(Ring, number) == LINE, "what a call needs of a ring is one cache line");
+
 #define NO_NUMBER UINT64_MAX
+#define NO_TAG UINT32_MAX
 #define NO_VERSION UINT64_MAX /* which no thread's context has */
 
 static PyThreadState nobody; /* in no context */
@@ -266,10 +263,14 @@ typedef struct {
     uint64_t rate; /* ns a tick, times 2^32 */
 } ticks_t;
 
+typedef struct {
+    node_t *parent, *step;
+} step_t;
+
 /* The last known steps to a site's nodes, from two parents. */
 typedef struct {
+    step_t newest, before;
     PyObject *site; /* borrowed */
-    node_t *parents[2], *steps[2];
 } path_t;
 
 /* The cached site of a method's instance, or of a scope's name, valid while `version` is its dict's: one cache line
@@ -288,14 +289,13 @@ _Static_assert(sizeof(known_t) == LINE, "what is known of an instance is one cac
 
 typedef struct core {
     PyObject_HEAD
-    /* One word: a call only tests if it is 1, which means on and no further feature. */
+    /* One word: 1 means on and no further feature. Who changes one calls `note_features`. */
     char on;
     char reads_ticks; /* true if the time stamp counter is the clock */
     char times_devices; /* true if there is a `begin_device` */
     char unused;
     char watches_all; /* true if `begin_device` is called for every span, not only for sites that ask for it */
     uint64_t uid;
-    uint64_t last_id;
     PyObject *begin_device; /* begins to time a span on a device: (site, attributes, span id) -> pair or None */
     ticks_t ticks;
     Current *currents;
@@ -341,12 +341,11 @@ typedef struct {
 
 typedef struct function {
     PyObject_HEAD
-    /* Each call reads only the one or two lines up to `uid`. */
     vectorcallfunc vectorcall;
     Core *core;
     PyObject *wrapped;
-    path_t path; /* of its site */
     uint64_t uid; /* of the core when its paths were found: a reset frees the nodes */
+    path_t path; /* of its site, which it owns; a call reads only the line up to the newest step */
     /* For a method whose instances have sites of their own: {identity: site or None}, and the function that decides for
      * a new instance. `evaluate` sets the evaluator of Python's frames and returns the earlier one: a compiler of the
      * host's must not compile `decide`. */
@@ -357,18 +356,21 @@ typedef struct function {
     char muted; /* true if calls pass without a span */
     char form; /* the form of its calls */
     Pass *pass; /* counts them, or NULL */
-    PyObject *site, *decide, *evaluate;
+    PyObject *decide, *evaluate;
     PyObject *works; /* returns the objects of a call's device work from its arguments, or NULL */
     PyObject *attributes, *results; /* return the attributes of its span from its arguments and its result; or NULL */
     PyObject *passes; /* returns true if a call passes without a span, from its positional arguments; or NULL */
     PyObject *weak_references;
 } Function;
 
+_Static_assert(offsetof(Function, path.before) == LINE, "a call reads one cache line");
+
 /* The bound `__enter__` or `__exit__` of a scope, a member of it: up to Python 3.13 the bound methods of C functions
  * cost more than the span. While referenced, it references the scope. */
 typedef struct {
     PyObject_HEAD
     vectorcallfunc vectorcall;
+    size_t at; /* in its scope */
 } BoundMethod;
 
 struct scope {
@@ -382,6 +384,8 @@ struct scope {
     PyObject *site; /* NULL, as is core: it begins no span */
     PyObject *attributes;
 };
+
+_Static_assert(offsetof(struct scope, site) <= 2 * LINE, "a span needs two cache lines of its scope");
 
 typedef struct stretch {
     PyObject_HEAD
@@ -427,14 +431,16 @@ static uint64_t last_uid, last_ring;
 #else
 #define THREAD_LOCAL _Thread_local
 #endif
-/* The ring of this thread, and the uid of its recorder. */
-static THREAD_LOCAL struct {
+/* The ring of this thread, the uid of its recorder, and the lowest address of its C stack, with a margin that calls leave. */
+typedef struct {
     uint64_t uid;
     Ring *ring;
     Stepped *stepping; /* the innermost that runs on this thread, or NULL */
-} at_hand;
+    uintptr_t stack_end, stack_margin;
+} at_hand_t;
+
+static THREAD_LOCAL at_hand_t own_at_hand __attribute__((aligned(LINE)));
 static THREAD_LOCAL uint64_t ending_state; /* the thread state that lost its Mark: what it caches now is never freed */
-static frame_t *free_frames;
 static uint32_t frame_count;
 /* Free objects. Each has no references, is tracked by the collector, and is referenced from here. */
 static Frame *free_frame_objects[OBJECTS_KEPT];
@@ -444,8 +450,46 @@ static uint32_t free_frame_object_count, free_scope_count, free_stepped_count;
 /* The number of Frame objects; of those with frames outside of the memory, as they are older; and of free ones that are
  * kept unchecked: 0 while there are such older ones. */
 static uint32_t frame_object_count, frame_objects_elsewhere, frame_objects_kept = OBJECTS_KEPT;
-static PyTypeObject *free_scope_type; /* that they are of */
 static path_t no_path;
+/* What spans read of the process, in one line: also what the compiler would take from another line of the linker's. */
+static struct {
+    int (*read_clock)(clockid_t, struct timespec *);
+    PyObject *none;
+    PyTypeObject *free_scope_type; /* of the free scopes */
+    frame_t *free_frames;
+    uint64_t last_id; /* of the newest span */
+    struct core *plain; /* the recorder that is on and has no further feature, the last of several; or NULL */
+    uint64_t plain_uid;
+    ptrdiff_t at_hand_offset; /* of `own_at_hand` from where a thread's own variables begin */
+} hot __attribute__((aligned(LINE))) = {.read_clock = clock_gettime, .none = Py_None};
+
+_Static_assert(sizeof hot == LINE, "what spans read of the process is one cache line");
+
+#if defined(__SEG_FS) && defined(__GLIBC__)
+#define OF_THREAD __seg_fs
+static void find_own_variables(void)
+{
+    char *thread;
+    __asm__("mov %%fs:0, %0" : "=r"(thread));
+    hot.at_hand_offset = (char *)&own_at_hand - thread;
+}
+
+static inline at_hand_t OF_THREAD *at_hand(void)
+{
+    return (at_hand_t OF_THREAD *)hot.at_hand_offset;
+}
+#else
+#define OF_THREAD
+static void find_own_variables(void)
+{
+}
+
+static inline at_hand_t *at_hand(void)
+{
+    return &own_at_hand;
+}
+#endif
+
 /* Sites of scopes by the address of the name. `version` identifies an entry's recorder; 0 if unused. */
 static known_t names_at_hand[NAMES_AT_HAND] __attribute__((aligned(LINE)));
 /* The actions for each reference of an object, so that the references are listed once. */

@@ -31,7 +31,7 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
     int passes = does_pass(self, args, nargsf);
     if (passes != 0)
         return passes < 0 ? NULL : call_wrapped(self, args, nargsf, names);
-    if (at_hand.uid == core->uid && is_stack_used_up(at_hand.ring)) {
+    if (at_hand()->uid == core->uid && is_stack_used_up()) {
         PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
         return NULL;
     }
@@ -39,7 +39,7 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
         return NULL;
     Py_INCREF(self);
     Py_INCREF(core);
-    Frame *frame = open_frame(core, self->site, NULL, values, OPEN);
+    Frame *frame = open_frame(core, self->path.site, NULL, values, OPEN);
     Py_XDECREF(values);
     PyObject *result = NULL;
     raised_t raised = {0};
@@ -80,7 +80,7 @@ static PyObject *Function_call_for_body(Function *self, PyObject *const *args, s
     made = call_wrapped(self, args, nargsf, names);
     PyObject *standing = made == NULL                ? NULL
                          : self->form == COROUTINE ? stepped_coroutine(self, made, values)
-                                                   : new_stretch(self->core, types[(int)self->form], self->site, made, values);
+                                                   : new_stretch(self->core, types[(int)self->form], self->path.site, made, values);
     if (standing != NULL || (made != NULL && lose(self->core) < 0))
         Py_SETREF(made, standing);
     Py_XDECREF(values);
@@ -98,7 +98,7 @@ static PyObject *Function_call_to_hand_over(Function *self, PyObject *const *arg
     char was_handing_over = is_handing_over;
     if (!self->core->on || self->muted || is_handing_over || count <= place || all > ARGUMENTS_MOST)
         return call_wrapped(self, args, nargsf, names);
-    PyObject *given[ARGUMENTS_MOST], *taken = carried(self->core, args[place], self->form == SUBMIT ? self->site : NULL);
+    PyObject *given[ARGUMENTS_MOST], *taken = carried(self->core, args[place], self->form == SUBMIT ? self->path.site : NULL);
     if (taken == NULL)
         return NULL;
     memcpy(given, args, (size_t)all * sizeof *given);
@@ -161,13 +161,13 @@ static PyObject *Function_new(PyTypeObject *type, PyObject *args, PyObject *kwar
     self->core = (Core *)Py_NewRef(core);
     self->uid = self->core->uid; /* never that of a thread without a ring, which is 0 */
     self->wrapped = Py_NewRef(wrapped);
-    self->site = self->path.site = Py_NewRef(site);
+    self->path.site = Py_NewRef(site);
     self->vectorcall = entry_of(self);
     return (PyObject *)self;
 }
 
 #define HELD_BY_FUNCTION(EACH)                                                                                  \
-    EACH(core) EACH(wrapped) EACH(site) EACH(sites) EACH(decide) EACH(works) EACH(attributes) EACH(results)     \
+    EACH(core) EACH(wrapped) EACH(path.site) EACH(sites) EACH(decide) EACH(works) EACH(attributes) EACH(results)     \
     EACH(passes) EACH(pass)
 
 static int Function_traverse(Function *self, visitproc visit, void *arg)
@@ -247,7 +247,7 @@ static PyObject *Function_dict(Function *self, void *Py_UNUSED(closure))
 static PyObject *Function_site(Function *self, void *name)
 {
     if (self->sites == NULL && !(self->muted && self->pass == NULL))
-        return Py_NewRef(self->site);
+        return Py_NewRef(self->path.site);
     PyErr_SetString(PyExc_AttributeError, name);
     return NULL;
 }
@@ -297,7 +297,7 @@ static PyMemberDef Function_members[] = {
 static PyTypeObject FunctionType_ = {
     PyVarObject_HEAD_INIT(&StandInType, 0)
     .tp_name = "instrument.native._recorder.Function",
-    .tp_basicsize = sizeof(Function),
+    .tp_basicsize = SIZE_IN_LINES(Function),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
     .tp_new = Function_new,
     .tp_dealloc = (destructor)Function_dealloc,

@@ -94,8 +94,8 @@ static void follow_steps(frame_t *frame)
     Frame *self = (Frame *)frame->self;
     if (self == NULL || self->stepped != NULL || !is_stepped_in(frame->task))
         return;
-    self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand.stepping);
-    self->waited_before_ns = at_hand.stepping->waited_ns - self->waited_before_ns;
+    self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand()->stepping);
+    self->waited_before_ns = at_hand()->stepping->waited_ns - self->waited_before_ns;
 }
 
 static int finish(Stretch *, PyObject *);
@@ -119,7 +119,7 @@ static int resume(Stretch *self)
         return 0;
     }
     if (self->frame == NULL) {
-        if (at_hand.uid == core->uid && is_stack_used_up(at_hand.ring)) {
+        if (at_hand()->uid == core->uid && is_stack_used_up()) {
             PyErr_SetString(PyExc_RecursionError, "the C stack is used up by steps of instrumented generators");
             return -1;
         }
@@ -655,7 +655,7 @@ static PyAsyncMethods AsyncStep_async = {.am_send = (sendfunc)AsyncStep_step, .a
 #define STRETCH_TYPE(name)                                                                                         \
     PyVarObject_HEAD_INIT(&StandInType, 0)                                                                         \
     .tp_name = name,                                                                                               \
-    .tp_basicsize = sizeof(Stretch),                                                                               \
+    .tp_basicsize = SIZE_IN_LINES(Stretch),                                                                               \
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,                       \
     .tp_dealloc = (destructor)Stretch_dealloc,                                                                     \
     .tp_traverse = (traverseproc)Stretch_traverse,                                                                 \

@@ -107,9 +107,9 @@ static void begin_generation(Core *core)
 /* Put the next frames into this memory. Drop free ones outside of it, which others could not read. */
 static void use_frames_of(memory_t *memory)
 {
-    while (free_frames != NULL) {
-        frame_t *frame = free_frames;
-        free_frames = frame->above;
+    while (hot.free_frames != NULL) {
+        frame_t *frame = hot.free_frames;
+        hot.free_frames = frame->above;
         if (memory_of(frame) == NULL)
             frame_count--;
         free_lines_in(frame, PART_FRAMES);
@@ -148,6 +148,7 @@ static PyObject *Core_reset(Core *self, PyObject *argument)
     PyObject *old_rings = self->rings;
     Ring *old_ended = self->ended;
     self->uid = ++last_uid;
+    note_features(self);
     self->rings = rings;
     self->ended = ended;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(old_rings); i++) /* before any code runs: no call may count there */
@@ -279,6 +280,7 @@ static PyObject *Core_start_ticks(Core *self, PyObject *Py_UNUSED(none))
     ticks.base_ns = now_ns;
     self->ticks = ticks;
     self->reads_ticks = 1;
+    note_features(self);
     Py_RETURN_TRUE;
 }
 
@@ -298,6 +300,7 @@ static PyObject *Core_check_ticks(Core *self, PyObject *argument)
     int64_t off_ns = shown_ns - now_ns;
     if (off_ns > limit_ns || off_ns < -limit_ns || now_ticks <= loaded_ticks) {
         self->reads_ticks = 0;
+        note_features(self);
         count(self, TICKS_STRAYED);
         Py_RETURN_NONE;
     }
@@ -311,6 +314,7 @@ static PyObject *Core_check_ticks(Core *self, PyObject *argument)
 static PyObject *Core_stop_ticks(Core *self, PyObject *Py_UNUSED(none))
 {
     self->reads_ticks = 0;
+    note_features(self);
     Py_RETURN_NONE;
 }
 

@@ -7,6 +7,7 @@ static void free_rows_of(Ring *ring)
     uint64_t written = ring->head < ring->capacity ? ring->head : ring->capacity;
     ring->rows = NULL;
     ring->number = NO_NUMBER;
+    ring->tag = NO_TAG;
     ring->head = 0;
     ring->context_version = NO_VERSION;
     if (rows != NULL)
@@ -19,8 +20,7 @@ static void Ring_dealloc(Ring *self)
     free_book(&self->totals);
     Py_XDECREF(self->current);
     Py_XDECREF(self->name);
-    if (!give_slot(self, PART_RINGS))
-        PyObject_Free(self);
+    free_lines_in(self, PART_RINGS);
 }
 
 /* The rows from a number on, as they are in memory. */
@@ -98,8 +98,8 @@ static void part_with(Ring *ring)
 {
     ring->ended = 1;
     ring->state = &nobody;
-    if (at_hand.ring == ring)
-        at_hand.uid = 0;
+    if (at_hand()->ring == ring)
+        at_hand()->uid = 0;
     forget_current_of(ring);
     Py_DECREF(ring);
 }
@@ -149,7 +149,7 @@ static void shrink(Ring *ring)
     if (ring->rows != NULL && kept < mapped && unmap_rows((char *)ring->rows + kept, mapped - kept, 0) < 0)
         return;
     ring->capacity = capacity;
-    ring->mask = capacity - 1;
+    ring->mask = (uint32_t)(capacity - 1);
 }
 
 /* Free the rings of ended threads, oldest first, until there is room for another ring and few enough are left. Their
@@ -198,21 +198,20 @@ static void retire(Core *core)
  * read. */
 static Ring *empty_ring(Core *core)
 {
-    void *slot = take_slot(core->memory, PART_RINGS);
-    Ring *ring = slot != NULL ? slot : PyObject_Malloc(sizeof(Ring));
+    Ring *ring = new_lines_in(core->memory, PART_RINGS, sizeof(Ring));
     if (ring == NULL)
         return (Ring *)PyErr_NoMemory();
-    memset(ring, 0, sizeof(Ring));
     PyObject_Init((PyObject *)ring, &RingType);
     ring->generation = core->memory != NULL ? core->memory->at->generation : 0;
     ring->number = ++last_ring;
+    ring->tag = (uint32_t)(ring->number % (NO_TAG - 1)) + 1;
     ring->state = &nobody;
     ring->context_version = NO_VERSION;
     return ring;
 }
 
 /* Note the end of the calling thread's C stack, and the margin that a call needs at least. */
-static void find_stack_end(Ring *ring)
+static void find_stack_end(void)
 {
     pthread_attr_t attributes;
     void *lowest;
@@ -220,18 +219,18 @@ static void find_stack_end(Ring *ring)
     if (pthread_getattr_np(pthread_self(), &attributes) != 0)
         return;
     if (pthread_attr_getstack(&attributes, &lowest, &size) == 0) {
-        ring->stack_end = (uintptr_t)lowest;
-        ring->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
+        at_hand()->stack_end = (uintptr_t)lowest;
+        at_hand()->stack_margin = size / 8 < STACK_MARGIN ? size / 8 : STACK_MARGIN;
     }
     pthread_attr_destroy(&attributes);
 }
 
 /* A call of Python from C takes C stack, which a raised recursion limit does not protect. A stack that is not the
  * thread's own is far away. */
-static inline int is_stack_used_up(const Ring *ring)
+static inline int is_stack_used_up(void)
 {
     volatile char here; /* not the frame's address, which would take a register */
-    return (uintptr_t)&here - ring->stack_end < ring->stack_margin;
+    return (uintptr_t)&here - at_hand()->stack_end < at_hand()->stack_margin;
 }
 
 static Ring *new_ring(Core *core)
@@ -241,7 +240,7 @@ static Ring *new_ring(Core *core)
         return NULL;
     retire(core);
     uint64_t quarter = free_rows(core) / 4, capacity = SMALLEST_RING;
-    while (capacity * 2 <= quarter)
+    while (capacity * 2 <= quarter && capacity < LARGEST_RING)
         capacity *= 2;
     Ring *ring = empty_ring(core);
     if (ring == NULL) {
@@ -253,12 +252,12 @@ static Ring *new_ring(Core *core)
     ring->thread_id = (long)PyThread_get_thread_native_id();
     ring->rows = map_rows(core->memory, &capacity);
     ring->capacity = capacity;
-    ring->mask = capacity - 1;
+    ring->mask = (uint32_t)(capacity - 1);
     if (ring->rows == NULL) {
         Py_DECREF(ring);
         return (Ring *)PyErr_NoMemory();
     }
-    find_stack_end(ring);
+    find_stack_end();
     return ring;
 }
 
@@ -319,12 +318,12 @@ static Ring *find_ring(Core *core)
         if (before != NULL)
             part_with(before);
     }
-    at_hand.uid = core->uid;
-    at_hand.ring = mark->ring;
-    return at_hand.ring;
+    at_hand()->uid = core->uid;
+    at_hand()->ring = mark->ring;
+    return at_hand()->ring;
 }
 
 static inline Ring *ring_of(Core *core)
 {
-    return at_hand.uid == core->uid ? at_hand.ring : find_ring(core);
+    return at_hand()->uid == core->uid ? at_hand()->ring : find_ring(core);
 }

@@ -17,14 +17,14 @@ static SELDOM totals_t *find_totals_here(Ring *ring, node_t *node)
     totals_t *totals = totals_of(ring, node->index);
     if (totals != NULL) {
         node->totals = totals;
-        node->ring_number = ring->number;
+        node->ring_tag = ring->tag;
     }
     return totals;
 }
 
 static inline totals_t *totals_here(Ring *ring, node_t *node)
 {
-    return __builtin_expect(node->ring_number == ring->number, 1) ? node->totals : find_totals_here(ring, node);
+    return __builtin_expect(node->ring_tag == ring->tag, 1) ? node->totals : find_totals_here(ring, node);
 }
 
 /* The error of an ended span: that of its status, if one was set, else the given one. Borrowed. */
@@ -194,7 +194,7 @@ static inline void store_plain(Core *core, Ring *ring, frame_t *frame, int64_t e
 {
     int64_t total_ns = end_ns - frame->start_ns;
     node_t *node = frame->node;
-    if (__builtin_expect(total_ns < 0 || node->ring_number != ring->number, 0)) {
+    if (__builtin_expect(total_ns < 0 || node->ring_tag != ring->tag, 0)) {
         store(core, ring, frame, end_ns, -1, 0, NULL);
         return;
     }

@@ -141,7 +141,7 @@ static PyObject *Core_bind(Core *self, PyObject *key)
 
 static PyObject *enter_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
 static PyObject *exit_bound(BoundMethod *, PyObject *const *, size_t, PyObject *);
-static PyTypeObject EnterType, ExitType;
+static PyTypeObject BoundMethodType;
 
 /* An empty scope; NULL with an exception. Its methods have no references until they are bound. */
 static Scope *empty_scope(PyTypeObject *type)
@@ -149,10 +149,12 @@ static Scope *empty_scope(PyTypeObject *type)
     Scope *self = (Scope *)type->tp_alloc(type, 0);
     if (self != NULL) {
         self->path = &no_path;
-        Py_SET_TYPE(&self->enter, &EnterType);
-        Py_SET_TYPE(&self->exit, &ExitType);
+        Py_SET_TYPE(&self->enter, &BoundMethodType);
+        Py_SET_TYPE(&self->exit, &BoundMethodType);
         self->enter.vectorcall = (vectorcallfunc)enter_bound;
         self->exit.vectorcall = (vectorcallfunc)exit_bound;
+        self->enter.at = offsetof(Scope, enter);
+        self->exit.at = offsetof(Scope, exit);
     }
     return self;
 }
@@ -257,35 +259,45 @@ static SELDOM void give_up_scope(Scope *self)
     Py_CLEAR(self->attributes);
     Py_CLEAR(self->frame);
     Py_CLEAR(self->spare);
-    if (type == free_scope_type && free_scope_count < OBJECTS_KEPT) {
+    if (type == hot.free_scope_type && free_scope_count < OBJECTS_KEPT) {
         free_scopes[free_scope_count++] = self;
         return;
     }
     PyObject_GC_UnTrack(self);
     type->tp_free((PyObject *)self);
-    if (free_scope_type != NULL && PyType_IsSubtype(type, free_scope_type))
+    if (hot.free_scope_type != NULL && PyType_IsSubtype(type, hot.free_scope_type))
         Py_DECREF(type); /* made in Python: each object of it holds it */
 }
 
+static inline int is_reusable(const Scope *self)
+{
+    return self->path != &no_path && self->frame == NULL;
+}
+
 /* A named scope waits for the next call, without the recorder, which may be freed meanwhile. */
+static inline void wait_for_call(Scope *self)
+{
+    Core *core = self->core;
+    self->core = NULL;
+    Py_DECREF(core);
+}
+
 static void Scope_dealloc(Scope *self)
 {
-    if (self->path == &no_path || self->frame != NULL) {
+    if (!is_reusable(self)) {
         give_up_scope(self);
         return;
     }
-    Core *core = self->core;
-    self->core = NULL;
     Py_SET_REFCNT(self, 1);
-    Py_DECREF(core);
+    wait_for_call(self);
 }
 
 /* Scopes of a Python subclass are freed like ours, because it only adds methods. */
 static void keep_scopes_of(PyTypeObject *type)
 {
-    if (free_scope_type != NULL || type->tp_basicsize != ScopeType.tp_basicsize)
+    if (hot.free_scope_type != NULL || type->tp_basicsize != ScopeType.tp_basicsize)
         return;
-    free_scope_type = (PyTypeObject *)Py_NewRef((PyObject *)type);
+    hot.free_scope_type = (PyTypeObject *)Py_NewRef((PyObject *)type);
     type->tp_dealloc = (destructor)Scope_dealloc;
 }
 
@@ -294,7 +306,7 @@ static Scope *new_scope(Core *core, PyObject *site)
 {
     PyTypeObject *type = core->scope_type != NULL ? (PyTypeObject *)core->scope_type : &ScopeType;
     Scope *scope;
-    if (type == free_scope_type && free_scope_count > 0) {
+    if (type == hot.free_scope_type && free_scope_count > 0) {
         scope = free_scopes[--free_scope_count];
     } else if ((scope = empty_scope(type)) == NULL) {
         Py_DECREF(site);
@@ -355,18 +367,19 @@ static SELDOM PyObject *exit_with(Core *core, totals_t *full, PyObject *request)
  * and is reused. After the clock is read, only the last step is a call. */
 static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, PyObject *error)
 {
-    if (self->frame == NULL || error != Py_None)
+    if (self->frame == NULL || error != hot.none)
         return exit_otherwise(self, error, 0);
-    int64_t end_ns = read_clock(self->core);
     Core *core = self->core;
+    int64_t end_ns = is_on_and_nothing_else(core) ? read_monotonic() : read_clock(core);
+    core = self->core;
     Frame *open = self->frame;
     frame_t *frame = open->frame;
-    Ring *ring = at_hand.ring;
+    Ring *ring = at_hand()->ring;
     if (frame->ring != ring || Py_REFCNT(open) != 2 || ring->context_version != ring->state->context_ver)
         return exit_otherwise(self, Py_None, end_ns);
     Current *current = ring->current;
     int64_t total_ns = end_ns - frame->start_ns;
-    if (total_ns < 0 || current->top != frame || !is_open_as_begun(frame) || frame->node->ring_number != ring->number ||
+    if (total_ns < 0 || current->top != frame || !is_open_as_begun(frame) || frame->node->ring_tag != ring->tag ||
         ((uintptr_t)frame->attributes | (uintptr_t)frame->published | (uintptr_t)frame->pair | (uintptr_t)open->stepped |
          (uint64_t)open->children_waited_ns) != 0 ||
         (current->eager && (current->published_id == frame->span_id || !publishes_requests_alone(core, current))))
@@ -391,7 +404,7 @@ static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, P
     frame->request = NULL;
     if (is_full || request != NULL)
         return exit_with(self->core, is_full ? totals : NULL, request != (PyObject *)open ? request : NULL);
-    Py_RETURN_NONE;
+    return Py_NewRef(hot.none);
 }
 
 static PyObject *annotate_by(Core *, int, Frame *, PyObject *const *, Py_ssize_t, PyObject *);
@@ -412,9 +425,9 @@ static PyMethodDef Scope_methods[] = {
 /* `__enter__` and `__exit__`, as a class has them. */
 typedef struct {
     PyObject_HEAD
+    size_t at; /* of the bound one in a scope */
     vectorcallfunc vectorcall;
     const char *name;
-    size_t at; /* of the bound one in a scope */
 } ScopeMethod;
 
 static SELDOM PyObject *get_otherwise(ScopeMethod *self, PyObject *scope)
@@ -433,7 +446,7 @@ static SELDOM PyObject *get_otherwise(ScopeMethod *self, PyObject *scope)
 static PyObject *ScopeMethod_get(ScopeMethod *self, PyObject *scope, PyObject *Py_UNUSED(owner))
 {
     BoundMethod *bound = (BoundMethod *)((char *)scope + self->at);
-    if (scope == NULL || Py_TYPE(scope) != free_scope_type || Py_REFCNT(bound) != 0)
+    if (scope == NULL || Py_TYPE(scope) != hot.free_scope_type || Py_REFCNT(bound) != 0)
         return get_otherwise(self, scope);
     Py_SET_REFCNT(bound, 1);
     return Py_INCREF(scope), (PyObject *)bound;
@@ -494,53 +507,60 @@ static PyTypeObject ScopeMethodType = {
     .tp_members = ScopeMethod_members,
 };
 
-static PyObject *BoundMethod_name(PyObject *Py_UNUSED(self), void *name)
+static Scope *scope_of(const BoundMethod *self)
 {
-    return PyUnicode_FromString(name);
+    return (Scope *)((char *)self - self->at);
 }
 
-static PyObject *BoundMethod_self(PyObject *self, void *at)
+/* It may run code of the host's. A scope that waits for the next call does so without a look at its type. */
+static void BoundMethod_dealloc(BoundMethod *self)
 {
-    return Py_NewRef((PyObject *)((char *)self - (size_t)at));
+    Scope *scope = scope_of(self);
+    if (Py_REFCNT(scope) == 1 && is_reusable(scope))
+        wait_for_call(scope);
+    else
+        Py_DECREF(scope);
 }
 
-#define BOUND_METHOD(Type, field, name)                                                                     \
-    static void Type##_dealloc(BoundMethod *self)                                                           \
-    {                                                                                                       \
-        Scope *scope = (Scope *)((char *)self - offsetof(Scope, field));                                    \
-        Py_DECREF(scope); /* it may run code of the host's */                                               \
-    }                                                                                                       \
-    static PyGetSetDef Type##_getset[] = {                                                                  \
-        {"__name__", BoundMethod_name, NULL, NULL, name},                                                   \
-        {"__self__", BoundMethod_self, NULL, NULL, (void *)offsetof(Scope, field)},                         \
-        {NULL},                                                                                             \
-    };                                                                                                      \
-    static PyTypeObject Type = {                                                                            \
-        PyVarObject_HEAD_INIT(NULL, 0).tp_name = "instrument.native._recorder.BoundMethod",                 \
-        .tp_basicsize = sizeof(BoundMethod),                                                                \
-        .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,                                        \
-        .tp_doc = "Such a method, bound to a scope.",                                                       \
-        .tp_dealloc = (destructor)Type##_dealloc,                                                           \
-        .tp_call = PyVectorcall_Call,                                                                       \
-        .tp_vectorcall_offset = offsetof(BoundMethod, vectorcall),                                          \
-        .tp_getset = Type##_getset,                                                                         \
-    }
-
-BOUND_METHOD(EnterType, enter, "__enter__");
-BOUND_METHOD(ExitType, exit, "__exit__");
-
-/* Give the class of scopes a method. */
-static int add_scope_method(const char *name, vectorcallfunc unbound, size_t at)
+static PyObject *BoundMethod_name(BoundMethod *self, void *Py_UNUSED(closure))
 {
-    ScopeMethod *method = PyObject_New(ScopeMethod, &ScopeMethodType);
-    if (method == NULL)
-        return -1;
-    method->vectorcall = unbound;
-    method->at = at;
-    method->name = name;
-    int failed = PyDict_SetItemString(ScopeType.tp_dict, name, (PyObject *)method);
-    Py_DECREF(method);
-    return failed;
+    return PyUnicode_FromString(self->at == offsetof(Scope, enter) ? "__enter__" : "__exit__");
+}
+
+static PyObject *BoundMethod_self(BoundMethod *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef((PyObject *)scope_of(self));
+}
+
+static PyGetSetDef BoundMethod_getset[] = {
+    {"__name__", (getter)BoundMethod_name, NULL, NULL, NULL},
+    {"__self__", (getter)BoundMethod_self, NULL, NULL, NULL},
+    {NULL},
+};
+
+static PyTypeObject BoundMethodType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "instrument.native._recorder.BoundMethod",
+    .tp_basicsize = sizeof(BoundMethod),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_doc = "Such a method, bound to a scope.",
+    .tp_dealloc = (destructor)BoundMethod_dealloc,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(BoundMethod, vectorcall),
+    .tp_getset = BoundMethod_getset,
+};
+
+/* Give the class of scopes its methods, which are in one line. */
+static int add_scope_methods(void)
+{
+    static ScopeMethod methods[] __attribute__((aligned(LINE))) = {
+        {PyObject_HEAD_INIT(&ScopeMethodType) offsetof(Scope, enter), (vectorcallfunc)enter_unbound, "__enter__"},
+        {PyObject_HEAD_INIT(&ScopeMethodType) offsetof(Scope, exit), (vectorcallfunc)exit_unbound, "__exit__"},
+    };
+    for (int i = 0; i < 2; i++)
+        if (PyDict_SetItemString(ScopeType.tp_dict, methods[i].name, (PyObject *)&methods[i]) < 0)
+            return -1;
+    return 0;
 }
 
 static PyMemberDef Scope_members[] = {
@@ -574,7 +594,7 @@ static PyGetSetDef Scope_getset[] = {
 static PyTypeObject ScopeType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "instrument.native._recorder.Scope",
-    .tp_basicsize = sizeof(Scope),
+    .tp_basicsize = SIZE_IN_LINES(Scope),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
     .tp_doc = "A span around a block: Scope(recorder, site, attributes=None).",
     .tp_new = Scope_new,
@@ -646,7 +666,7 @@ static inline known_t *place_of_name(PyObject *name)
  * reference. */
 static void keep_name(Core *core, PyObject *name, Scope *scope)
 {
-    if (Py_TYPE(scope) != free_scope_type)
+    if (Py_TYPE(scope) != hot.free_scope_type)
         return;
     known_t *place = place_of_name(name);
     if (place->version == version_of_names(core) && place->path.site == scope->site && place->instance == name)
@@ -727,7 +747,7 @@ static PyObject *Core_scope(Core *self, PyObject *const *args, Py_ssize_t nargs,
     Scope *scope = place->scope;
     if (place->instance != args[0] || place->version != version_of_names(self) || scope->core != NULL)
         return scope_otherwise(self, args, nargs, names);
-    __builtin_prefetch(place->path.steps[0]);
+    __builtin_prefetch(place->path.newest.step);
     __builtin_prefetch(scope->spare, 1);
     __builtin_prefetch(scope->spare_frame, 1);
     __builtin_prefetch((char *)scope->spare_frame + LINE, 1);

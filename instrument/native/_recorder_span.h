@@ -101,7 +101,7 @@ static PyGetSetDef Frame_getset[] = {
 static PyTypeObject FrameType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "instrument.native._recorder.Frame",
-    .tp_basicsize = sizeof(Frame),
+    .tp_basicsize = SIZE_IN_LINES(Frame),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_doc = "A span that is open.",
     .tp_dealloc = (destructor)Frame_dealloc,
@@ -134,12 +134,12 @@ static SELDOM uint64_t first_identity(void)
     return 2; /* 0 means none */
 }
 
-static inline uint64_t next_identity(Core *core)
+static inline uint64_t next_identity(void)
 {
-    uint64_t id = core->last_id + 2;
+    uint64_t id = hot.last_id + 2;
     if (__builtin_expect((int64_t)id < 0, 0)) /* readers have 63 bits */
         id = first_identity();
-    core->last_id = id;
+    hot.last_id = id;
     return id;
 }
 
@@ -165,10 +165,10 @@ static inline int is_open_and_no_fold(const frame_t *frame)
 
 static inline void remember_step(path_t *path, node_t *parent, node_t *step)
 {
-    path->parents[1] = path->parents[0];
-    path->steps[1] = path->steps[0];
-    path->parents[0] = parent;
-    path->steps[0] = step;
+    path->before.parent = path->newest.parent;
+    path->before.step = path->newest.step;
+    path->newest.parent = parent;
+    path->newest.step = step;
 }
 
 /* Fill in the ids, the node and the parent of a span. The caller reads the clock last. `path` is of the site. */
@@ -179,7 +179,7 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
     node_t *parent, *step;
     frame->above = above;
     set_flags(frame, state);
-    frame->span_id = next_identity(core);
+    frame->span_id = next_identity();
     frame->ring = ring;
     frame->task = current->task;
     frame->children_ns = 0;
@@ -204,10 +204,10 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
         if (__builtin_expect(current->link_id != 0, 0) && current->linked != NULL && frame->attributes == NULL)
             frame->attributes = Py_NewRef(current->linked);
     }
-    if (path != NULL && path->parents[0] == parent) {
-        step = path->steps[0];
-    } else if (path != NULL && path->parents[1] == parent) {
-        step = path->steps[1];
+    if (path != NULL && path->newest.parent == parent) {
+        step = path->newest.step;
+    } else if (path != NULL && path->before.parent == parent) {
+        step = path->before.step;
     } else {
         step = node_of(core, parent, site);
         if (path != NULL && !is_edge(step))
@@ -223,11 +223,11 @@ identify(Core *core, Ring *ring, Current *current, frame_t *frame, PyObject *sit
 /* True if the step from a parent is known, because the site was met there before. */
 static inline int find_known_step(const path_t *path, const node_t *parent, node_t **step)
 {
-    *step = path->steps[0];
-    if (__builtin_expect(path->parents[0] == parent, 1))
+    *step = path->newest.step;
+    if (__builtin_expect(path->newest.parent == parent, 1))
         return 1;
-    *step = path->steps[1];
-    return path->parents[1] == parent;
+    *step = path->before.step;
+    return path->before.parent == parent;
 }
 
 /* The same for the usual span: below an open one, or the root, at a known path of its site. 0 for any other, whose
@@ -240,14 +240,14 @@ place_below_top(Core *core, Ring *ring, const Current *current, const path_t *pa
     if (above != NULL) {
         if (!is_open_and_no_fold(above) || !find_known_step(path, above->node, &node))
             return 0;
-        frame->span_id = next_identity(core);
+        frame->span_id = next_identity();
         frame->parent_id = above->span_id;
         frame->root_id = above->root_id;
         frame->request = Py_XNewRef(above->request);
     } else {
         if (((uintptr_t)current->base | current->link_id) != 0 || !find_known_step(path, &core->root, &node))
             return 0;
-        frame->root_id = frame->span_id = next_identity(core);
+        frame->root_id = frame->span_id = next_identity();
         frame->parent_id = 0;
         frame->request = NULL;
     }
@@ -275,16 +275,17 @@ static inline int publishes_requests_alone(const Core *core, const Current *curr
 static inline __attribute__((always_inline)) int
 begin_known(Core *core, Frame *open, const path_t *path, int is_stepped_around)
 {
-    if (!is_on_and_nothing_else(core) || at_hand.uid != core->uid)
+    const at_hand_t OF_THREAD *here = at_hand();
+    if (!is_on_and_nothing_else(core) || here->uid != hot.plain_uid)
         return 0;
-    Ring *ring = at_hand.ring;
+    Ring *ring = here->ring;
     Current *current = ring->current;
     frame_t *frame = open->frame;
     if (ring->context_version != ring->state->context_ver ||
         (current->eager && !publishes_requests_alone(core, current)) ||
         !place_below_top(core, ring, current, path, frame))
         return 0;
-    if (is_stepped_around && at_hand.stepping != NULL)
+    if (is_stepped_around && here->stepping != NULL)
         note_stepping(open);
     Py_INCREF(ring);
     Py_INCREF(open); /* the chain's */
@@ -331,21 +332,22 @@ static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, i
 /* True if a span that begins now in a task is within the stepped object. An eager task is not. */
 static inline int is_stepped_in(uint64_t task)
 {
-    return at_hand.stepping != NULL && at_hand.stepping->is_running && (at_hand.stepping->task == 0 || at_hand.stepping->task == task);
+    return at_hand()->stepping != NULL && at_hand()->stepping->is_running && (at_hand()->stepping->task == 0 || at_hand()->stepping->task == task);
 }
 
 /* Attach a new span to the stepped object around it, for its waits. */
 static inline void note_stepping(Frame *self)
 {
     if (is_stepped_in(self->frame->task)) {
-        self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand.stepping);
-        self->waited_before_ns = at_hand.stepping->waited_ns;
+        self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand()->stepping);
+        self->waited_before_ns = at_hand()->stepping->waited_ns;
     }
 }
 
 /* `scope` is the one that begins, or NULL. NULL with an exception, or without one if it was counted: see `lose`. */
 static Frame *open_frame(Core *core, PyObject *site, const Scope *scope, PyObject *attributes, char state)
 {
+    note_features(core);
     Frame *self = new_frame_object();
     if (self == NULL)
         return NULL;

@@ -134,7 +134,7 @@ static SELDOM Frame *begin_own_otherwise(Stepped *self)
     Core *core = self->core;
     Function *function = self->function;
     uint64_t uid = core->uid;
-    Frame *own = open_frame(core, function->site, NULL, self->attributes, OPEN);
+    Frame *own = open_frame(core, function->path.site, NULL, self->attributes, OPEN);
     if (own == NULL || core->uid != uid || own->frame->below_fold || own->frame->node->is_request)
         return own;
     if (function->uid != uid)
@@ -154,12 +154,12 @@ static int begin_own(Stepped *self)
     self->has_begun = 1;
     if (function == NULL || !core->on)
         return 0;
-    Pass *pass = pass_of(core, function->site);
+    Pass *pass = pass_of(core, function->path.site);
     if (pass != NULL) {
         count_passed(pass);
         return 0;
     }
-    int is_too_deep = at_hand.uid == core->uid && is_stack_used_up(at_hand.ring);
+    int is_too_deep = at_hand()->uid == core->uid && is_stack_used_up();
     int may_be_known = !is_too_deep && self->attributes == NULL && function->uid == core->uid && is_on_and_nothing_else(core);
     Frame *own = may_be_known ? new_frame_object() : NULL;
     if (own != NULL && !begin_known(core, own, &function->path, 0))
@@ -196,8 +196,8 @@ static inline int begin_step(Stepped *self, Stepped **around)
         self->waited_ns += read_clock(self->core) - self->suspended_ns;
         self->suspended_ns = 0;
     }
-    *around = at_hand.stepping;
-    at_hand.stepping = (Stepped *)Py_NewRef((PyObject *)self);
+    *around = at_hand()->stepping;
+    at_hand()->stepping = (Stepped *)Py_NewRef((PyObject *)self);
     self->is_running = 1;
     return 0;
 }
@@ -207,8 +207,8 @@ static inline int begin_step(Stepped *self, Stepped **around)
 static inline PySendResult end_step(Stepped *self, Stepped *around, PySendResult ended, PyObject **result)
 {
     /* If greenlets have switched meanwhile it may be another object: that stays valid, and is not running. */
-    Stepped *innermost = at_hand.stepping;
-    at_hand.stepping = around;
+    Stepped *innermost = at_hand()->stepping;
+    at_hand()->stepping = around;
     self->is_running = 0;
     if (ended == PYGEN_NEXT) {
         self->suspended_ns = read_clock(self->core);
@@ -388,8 +388,8 @@ static PyObject *Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
         end_step(self, around, PYGEN_ERROR, &result);
         return NULL;
     }
-    Stepped *innermost = at_hand.stepping;
-    at_hand.stepping = around;
+    Stepped *innermost = at_hand()->stepping;
+    at_hand()->stepping = around;
     self->is_running = 0;
     int failed = end_own(self, closed);
     leave_awaited(self);
@@ -452,7 +452,7 @@ static PyAsyncMethods Stepped_async = {
 static PyTypeObject SteppedType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "instrument.native._recorder.Stepped",
-    .tp_basicsize = sizeof(Stepped),
+    .tp_basicsize = SIZE_IN_LINES(Stepped),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_doc = "What is awaited, stepped and timed: it knows how long it was suspended.",
     .tp_dealloc = (destructor)Stepped_dealloc,
@@ -469,7 +469,7 @@ static PyTypeObject SteppedType = {
 static PyTypeObject CoroutineType = {
     PyVarObject_HEAD_INIT(&StandInType, 0)
     .tp_name = "coroutine",
-    .tp_basicsize = sizeof(Stepped),
+    .tp_basicsize = SIZE_IN_LINES(Stepped),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_dealloc = (destructor)Stepped_dealloc,
     .tp_traverse = (traverseproc)Stepped_traverse,

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 #define RECORDING_MAGIC "instrrec"
-#define RECORDING_VERSION 9
+#define RECORDING_VERSION 10
 #define LABEL_BYTES 64
 #define REASONS_MOST 32
 #define NEWEST_NUMBERS 1024 /* slots for the newest values of numbers, behind the ring of former ones */

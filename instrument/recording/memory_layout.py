@@ -194,7 +194,7 @@ def generation_of(fd: int) -> int:
         return 0
 
 
-MAGIC, VERSION = b"instrrec", 9
+MAGIC, VERSION = b"instrrec", 10
 HEADER_BYTES = 4096
 LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
@@ -265,11 +265,11 @@ HEADER = _packed_record(
 )  # fmt: skip
 PART = _packed_record(offset="Q", stride="Q", slots="Q", used="Q", unseen="Q")
 RING = Record(
-    224,
+    184,
     {
-        "rows": (0, "Q"), "mask": (8, "Q"), "head": (16, "Q"), "number": (24, "Q"), "capacity": (72, "Q"),
-        "too_short": (80, "Q"), "thread_id": (88, "q"), "ended": (104, "B"), "generation": (128, "Q"),
-        "label": (136, f"{LABEL_BYTES}s"),
+        "rows": (0, "Q"), "mask": (8, "I"), "head": (16, "Q"), "number": (48, "Q"), "capacity": (56, "Q"),
+        "too_short": (64, "Q"), "thread_id": (72, "q"), "ended": (88, "B"), "generation": (112, "Q"),
+        "label": (120, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
 """The layout of a ring in its slot, after `object_bytes` bytes of the recorder's own object."""

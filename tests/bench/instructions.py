@@ -8,8 +8,8 @@ make no numbers, or the allocator's state would count.
 Python 3.11.7 built without profile (with one, what is around ours takes fewer):
 
     decorated call        420
-    with scope            880
-    coroutine             913
+    with scope            878
+    coroutine             910
     step of a generator   322
 """
 
