@@ -818,7 +818,7 @@ def test_a_request_reports_its_caller_the_sizes_and_its_status(recorder: Any, he
 def test_a_request_without_an_answer_reports_neither_status_nor_size(recorder: Any) -> None:
     facts: dict[str, Any] = {}
     frame = recorder.open_request(Site("request", "request"), facts, None, None)
-    assert recorder.begun_ns(frame) <= recorder.now_ns()
+    assert frame.start_ns <= recorder.now_ns()
     recorder.close_request(frame, facts, 0, 0, ValueError())
     recorder.close_request(None, {}, 200, 1, None)
     (span,) = spans_in(recorder)

@@ -45,7 +45,6 @@
 #include "_recorder_clock.h"
 #include "_recorder_memory.h"
 #include "_recorder_facts.h"
-#include "_recorder_call_tree.h"
 #include "_recorder_tally.h"
 #include "_recorder_ring.h"
 #include "_recorder_context.h"
@@ -57,11 +56,9 @@
 #include "_recorder_scopes.h"
 #include "_recorder_stepped.h"
 #include "_recorder_generators.h"
-#include "_recorder_carried.h"
+#include "_recorder_requests.h"
 #include "_recorder_functions.h"
 #include "_recorder_renaming.h"
-#include "_recorder_requests.h"
-#include "_recorder_reading.h"
 #include "_recorder_life.h"
 #include "_recorder_core.h"
 #include "_recorder_numbers.h"
@@ -88,16 +85,6 @@ static int execute(PyObject *made)
     }
     read_both(&loaded_ticks, &loaded_ns);
     find_own_variables();
-#ifdef Py_GIL_DISABLED
-    PyObject *ask = PySys_GetObject("_is_gil_enabled"); /* borrowed */
-    PyObject *enabled = ask == NULL ? NULL : PyObject_CallNoArgs(ask);
-    Py_XDECREF(enabled);
-    if (enabled != Py_True) { /* switched off by hand, as PYTHON_GIL=0 does */
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ImportError, "instrument.native._recorder needs the GIL");
-        return -1;
-    }
-#endif
     if (ready_stand_ins() < 0)
         return -1;
     PyTypeObject *own_types[] = {&MarkType, &CurrentType, &PublishedType, &SteppedType, &AsyncStepType, &CarriedType, &ScopeMethodType, &BoundMethodType};
@@ -111,48 +98,11 @@ static int execute(PyObject *made)
     if (add_scope_methods() < 0)
         return -1;
     PyType_Modified(&ScopeType);
+#define ADDRESS_OF_TEXT(name, text) {&str_##name, text},
     struct {
         PyObject **kept;
         const char *text;
-    } texts[] = {
-        {&str_bytes, "bytes"},
-        {&str_kind, "kind"},
-        {&str_request, "request"},
-        {&str_copy, "copy"},
-        {&str_module_dunder, "__module__"},
-        {&str_status, "http.response.status_code"},
-        {&str_request_size, "http.request.body.size"},
-        {&str_answer_size, "http.response.body.size"},
-        {&str_status_code, "otel.status_code"},
-        {&str_outcome, "instrument.outcome"},
-        {&str_cancelled, "cancelled"},
-        {&str_closed_early, "closed early"},
-        {&str_stopped, "stopped"},
-        {&str_error_type, "error.type"},
-        {&str_ok, "OK"},
-        {&str_error, "ERROR"},
-        {&str_other, "_OTHER"},
-        {&str_annotate_checked, "_annotate_checked"},
-        {&str_make_scope, "make_scope"},
-        {&str_min_ns, "min_ns"},
-        {&str_device, "device"},
-        {&str_end, "end"},
-        {&str_pause, "pause"},
-        {&str_resume, "resume"},
-        {&str_items, "items"},
-        {&str_first_item, "first_item_ns"},
-        {&str_last_item, "last_item_ns"},
-        {&str_longest_gap, "longest_gap_ns"},
-        {&str_error_key, "error"},
-        {&str_told, "told"},
-        {&str_attributes, "attributes"},
-        {&str_key, "instrument.key"},
-        {&str_key_word, "key"},
-        {&str_batch_word, "batch"},
-        {&str_bind_innermost, "bind_innermost"},
-        {&str_batch_keys, "instrument.batch.keys"},
-        {&str_batch_weights, "instrument.batch.weights"},
-    };
+    } texts[] = {TEXTS(ADDRESS_OF_TEXT)};
     for (size_t i = 0; i < sizeof(texts) / sizeof(texts[0]); i++)
         if ((*texts[i].kept = PyUnicode_InternFromString(texts[i].text)) == NULL)
             return -1;

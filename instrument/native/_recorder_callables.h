@@ -129,23 +129,7 @@ static SELDOM int end_call(Core *core, Ring *ring, Current *current, frame_t *fr
         PyErr_NormalizeException(&raised.type, &raised.value, &raised.traceback); /* as of `sys.exit()`, which C raises by its class */
     if (raised.type != NULL && !(raised.value != NULL && is_no_error(core, frame, raised.value)))
         error = error_name(raised.type);
-    int found = 1;
-    frame->state = CLOSED;
-    if (current->top != frame)
-        frame->has_rows = 1; /* spans begun inside it go on */
-    count_against_above(current, frame, ring, end_ns);
-    PyObject *published = take_published(frame);
-    frame_t *above = frame->above;
-    if (current->top == frame) {
-        current->top = above;
-        publish_rest(core, current, frame->span_id);
-        above = current->top;
-    } else {
-        found = cross(current, frame, end_ns) == 0;
-        count(core, found ? CROSSED : FOREIGN);
-    }
-    if (published != NULL)
-        pass_on(core, current, published, above);
+    int found = leave_chain(core, current, frame, ring, end_ns, 1);
     if (ring->rows == NULL && (ring = ring_of(core)) == NULL && lose(core) < 0) {
         /* A signal handler raised: its exception replaces the call's, as it would without us. */
         drop_raised(raised);
@@ -175,13 +159,13 @@ static SELDOM void forget_paths(Function *);
 
 static SELDOM PyObject *settle_and_call(Function *, PyObject *, path_t *, PyObject *const *, size_t, PyObject *);
 
-/* Return -1 if the exception raised in our code is the host's, from a signal handler; else note it. */
-static SELDOM int note_unless_hosts(const char *place)
+static PyObject *positional_of_call(PyObject *const *args, size_t nargsf)
 {
-    if (is_hosts())
-        return -1;
-    note_fault(place);
-    return PyErr_Occurred() ? -1 : 0;
+    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
+    PyObject *positional = PyTuple_New(count);
+    for (Py_ssize_t i = 0; positional != NULL && i < count; i++)
+        PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
+    return positional;
 }
 
 /* Read facts of a call from its arguments: a new reference in `facts`, NULL where there are none. -1 with an exception
@@ -190,10 +174,8 @@ static int
 read_by(PyObject *reader, const char *place, PyObject *const *args, size_t nargsf, PyObject *names, PyObject **facts)
 {
     Py_ssize_t count = PyVectorcall_NARGS(nargsf), named_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
-    PyObject *positional = PyTuple_New(count), *named = PyDict_New();
+    PyObject *positional = positional_of_call(args, nargsf), *named = PyDict_New();
     int failed = positional == NULL || named == NULL;
-    for (Py_ssize_t i = 0; !failed && i < count; i++)
-        PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
     for (Py_ssize_t i = 0; !failed && i < named_count; i++)
         failed = PyDict_SetItem(named, PyTuple_GET_ITEM(names, i), args[count + i]) < 0;
     *facts = failed ? NULL : PyObject_CallFunctionObjArgs(reader, positional, named, NULL);
@@ -304,10 +286,8 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     Current *current = current_at_hand(core, &ring);
     if (current == NULL)
         return settle_and_call(self, site, path, args, nargsf, names);
-    if (is_stack_used_up()) {
-        PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
-        return NULL;
-    }
+    if (is_stack_used_up())
+        return refuse_for_stack("calls of instrumented functions");
     PyObject *facts = NULL;
     if (self->attributes != NULL) {
         if (read_attributes_of_call(self->attributes, args, nargsf, names, &facts) < 0)
@@ -374,27 +354,14 @@ call_in_any_span(Function *self, PyObject *site, path_t *path, PyObject *const *
     return result;
 }
 
-typedef PyObject *(*span_call)(Function *, path_t *, PyObject *const *, size_t, PyObject *);
-
-static __attribute__((noinline)) PyObject *
-call_own_otherwise(Function *self, path_t *Py_UNUSED(path), PyObject *const *args, size_t nargsf, PyObject *names)
-{
-    return call_in_any_span(self, self->path.site, &self->path, args, nargsf, names);
-}
-
-static __attribute__((noinline)) PyObject *
-call_known_otherwise(Function *self, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names)
-{
-    return call_in_any_span(self, path->site, path, args, nargsf, names);
-}
-
 /* Call a function of Python's inside a span that is timed by one clock alone, below one that is open or the root, at a path
  * where it was met before: what most calls are. All others go the other way. Neither the function nor its recorder is
- * looked at after the call, so that neither needs a reference for it, but for the counter's rate, where there still is one. */
+ * looked at after the call, so that neither needs a reference for it, but for the counter's rate, where there still is one.
+ * `known` is the path of an instance, NULL for the function's own. */
 static inline __attribute__((always_inline)) PyObject *
-call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf, PyObject *names, int has_ticks,
-             span_call otherwise)
+call_in_span(Function *self, path_t *known, PyObject *const *args, size_t nargsf, PyObject *names, int has_ticks)
 {
+    path_t *path = known != NULL ? known : &self->path;
     /* On the stack while the clock is read: a register that outlives it is saved and restored. */
     PyObject *const *volatile kept_args = args;
     volatile size_t kept_nargsf = nargsf;
@@ -457,7 +424,9 @@ call_in_span(Function *self, path_t *path, PyObject *const *args, size_t nargsf,
     Py_DECREF(ring);
     return result;
 otherwise:
-    return otherwise(self, path, kept_args, kept_nargsf, kept_names);
+    __asm__("" : "+r"(self)); /* or the address of its path takes a register before */
+    path = known != NULL ? known : &self->path;
+    return call_in_any_span(self, path->site, path, kept_args, kept_nargsf, kept_names);
 }
 
 /* Finding the chain of another context may run code that releases the site. */
@@ -484,7 +453,7 @@ static PyObject *Function_call(Function *, PyObject *const *, size_t, PyObject *
 static PyObject *Function_call_with_ticks(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (__builtin_expect(is_on_with_ticks(self->core), 1))
-        return call_in_span(self, &self->path, args, nargsf, names, 1, call_own_otherwise);
+        return call_in_span(self, NULL, args, nargsf, names, 1);
     self->vectorcall = (vectorcallfunc)Function_call;
     return Function_call(self, args, nargsf, names);
 }
@@ -492,7 +461,7 @@ static PyObject *Function_call_with_ticks(Function *self, PyObject *const *args,
 static PyObject *Function_call(Function *self, PyObject *const *args, size_t nargsf, PyObject *names)
 {
     if (__builtin_expect(is_on_and_nothing_else(self->core), 1))
-        return call_in_span(self, &self->path, args, nargsf, names, 0, call_own_otherwise);
+        return call_in_span(self, NULL, args, nargsf, names, 0);
     if (!self->core->on)
         return call_wrapped(self, args, nargsf, names);
     if (is_on_with_ticks(self->core))
@@ -661,7 +630,7 @@ call_of_instance(Function *self, known_t *known, PyObject *const *args, size_t n
     if (site == NULL || pass != NULL)
         result = PyObject_Vectorcall(self->wrapped, args, nargsf, names);
     else if (path != NULL && is_on_and_nothing_else(self->core) && PyFunction_Check(self->wrapped))
-        return call_in_span(self, path, args, nargsf, names, 0, call_known_otherwise);
+        return call_in_span(self, path, args, nargsf, names, 0);
     else
         result = call_in_any_span(self, site, path, args, nargsf, names);
     Py_XDECREF(asked);

@@ -111,6 +111,15 @@ static void note_fault(const char *place)
     drop_raised(raised);
 }
 
+/* Return -1 if the exception raised in our code is the host's, from a signal handler; else note it. */
+static SELDOM int note_unless_hosts(const char *place)
+{
+    if (is_hosts())
+        return -1;
+    note_fault(place);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 #if defined(__x86_64__)
 #include <x86intrin.h>
 #define HAS_TICKS 1

@@ -14,19 +14,24 @@ static void leave_list(Current *self)
     self->core = NULL;
 }
 
-static void Current_dealloc(Current *self)
+/* Give up a chain of frames, up to the last one: scopes that were never ended. */
+static void release_chain(frame_t *frame, const frame_t *last)
 {
-    PyObject_GC_UnTrack(self);
-    leave_list(self);
-    /* Frames of a freed context: scopes that were never ended. A running function references its Current. */
-    frame_t *frame = self->top;
-    self->top = NULL;
     while (frame != NULL) {
-        frame_t *above = frame->above;
+        frame_t *above = frame != last ? frame->above : NULL;
         frame->above = NULL;
         Py_XDECREF(frame->self);
         frame = above;
     }
+}
+
+static void Current_dealloc(Current *self)
+{
+    PyObject_GC_UnTrack(self);
+    leave_list(self);
+    frame_t *top = self->top;
+    self->top = NULL;
+    release_chain(top, NULL); /* a running function references its Current */
     Py_XDECREF(self->context);
     Py_XDECREF(self->base);
     Py_XDECREF(self->linked);
@@ -188,7 +193,16 @@ static inline int is_outdated(const Current *current)
     return __builtin_expect(current->link_id != 0, 0) && current->linked == NULL;
 }
 
-static void unlink_frame(Current *, frame_t *, frame_t *);
+/* Take a frame out of the chain and give the chain's reference up. */
+static void unlink_frame(Current *current, frame_t *below, frame_t *frame)
+{
+    if (below == NULL)
+        current->top = frame->above;
+    else
+        below->above = frame->above;
+    frame->above = NULL;
+    Py_XDECREF(frame->self);
+}
 
 /* Find the parent of later spans here: the nearest open one. Without one they are roots, with a link to the span from
  * which the context came. -1 with an exception of the host's. */
@@ -268,6 +282,48 @@ static void note_version(Ring *ring)
     ring->context_version = ring->rows != NULL ? ring->state->context_ver : NO_VERSION;
 }
 
+/* The chain that a value of the recorder's variable is of; borrowed, NULL for none. */
+static Current *chain_of(PyObject *value)
+{
+    if (value != NULL && Py_TYPE(value) == &PublishedType)
+        return (Current *)((Published *)value)->owner;
+    return value != NULL && Py_TYPE(value) == &CurrentType ? (Current *)value : NULL;
+}
+
+static inline int tells_of_tasks(const Core *core)
+{
+    return core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None;
+}
+
+/* Make the chain of the current context. `value` is what the context found in the recorder's variable. NULL with an
+ * exception. */
+static Current *new_current(Core *core, PyThreadState *state, PyObject *value)
+{
+    Current *current = PyObject_GC_New(Current, &CurrentType);
+    if (current == NULL)
+        return NULL;
+    memset((char *)current + sizeof(PyObject), 0, sizeof(Current) - sizeof(PyObject));
+    current->core = current->maker = core;
+    current->next = core->currents;
+    if (current->next != NULL)
+        current->next->previous = current;
+    core->currents = current;
+    PyObject_GC_Track(current);
+    inherit(core, current, value);
+    int failed = note_task(core, current) < 0;
+    if (!failed && current->eager && tells_of_tasks(core)) {
+        PyObject *ask = Py_NewRef(core->tells_of_tasks), *answer = PyObject_CallNoArgs(ask);
+        current->is_told = answer == Py_True;
+        Py_XDECREF(answer);
+        Py_DECREF(ask);
+        failed = forgive() < 0;
+    }
+    if (failed || set_variable(core, (PyObject *)current) < 0 ||
+        (current->context = PyWeakref_NewRef(state->context, NULL)) == NULL)
+        Py_CLEAR(current);
+    return current;
+}
+
 /* Find or make the chain of the current context, which may have changed since this thread's last span. */
 static Current *follow(Core *core, Ring *ring, PyThreadState *state)
 {
@@ -285,56 +341,18 @@ static Current *follow(Core *core, Ring *ring, PyThreadState *state)
     PyObject *value = NULL;
     if (PyContextVar_Get(core->variable, NULL, &value) < 0)
         return NULL;
-    Current *current = NULL;
-    if (value != NULL && Py_TYPE(value) == &CurrentType)
-        current = (Current *)value;
-    else if (value != NULL && Py_TYPE(value) == &PublishedType)
-        current = (Current *)((Published *)value)->owner;
-    if (current != NULL && current->core == NULL)
-        Py_CLEAR(value); /* forgotten: from before a fork */
-    if (value != NULL && current != NULL && is_here(current, state)) {
-        Py_INCREF(current);
-        if (current->is_shared && note_task(core, current) < 0) {
-            Py_DECREF(current);
-            Py_DECREF(value);
-            return NULL;
-        }
-    } else {
-        current = PyObject_GC_New(Current, &CurrentType);
-        if (current == NULL) {
-            Py_XDECREF(value);
-            return NULL;
-        }
-        memset((char *)current + sizeof(PyObject), 0, sizeof(Current) - sizeof(PyObject));
-        current->core = current->maker = core;
-        current->next = core->currents;
-        if (current->next != NULL)
-            current->next->previous = current;
-        core->currents = current;
-        PyObject_GC_Track(current);
-        inherit(core, current, value);
-        if (note_task(core, current) < 0) {
-            Py_DECREF(current);
-            Py_XDECREF(value);
-            return NULL;
-        }
-        if (current->eager && core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None) {
-            PyObject *ask = Py_NewRef(core->tells_of_tasks), *answer = PyObject_CallNoArgs(ask);
-            current->is_told = answer == Py_True;
-            Py_XDECREF(answer);
-            Py_DECREF(ask);
-            if (forgive() < 0) {
-                Py_DECREF(current);
-                Py_XDECREF(value);
-                return NULL;
-            }
-        }
-        if (set_variable(core, (PyObject *)current) < 0 ||
-            (current->context = PyWeakref_NewRef(state->context, NULL)) == NULL) {
-            Py_DECREF(current);
-            Py_XDECREF(value);
-            return NULL;
-        }
+    Current *current = chain_of(value);
+    if (current != NULL && current->core == NULL) { /* forgotten: from before a fork */
+        Py_CLEAR(value);
+        current = NULL;
+    }
+    if (current == NULL || !is_here(current, state))
+        current = new_current(core, state, value);
+    else if (Py_INCREF(current), current->is_shared && note_task(core, current) < 0)
+        Py_CLEAR(current);
+    if (current == NULL) {
+        Py_XDECREF(value);
+        return NULL;
     }
     Current *before = ring->current;
     ring->current = current;
@@ -483,11 +501,6 @@ static void pass_on(Core *core, Current *current, PyObject *published, frame_t *
     Py_DECREF(published);
 }
 
-static inline int tells_of_tasks(const Core *core)
-{
-    return core->tells_of_tasks != NULL && core->tells_of_tasks != Py_None;
-}
-
 /* True if the loop reports most copies of contexts, so that only requests must be published for the others. */
 static inline int publishes_requests_alone(const Core *core, const Current *current)
 {
@@ -527,11 +540,7 @@ static Current *known_here(Core *core)
     PyObject *value = NULL;
     if (state->context == NULL || PyContextVar_Get(core->variable, NULL, &value) < 0)
         return NULL;
-    Current *current = NULL;
-    if (value != NULL && Py_TYPE(value) == &CurrentType)
-        current = (Current *)Py_NewRef(value);
-    else if (value != NULL && Py_TYPE(value) == &PublishedType)
-        current = (Current *)Py_NewRef(((Published *)value)->owner);
+    Current *current = (Current *)Py_XNewRef((PyObject *)chain_of(value));
     Py_XDECREF(value);
     if (current != NULL && !(current->core == core && is_here(current, state)))
         Py_CLEAR(current);
@@ -566,10 +575,8 @@ static PyObject *Core_publish(Core *self, PyObject *Py_UNUSED(none))
  * must look for the current task. */
 static PyObject *Core_share(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 2 || !PyContext_CheckExact(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "share(context, again)");
-        return NULL;
-    }
+    if (nargs != 2 || !PyContext_CheckExact(args[0]))
+        return PyErr_Format(PyExc_TypeError, "share(context, again)");
     int elsewhere = args[0] != UNCHECKED_THREAD_STATE()->context;
     if (!self->on)
         Py_RETURN_NONE;

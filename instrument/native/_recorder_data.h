@@ -407,6 +407,17 @@ typedef struct stretch {
     int64_t waited_told_ns; /* of its waits: already counted against its resumers */
 } Stretch;
 
+/* A function that is submitted to another thread. */
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    Core *core;
+    PyObject *function;
+    Published *parent; /* the innermost span that was open */
+    PyObject *site;    /* of the wait, or NULL */
+    int64_t since_ns;
+} Carried;
+
 /* The awaitable of one step of an async generator. */
 typedef struct {
     PyObject_HEAD
@@ -497,11 +508,21 @@ static known_t names_at_hand[NAMES_AT_HAND] __attribute__((aligned(LINE)));
 #define LET_GO(field) Py_XDECREF(self->field);
 #define CLEAR(field) Py_CLEAR(self->field);
 
-static PyObject *str_bytes, *str_kind, *str_request, *str_copy, *str_module_dunder, *str_status, *str_request_size,
-    *str_answer_size,
-    *str_status_code, *str_error_type, *str_ok, *str_error, *str_other, *str_annotate_checked, *str_make_scope,
-    *str_min_ns, *str_device, *str_end, *str_pause, *str_resume, *str_items, *str_first_item, *str_last_item, *str_longest_gap,
-    *str_error_key, *str_told, *str_attributes, *str_key, *str_key_word, *str_batch_word, *str_bind_innermost,
-    *str_batch_keys, *str_batch_weights, *str_outcome, *str_cancelled, *str_closed_early, *str_stopped;
+/* The texts that are made once. */
+#define TEXTS(EACH)                                                                                            \
+    EACH(bytes, "bytes") EACH(kind, "kind") EACH(request, "request") EACH(copy, "copy")                        \
+    EACH(module_dunder, "__module__") EACH(status, "http.response.status_code")                                \
+    EACH(request_size, "http.request.body.size") EACH(answer_size, "http.response.body.size")                  \
+    EACH(status_code, "otel.status_code") EACH(outcome, "instrument.outcome") EACH(cancelled, "cancelled")     \
+    EACH(closed_early, "closed early") EACH(stopped, "stopped") EACH(error_type, "error.type") EACH(ok, "OK")  \
+    EACH(error, "ERROR") EACH(other, "_OTHER") EACH(annotate_checked, "_annotate_checked")                     \
+    EACH(make_scope, "make_scope") EACH(min_ns, "min_ns") EACH(device, "device") EACH(end, "end")              \
+    EACH(pause, "pause") EACH(resume, "resume") EACH(items, "items") EACH(first_item, "first_item_ns")         \
+    EACH(last_item, "last_item_ns") EACH(longest_gap, "longest_gap_ns") EACH(error_key, "error")               \
+    EACH(fact_names, "told") EACH(attributes, "attributes") EACH(key, "instrument.key") EACH(key_word, "key")  \
+    EACH(batch_word, "batch") EACH(bind_innermost, "bind_innermost") EACH(batch_keys, "instrument.batch.keys") \
+    EACH(batch_weights, "instrument.batch.weights")
+#define DECLARE_TEXT(name, text) static PyObject *str_##name;
+TEXTS(DECLARE_TEXT)
 static PyTypeObject *cached_type; /* the type of `functools.lru_cache` objects */
 static PyObject *name_of_type; /* the descriptor of `type.__name__` */

@@ -19,12 +19,7 @@ static int begin_on_device(Core *core, frame_t *frame, PyObject *facts)
     if (pair == Py_None)
         Py_CLEAR(pair);
     frame->pair = pair;
-    if (!PyErr_Occurred())
-        return 0;
-    if (is_hosts())
-        return -1;
-    note_fault("device timer");
-    return PyErr_Occurred() ? -1 : 0;
+    return PyErr_Occurred() ? note_unless_hosts("device timer") : 0;
 }
 
 /* Call a method of a pair. An earlier exception stays. -1 with an exception of the host's that is raised here. */
@@ -33,9 +28,7 @@ static int tell_pair(PyObject *method, PyObject *const *args, size_t count)
     raised_t raised = take_raised();
     PyObject *none = PyObject_VectorcallMethod(method, args, count, NULL);
     Py_XDECREF(none);
-    if (none == NULL && !is_hosts())
-        note_fault("device timer");
-    if (PyErr_Occurred()) {
+    if (none == NULL && note_unless_hosts("device timer") < 0) {
         drop_raised(raised);
         return -1;
     }
@@ -148,11 +141,9 @@ static int record_unless_captured(mark_t *mark)
 static PyObject *mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
     void *value[6];
-    if (nargs != 6) {
-        PyErr_SetString(PyExc_TypeError,
-                        "mark(cuEventRecord, cuStreamIsCapturing, cuStreamGetId or 0, releases, event, stream)");
-        return NULL;
-    }
+    if (nargs != 6)
+        return PyErr_Format(PyExc_TypeError,
+                            "mark(cuEventRecord, cuStreamIsCapturing, cuStreamGetId or 0, releases, event, stream)");
     for (int i = 0; i < 6; i++) {
         value[i] = PyLong_AsVoidPtr(args[i]);
         if (value[i] == NULL && PyErr_Occurred())
@@ -171,20 +162,15 @@ static PyObject *mark(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
 }
 
 #define NOT_READY 600
-#define CLOCK_READINGS 5
 
-/* The lead of the recorder's clock over the monotonic one in ns: the tightest of several readings. */
+/* The lead of the recorder's clock over the monotonic one in ns. */
 static int64_t lead_of_clock(const Core *core)
 {
-    int64_t best = INT64_MAX, lead = 0;
-    for (int i = 0; i < CLOCK_READINGS && core->reads_ticks; i++) {
-        int64_t before = read_monotonic(), now = read_clock(core), after = read_monotonic();
-        if (after - before < best) {
-            best = after - before;
-            lead = now - (before + best / 2);
-        }
-    }
-    return lead;
+    int64_t ticks = 0, now_ns = 0;
+    if (!core->reads_ticks)
+        return 0;
+    read_both(&ticks, &now_ns);
+    return ticks_as_ns(&core->ticks, ticks) - now_ns;
 }
 
 /* Record an event on an otherwise unused stream, and query it until it has happened or a time-out. Return the times of

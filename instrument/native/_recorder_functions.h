@@ -6,11 +6,8 @@ static int does_pass(Function *self, PyObject *const *args, size_t nargsf)
 {
     if (!self->core->on)
         return 1;
-    Py_ssize_t count = PyVectorcall_NARGS(nargsf);
-    if (self->passes != NULL && count > 0) {
-        PyObject *positional = PyTuple_New(count);
-        for (Py_ssize_t i = 0; positional != NULL && i < count; i++)
-            PyTuple_SET_ITEM(positional, i, Py_NewRef(args[i]));
+    if (self->passes != NULL && PyVectorcall_NARGS(nargsf) > 0) {
+        PyObject *positional = positional_of_call(args, nargsf);
         PyObject *answer = positional == NULL ? NULL : PyObject_CallOneArg(self->passes, positional);
         int passes = answer == NULL ? note_unless_hosts("passes") : answer == Py_True;
         Py_XDECREF(positional);
@@ -31,10 +28,8 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
     int passes = does_pass(self, args, nargsf);
     if (passes != 0)
         return passes < 0 ? NULL : call_wrapped(self, args, nargsf, names);
-    if (at_hand()->uid == core->uid && is_stack_used_up()) {
-        PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented functions");
-        return NULL;
-    }
+    if (at_hand()->uid == core->uid && is_stack_used_up())
+        return refuse_for_stack("calls of instrumented functions");
     if (self->attributes != NULL && read_attributes_of_call(self->attributes, args, nargsf, names, &values) < 0)
         return NULL;
     Py_INCREF(self);
@@ -49,9 +44,8 @@ static PyObject *Function_call_as_scope(Function *self, PyObject *const *args, s
             Py_CLEAR(result);
     }
     if (frame != NULL) {
-        if (result == NULL) {
+        if (result == NULL)
             raised = take_normal();
-        }
         if (close_frame(core, frame, raised.value, 0, 0) < 0) { /* a signal handler raised: in place of what the call raised */
             Py_CLEAR(result);
             drop_raised(raised);
@@ -137,14 +131,10 @@ static PyObject *Function_new(PyTypeObject *type, PyObject *args, PyObject *kwar
                                      &PyDict_Type, &sites, &decide, &evaluate, &works, &attributes, &results, &passes,
                                      &form))
         return NULL;
-    if (form < CALL || form > START) {
-        PyErr_SetString(PyExc_ValueError, "Function: form is one of its FORMS");
-        return NULL;
-    }
-    if (sites != NULL && decide == NULL) {
-        PyErr_SetString(PyExc_TypeError, "Function: sites go with decide");
-        return NULL;
-    }
+    if (form < CALL || form > START)
+        return PyErr_Format(PyExc_ValueError, "Function: form is one of its FORMS");
+    if (sites != NULL && decide == NULL)
+        return PyErr_Format(PyExc_TypeError, "Function: sites go with decide");
     type = type_for(wrapped);
     Function *self = (Function *)type->tp_alloc(type, 0);
     if (self == NULL)
@@ -194,11 +184,6 @@ static PyObject *Function_get(PyObject *self, PyObject *instance, PyObject *Py_U
     return PyMethod_New(self, instance);
 }
 
-static PyObject *Function_repr(Function *self)
-{
-    return PyObject_Repr(self->wrapped);
-}
-
 /* Pickle by name, as functions are: unpickling finds the object that the module then has. */
 static PyObject *Function_reduce(PyObject *self, PyObject *Py_UNUSED(none))
 {
@@ -206,16 +191,11 @@ static PyObject *Function_reduce(PyObject *self, PyObject *Py_UNUSED(none))
 }
 
 /* All attributes other than the wrapper's own are the function's: __dict__, __code__, __defaults__, __wrapped__ ... */
-static PyObject *Function_getattro(Function *self, PyObject *name)
-{
-    return get_through((PyObject *)self, name, self->wrapped);
-}
-
-static int Function_setattro(Function *self, PyObject *name, PyObject *value)
+static int Function_setattro(PyObject *self, PyObject *name, PyObject *value)
 {
     if (PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, "__instrument_pass__") == 0)
-        return PyObject_GenericSetAttr((PyObject *)self, name, value);
-    return PyObject_SetAttr(self->wrapped, name, value);
+        return PyObject_GenericSetAttr(self, name, value);
+    return StandIn_setattro(self, name, value);
 }
 
 static PyMethodDef Function_methods[] = {
@@ -223,15 +203,10 @@ static PyMethodDef Function_methods[] = {
     {NULL},
 };
 
-/* `isinstance(f, FunctionType)` and `inspect.isfunction(f)` ask how to call it: like the function. */
-static PyObject *Function_class(Function *self, void *Py_UNUSED(closure))
+/* `__doc__`, or `__class__`: `isinstance(f, FunctionType)` and `inspect.isfunction(f)` ask how to call it, like the function. */
+static PyObject *Function_attribute(Function *self, void *name)
 {
-    return PyObject_GetAttrString(self->wrapped, "__class__");
-}
-
-static PyObject *Function_doc(Function *self, void *Py_UNUSED(closure))
-{
-    return PyObject_GetAttrString(self->wrapped, "__doc__");
+    return PyObject_GetAttrString(self->wrapped, name);
 }
 
 static PyObject *Function_dict(Function *self, void *Py_UNUSED(closure))
@@ -278,11 +253,11 @@ static int Function_set_pass(Function *self, PyObject *value, void *Py_UNUSED(cl
 }
 
 static PyGetSetDef Function_getset[] = {
-    {"__class__", (getter)Function_class, NULL, NULL, NULL},
+    {"__class__", (getter)Function_attribute, NULL, NULL, "__class__"},
     {"__instrument_pass__", (getter)Function_pass, (setter)Function_set_pass,
      "what counts the calls that pass without a span; False: they do, and nothing counts them; None: none does", NULL},
     {"__dict__", (getter)Function_dict, NULL, NULL, NULL},
-    {"__doc__", (getter)Function_doc, NULL, NULL, NULL},
+    {"__doc__", (getter)Function_attribute, NULL, NULL, "__doc__"},
     {"__instrument__", (getter)Function_site, NULL, "its site", "__instrument__"},
     {"__instrument_layers__", (getter)Function_has_sites, NULL, "True where each instance has a site",
      "__instrument_layers__"},
@@ -302,11 +277,11 @@ static PyTypeObject FunctionType_ = {
     .tp_new = Function_new,
     .tp_dealloc = (destructor)Function_dealloc,
     .tp_traverse = (traverseproc)Function_traverse,
-    .tp_repr = (reprfunc)Function_repr,
+    .tp_repr = StandIn_repr,
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Function, vectorcall),
-    .tp_getattro = (getattrofunc)Function_getattro,
-    .tp_setattro = (setattrofunc)Function_setattro,
+    .tp_getattro = StandIn_getattro,
+    .tp_setattro = Function_setattro,
     .tp_descr_get = Function_get,
     .tp_weaklistoffset = offsetof(Function, weak_references),
     .tp_methods = Function_methods,

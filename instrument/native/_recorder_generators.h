@@ -21,18 +21,9 @@ static PyObject *new_stretch(Core *core, PyTypeObject *type, PyObject *site, PyO
 /* Free the scopes that a suspended body left open, which are in no chain. */
 static void drop_inner(Stretch *self)
 {
-    frame_t *own = self->frame != NULL ? self->frame->frame : NULL;
-    frame_t *frame = self->inner;
+    frame_t *inner = self->inner;
     self->inner = NULL;
-    while (frame != NULL) {
-        frame_t *above = frame->above;
-        int last = frame == own;
-        frame->above = NULL;
-        Py_XDECREF(frame->self);
-        if (last)
-            break;
-        frame = above;
-    }
+    release_chain(inner, self->frame != NULL ? self->frame->frame : NULL);
 }
 
 #define HELD_BY_STRETCH(EACH) EACH(body) EACH(frame) EACH(parent) EACH(stepped) EACH(core) EACH(site) EACH(attributes)
@@ -120,7 +111,7 @@ static int resume(Stretch *self)
     }
     if (self->frame == NULL) {
         if (at_hand()->uid == core->uid && is_stack_used_up()) {
-            PyErr_SetString(PyExc_RecursionError, "the C stack is used up by steps of instrumented generators");
+            refuse_for_stack("steps of instrumented generators");
             return -1;
         }
         self->frame = open_frame(core, self->site, NULL, self->attributes, OPEN);
@@ -199,9 +190,8 @@ static int suspend(Stretch *self)
     int64_t step_ns = now_ns - self->resumed_ns;
     Ring *ring;
     Current *current = current_of(core, &ring);
-    if (current == NULL) {
+    if (current == NULL)
         return forgive();
-    }
     self->active_ns += step_ns;
     self->suspended_ns = now_ns;
     frame_t *frame = current->top;
@@ -320,13 +310,10 @@ static int finish(Stretch *self, PyObject *error)
     Py_CLEAR(self->parent);
     drop_inner(self);
     Ring *ring = ring_of(self->core);
-    if (ring == NULL) {
+    if (ring == NULL)
         return lose(self->core);
-    }
     Py_INCREF(ring);
-    PyObject *name = error == Py_None || is_no_error(self->core, frame, error)
-                         ? NULL
-                         : error_name((PyObject *)Py_TYPE(error));
+    PyObject *name = name_of_end(self->core, frame, error);
     int64_t waited_ns = self->stepped != NULL ? self->stepped->waited_ns : 0;
     waited_ns = waited_ns < self->active_ns ? waited_ns : self->active_ns;
     leave_stepped(self->frame);
@@ -403,13 +390,6 @@ static PySendResult Generator_step(Stretch *self, PyObject *value, PyObject **re
     self->is_running = 1;
     PySendResult ended = PyIter_Send(self->body, value, result);
     return end_body_step(self, ended, result);
-}
-
-static PyObject *Generator_send(Stretch *self, PyObject *value)
-{
-    PyObject *result;
-    PySendResult ended = Generator_step(self, value, &result);
-    return as_of_iterator(ended, result);
 }
 
 static PyObject *Generator_next(Stretch *self)
@@ -508,16 +488,9 @@ static PySendResult AsyncStep_step(AsyncStep *self, PyObject *value, PyObject **
     return end_async_step(self, ended, result);
 }
 
-static PyObject *AsyncStep_send(AsyncStep *self, PyObject *value)
+static PyObject *AsyncStep_next(PyObject *self)
 {
-    PyObject *result;
-    PySendResult ended = AsyncStep_step(self, value, &result);
-    return as_of_iterator(ended, result);
-}
-
-static PyObject *AsyncStep_next(AsyncStep *self)
-{
-    return AsyncStep_send(self, Py_None);
+    return StandIn_send(self, Py_None);
 }
 
 static PyObject *AsyncStep_throw(AsyncStep *self, PyObject *const *args, Py_ssize_t nargs)
@@ -542,6 +515,8 @@ static PyObject *AsyncStep_close(AsyncStep *self, PyObject *Py_UNUSED(none))
     return given;
 }
 
+#define HELD_BY_STEP(EACH) EACH(steps) EACH(awaitable) EACH(generator)
+
 static void AsyncStep_dealloc(AsyncStep *self)
 {
     if (self->is_ours) { /* given up in the middle */
@@ -555,17 +530,13 @@ static void AsyncStep_dealloc(AsyncStep *self)
         raise_again(raised);
     }
     PyObject_GC_UnTrack(self);
-    Py_CLEAR(self->steps);
-    Py_CLEAR(self->awaitable);
-    Py_CLEAR(self->generator);
+    HELD_BY_STEP(LET_GO)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
 static int AsyncStep_traverse(AsyncStep *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->steps);
-    Py_VISIT(self->awaitable);
-    Py_VISIT(self->generator);
+    HELD_BY_STEP(VISIT)
     return 0;
 }
 
@@ -599,35 +570,8 @@ static PyObject *AsyncGenerator_aclose(Stretch *self, PyObject *Py_UNUSED(none))
 
 /* ------------------------------------------------------------------ as the body that each replaces */
 
-static PyObject *Stretch_getattro(Stretch *self, PyObject *name)
-{
-    return get_through((PyObject *)self, name, self->body);
-}
-
-static int Stretch_setattro(Stretch *self, PyObject *name, PyObject *value)
-{
-    return PyObject_SetAttr(self->body, name, value);
-}
-
-static PyObject *Stretch_repr(Stretch *self)
-{
-    return PyObject_Repr(self->body);
-}
-
-static PyTypeObject *stood_for(PyTypeObject *);
-
-static PyObject *Stretch_class(Stretch *self, void *Py_UNUSED(closure))
-{
-    return Py_NewRef((PyObject *)stood_for(Py_TYPE(self)));
-}
-
-static PyGetSetDef Stretch_getset[] = {
-    {"__class__", (getter)Stretch_class, NULL, NULL, NULL},
-    {NULL},
-};
-
 static PyMethodDef Generator_methods[] = {
-    {"send", (PyCFunction)Generator_send, METH_O, "Go on with a value."},
+    {"send", (PyCFunction)StandIn_send, METH_O, "Go on with a value."},
     {"throw", (PyCFunction)(void (*)(void))Generator_throw, METH_FASTCALL, "Go on with an exception."},
     {"close", (PyCFunction)Generator_close, METH_NOARGS, "Go on no more."},
     {NULL},
@@ -641,7 +585,7 @@ static PyMethodDef AsyncGenerator_methods[] = {
 };
 
 static PyMethodDef AsyncStep_methods[] = {
-    {"send", (PyCFunction)AsyncStep_send, METH_O, "Go on with a value."},
+    {"send", (PyCFunction)StandIn_send, METH_O, "Go on with a value."},
     {"throw", (PyCFunction)(void (*)(void))AsyncStep_throw, METH_FASTCALL, "Go on with an exception."},
     {"close", (PyCFunction)AsyncStep_close, METH_NOARGS, "Go on no more."},
     {NULL},
@@ -659,11 +603,11 @@ static PyAsyncMethods AsyncStep_async = {.am_send = (sendfunc)AsyncStep_step, .a
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,                       \
     .tp_dealloc = (destructor)Stretch_dealloc,                                                                     \
     .tp_traverse = (traverseproc)Stretch_traverse,                                                                 \
-    .tp_repr = (reprfunc)Stretch_repr,                                                                             \
-    .tp_getattro = (getattrofunc)Stretch_getattro,                                                                 \
-    .tp_setattro = (setattrofunc)Stretch_setattro,                                                                 \
+    .tp_repr = StandIn_repr,                                                                                       \
+    .tp_getattro = StandIn_getattro,                                                                               \
+    .tp_setattro = StandIn_setattro,                                                                               \
     .tp_weaklistoffset = offsetof(Stretch, weak_references),                                                       \
-    .tp_getset = Stretch_getset
+    .tp_getset = StandIn_getset
 
 static PyTypeObject GeneratorType = {
     STRETCH_TYPE("generator"),
@@ -697,6 +641,6 @@ static PyTypeObject AsyncStepType = {
     .tp_traverse = (traverseproc)AsyncStep_traverse,
     .tp_as_async = &AsyncStep_async,
     .tp_iter = PyObject_SelfIter,
-    .tp_iternext = (iternextfunc)AsyncStep_next,
+    .tp_iternext = AsyncStep_next,
     .tp_methods = AsyncStep_methods,
 };

@@ -69,19 +69,7 @@ static int give_slot(void *slot, int number)
     return 1;
 }
 
-/* Zeroed memory in the owner's mapping, or a private one; NULL without any. */
-static void *new_piece(const void *owner, int number, size_t size)
-{
-    void *piece = take_slot(memory_of(owner), number);
-    return piece != NULL ? piece : PyMem_Calloc(1, size);
-}
-
-static void free_piece(void *piece, int number)
-{
-    if (piece != NULL && !give_slot(piece, number))
-        PyMem_Free(piece);
-}
-
+/* Zeroed lines in a memory, or private ones; NULL without any. */
 static void *new_lines_in(memory_t *memory, int number, size_t size)
 {
     void *lines = take_slot(memory, number);

@@ -7,8 +7,7 @@ typedef struct {
     frame_t *frame, *above;
     Current *owner; /* the owner of the chain with the span above */
     node_t *node;   /* where the span was counted */
-    uint32_t from;  /* during a search for its place: the span below that asked, or 0 */
-    char is_settled, is_below;
+    char is_below; /* true of the renamed span, and once moved of one below it */
 } open_t;
 
 typedef struct {
@@ -100,31 +99,19 @@ static void move_below(Core *core, const open_t *span, PyObject *site, const nod
     frame->node = end_of(step);
 }
 
-/* Move the open spans below the renamed one, each after the one above it. */
+/* Move the open spans below the renamed one, each after the one above it. Each chain was noted from its innermost span on. */
 static void move_all_below(Core *core, open_spans_t *open)
 {
-    for (uint32_t i = 1; i <= open->count; i++) {
-        uint32_t at = i, from = 0;
-        int is_below = 0;
-        for (;;) {
-            open_t *span = &open->spans[at - 1];
-            if (span->is_settled) {
-                is_below = span->is_below;
-                break;
-            }
-            span->from = from;
-            span->is_settled = 1; /* or will be, in the second loop */
-            from = at;
-            if (span->above == NULL || span->above->place == 0)
-                break;
-            at = span->above->place;
-        }
-        while (from != 0) {
-            open_t *span = &open->spans[from - 1];
-            span->is_below = (char)is_below;
-            if (is_below)
-                move_below(core, span, span->node->site, open->spans[span->above->place - 1].node);
-            from = span->from;
+    for (int has_moved = 1; has_moved;) {
+        has_moved = 0;
+        for (uint32_t i = open->count; i > 0; i--) {
+            open_t *span = &open->spans[i - 1];
+            const open_t *above = span->above == NULL || span->above->place == 0 ? NULL : &open->spans[span->above->place - 1];
+            if (span->is_below || above == NULL || !above->is_below)
+                continue;
+            move_below(core, span, span->node->site, above->node);
+            span->is_below = 1;
+            has_moved = 1;
         }
     }
 }
@@ -167,7 +154,7 @@ static void rename_frame(Core *core, frame_t *frame, PyObject *site)
         count(core, failed ? NO_DETAILS : RENAMED_LATE);
     } else {
         open_t *renamed = &open.spans[frame->place - 1];
-        renamed->is_settled = renamed->is_below = 1;
+        renamed->is_below = 1;
         move_below(core, renamed, site, renamed->above == NULL ? NULL : renamed->above->node);
         move_all_below(core, &open);
         for (uint32_t i = 0; i < open.count; i++) {
@@ -199,10 +186,8 @@ static PyObject *Core_rename(Core *self, PyObject *const *args, Py_ssize_t nargs
 {
     if (nargs == 2 && args[0] == Py_None) /* its begin could not be recorded */
         Py_RETURN_NONE;
-    if (nargs != 2 || Py_TYPE(args[0]) != &FrameType) {
-        PyErr_SetString(PyExc_TypeError, "rename(frame, site)");
-        return NULL;
-    }
+    if (nargs != 2 || Py_TYPE(args[0]) != &FrameType)
+        return PyErr_Format(PyExc_TypeError, "rename(frame, site)");
     rename_to(self, ((Frame *)args[0])->frame, args[1]);
     Py_RETURN_NONE;
 }
@@ -218,10 +203,8 @@ static PyObject *Core_rename_innermost(Core *self, PyObject *site)
 /* The site of an open span, by its frame, or of the innermost one of this context. */
 static PyObject *Core_site_of_open(Core *self, PyObject *frame)
 {
-    if (frame != Py_None && Py_TYPE(frame) != &FrameType) {
-        PyErr_SetString(PyExc_TypeError, "site_of_open(frame)");
-        return NULL;
-    }
+    if (frame != Py_None && Py_TYPE(frame) != &FrameType)
+        return PyErr_Format(PyExc_TypeError, "site_of_open(frame)");
     frame_t *found = open_span(self, frame == Py_None ? INNERMOST : GIVEN, (Frame *)frame);
     if (found == NULL && forgive() < 0)
         return NULL;

@@ -233,6 +233,11 @@ static inline int is_stack_used_up(void)
     return (uintptr_t)&here - at_hand()->stack_end < at_hand()->stack_margin;
 }
 
+static SELDOM PyObject *refuse_for_stack(const char *what)
+{
+    return PyErr_Format(PyExc_RecursionError, "the C stack is used up by %s", what);
+}
+
 static Ring *new_ring(Core *core)
 {
     PyObject *name = PyObject_CallNoArgs(core->thread_name);
@@ -265,10 +270,8 @@ static Ring *new_ring(Core *core)
 static Mark *find_mark(Core *core)
 {
     PyObject *locals = PyThreadState_GetDict(); /* borrowed */
-    if (locals == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "no thread state");
-        return NULL;
-    }
+    if (locals == NULL)
+        return (Mark *)PyErr_Format(PyExc_RuntimeError, "no thread state");
     /* By the recorder's address: the ring of one that is gone, or from before a reset, has no rows and is replaced. */
     PyObject *key = Py_BuildValue("(ON)", &MarkType, PyLong_FromVoidPtr(core));
     if (key == NULL)
@@ -289,10 +292,8 @@ static Mark *find_mark(Core *core)
  * exception, or without one where the reason has been counted. */
 static Ring *find_ring(Core *core)
 {
-    if (core->overflow == NULL) {
-        PyErr_SetString(PyExc_RuntimeError, "the recorder has not been initialised");
-        return NULL;
-    }
+    if (core->overflow == NULL)
+        return (Ring *)PyErr_Format(PyExc_RuntimeError, "the recorder has not been initialised");
     if (ending_state != 0 && ending_state == PyThreadState_GetID(PyThreadState_Get())) {
         /* This is a finaliser at the thread's end. A ring made now would not be freed when the thread has ended. */
         count(core, THREAD_ENDING);

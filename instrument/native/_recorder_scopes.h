@@ -98,12 +98,10 @@ annotate_by(Core *core, int which, Frame *given, PyObject *const *args, Py_ssize
     int plain = nargs == 0;
     for (Py_ssize_t i = 0; plain && names != NULL && i < PyTuple_GET_SIZE(names); i++)
         plain = is_plain_attribute(PyTuple_GET_ITEM(names, i), args[i]);
-    if (plain) {
+    if (plain)
         return annotate_open(core, which, given, NULL, names, args) < 0 ? NULL : Py_NewRef(Py_None);
-    }
-    if (which != GIVEN && open_span(core, which, given) == NULL) {
+    if (which != GIVEN && open_span(core, which, given) == NULL)
         return forgive() < 0 ? NULL : Py_NewRef(Py_None);
-    }
     Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
     PyObject *more = PyDict_New(), *first = nargs > 0 ? args[0] : Py_None, *checked = NULL;
     for (Py_ssize_t i = 0; more != NULL && i < named; i++)
@@ -407,8 +405,6 @@ static inline __attribute__((always_inline)) PyObject *Scope_exit(Scope *self, P
     return Py_NewRef(hot.none);
 }
 
-static PyObject *annotate_by(Core *, int, Frame *, PyObject *const *, Py_ssize_t, PyObject *);
-
 static PyObject *Scope_annotate(Scope *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     if (self->frame == NULL)
@@ -607,19 +603,16 @@ static PyTypeObject ScopeType = {
 
 static PyObject *Core_record(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs < 3 || nargs > 6) {
-        PyErr_SetString(PyExc_TypeError, "record(site, start_ns, attributes, pair=None, has_no_self=False, error=None)");
-        return NULL;
-    }
+    if (nargs < 3 || nargs > 6)
+        return PyErr_Format(PyExc_TypeError, "record(site, start_ns, attributes, pair=None, has_no_self=False, error=None)");
     int64_t end_ns = read_clock(self);
     int64_t start_ns = PyLong_AsLongLong(args[1]);
     if (start_ns == -1 && PyErr_Occurred())
         return NULL;
     Ring *ring;
     Current *current = current_of(self, &ring);
-    if (current == NULL) {
+    if (current == NULL)
         return lose(self) < 0 ? NULL : Py_NewRef(Py_None);
-    }
     frame_t frame;
     frame.attributes = with_link(current, args[2] == Py_None ? NULL : args[2]);
     if (frame.attributes != NULL && (current = current_of(self, &ring)) == NULL) {

@@ -93,6 +93,7 @@ static PyObject *Frame_number(Frame *self, void *offset)
 
 static PyGetSetDef Frame_getset[] = {
     {"span_id", (getter)Frame_number, NULL, "identity of the span", (void *)offsetof(frame_t, span_id)},
+    {"start_ns", (getter)Frame_number, NULL, "when it began", (void *)offsetof(frame_t, start_ns)},
     {"root_id", (getter)Frame_number, NULL, "identity of the tree's root", (void *)offsetof(frame_t, root_id)},
     {"task", (getter)Frame_number, NULL, "identity of the task, 0 outside of one", (void *)offsetof(frame_t, task)},
     {NULL},
@@ -267,8 +268,20 @@ static inline void begin_frame(frame_t *frame, int64_t now_ns)
     __atomic_store_n(&frame->start_ns, now_ns, __ATOMIC_RELEASE);
 }
 
-static inline void note_stepping(Frame *self);
-static inline int publishes_requests_alone(const Core *core, const Current *current);
+/* True if a span that begins now in a task is within the stepped object. An eager task is not. */
+static inline int is_stepped_in(uint64_t task)
+{
+    return at_hand()->stepping != NULL && at_hand()->stepping->is_running && (at_hand()->stepping->task == 0 || at_hand()->stepping->task == task);
+}
+
+/* Attach a new span to the stepped object around it, for its waits. */
+static inline void note_stepping(Frame *self)
+{
+    if (is_stepped_in(self->frame->task)) {
+        self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand()->stepping);
+        self->waited_before_ns = at_hand()->stepping->waited_ns;
+    }
+}
 
 /* Begin a span at a path where its site was met before, where nothing else is to be done. Returns 0, without a change, for
  * any other. */
@@ -328,21 +341,6 @@ static PyObject *with_link(const Current *current, PyObject *attributes)
 }
 
 static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, int64_t end_ns);
-
-/* True if a span that begins now in a task is within the stepped object. An eager task is not. */
-static inline int is_stepped_in(uint64_t task)
-{
-    return at_hand()->stepping != NULL && at_hand()->stepping->is_running && (at_hand()->stepping->task == 0 || at_hand()->stepping->task == task);
-}
-
-/* Attach a new span to the stepped object around it, for its waits. */
-static inline void note_stepping(Frame *self)
-{
-    if (is_stepped_in(self->frame->task)) {
-        self->stepped = (Stepped *)Py_NewRef((PyObject *)at_hand()->stepping);
-        self->waited_before_ns = at_hand()->stepping->waited_ns;
-    }
-}
 
 /* `scope` is the one that begins, or NULL. NULL with an exception, or without one if it was counted: see `lose`. */
 static Frame *open_frame(Core *core, PyObject *site, const Scope *scope, PyObject *attributes, char state)
@@ -430,17 +428,6 @@ static void count_waited_above(frame_t *above, int64_t waited_ns)
 {
     if (above != NULL && above->self != NULL)
         ((Frame *)above->self)->children_waited_ns += waited_ns;
-}
-
-/* Take a frame out of the chain and give the chain's reference up. */
-static void unlink_frame(Current *current, frame_t *below, frame_t *frame)
-{
-    if (below == NULL)
-        current->top = frame->above;
-    else
-        below->above = frame->above;
-    frame->above = NULL;
-    Py_XDECREF(frame->self);
 }
 
 /* End a frame while others, begun inside it, go on: later time counts against the frame above. -1 if it is not in the
@@ -569,8 +556,44 @@ static int is_no_error(Core *core, frame_t *ended, PyObject *error)
     return status >= 0 && status < FIRST_OF_SERVER;
 }
 
-/* End a span with an exception, or the name of an error, or None, at a time, or if that is 0 now. `anywhere`: it is no mistake that it ends before what
- * is inside it, or in another context. -1 with an exception of the host's, else 0: what could not be recorded has been
+/* Take a frame whose span ends out of its chain. `is_noted`: it is a mistake that it ends before what is inside it, or in
+ * another context. False if it is missing in the chain. */
+static inline __attribute__((always_inline)) int
+leave_chain(Core *core, Current *current, frame_t *frame, Ring *ring, int64_t end_ns, int is_noted)
+{
+    int is_found = 1;
+    frame->state = CLOSED;
+    if (current->top != frame)
+        frame->has_rows = 1; /* spans begun inside it go on */
+    count_against_above(current, frame, ring, end_ns);
+    PyObject *published = take_published(frame);
+    frame_t *above = frame->above;
+    if (current->top == frame) {
+        unlink_frame(current, NULL, frame);
+        publish_rest(core, current, frame->span_id);
+        above = current->top;
+    } else if (frame->self == NULL || current->top != NULL || current->base != NULL || current->link_id != 0) {
+        is_found = cross(current, frame, end_ns) == 0;
+        if (is_noted)
+            count(core, is_found ? CROSSED : FOREIGN);
+    }
+    if (published != NULL)
+        pass_on(core, current, published, above);
+    return is_found;
+}
+
+/* The name of what ended a span: an exception, the name of an error or None. A new reference, NULL for no error. */
+static PyObject *name_of_end(Core *core, frame_t *frame, PyObject *error)
+{
+    if (error == NULL || error == Py_None)
+        return NULL;
+    if (PyUnicode_CheckExact(error))
+        return Py_NewRef(error);
+    return is_no_error(core, frame, error) ? NULL : error_name((PyObject *)Py_TYPE(error));
+}
+
+/* End a span with an exception, or the name of an error, or None, at a time, or if that is 0 now. `anywhere`: it is no
+ * mistake that it ends before what is inside it, or in another context. -1 with an exception of the host's, else 0: what could not be recorded has been
  * counted. */
 static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, int64_t end_ns)
 {
@@ -594,35 +617,16 @@ static int close_frame(Core *core, Frame *self, PyObject *error, int anywhere, i
     Py_INCREF(self);
     Py_INCREF(ring);
     Py_INCREF(current);
-    frame->state = CLOSED;
-    if (current->top != frame)
-        frame->has_rows = 1; /* spans begun inside it go on */
-    count_against_above(current, frame, ring, end_ns);
     int64_t waited_ns = 0;
     if (self->stepped != NULL || self->children_waited_ns != 0) {
         waited_ns = waited_of(self, end_ns);
         count_waited_above(counted_above(current, frame, ring), waited_ns);
     }
-    PyObject *published = take_published(frame);
-    frame_t *above = frame->above;
-    if (current->top == frame) {
-        unlink_frame(current, NULL, frame);
-        publish_rest(core, current, frame->span_id);
-        above = current->top;
-    } else if (current->top != NULL || current->base != NULL || current->link_id != 0) {
-        reason_t reason = cross(current, frame, end_ns) < 0 ? FOREIGN : CROSSED;
-        if (!anywhere)
-            count(core, reason);
-    }
-    if (published != NULL)
-        pass_on(core, current, published, above);
+    leave_chain(core, current, frame, ring, end_ns, !anywhere);
     if (frame->attributes == NULL && (error == NULL || error == Py_None) && waited_ns == 0) {
         store_plain(core, ring, frame, end_ns);
     } else {
-        PyObject *name = error != NULL && PyUnicode_CheckExact(error) ? Py_NewRef(error)
-                         : error == NULL || error == Py_None || is_no_error(core, frame, error)
-                             ? NULL
-                             : error_name((PyObject *)Py_TYPE(error));
+        PyObject *name = name_of_end(core, frame, error);
         store(core, ring, frame, end_ns, -1, waited_ns, name);
         Py_XDECREF(name);
     }

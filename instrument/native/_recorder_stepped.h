@@ -2,15 +2,47 @@
  * span of the coroutine and for those that begin inside it. Cold, at the end: throwing, closing and attributes. A part
  * of `_recorder.c`. */
 
-/* Return an attribute of an object, or of the object that it replaces. */
-static PyObject *get_through(PyObject *self, PyObject *name, PyObject *stood_for)
+/* The object that one of ours replaces: the function of a wrapper, or what it steps. */
+static PyObject *replaced_by(PyObject *self)
+{
+    return Py_TYPE(self)->tp_vectorcall_offset > 0 ? ((Function *)self)->wrapped : ((Stepped *)self)->awaited;
+}
+
+_Static_assert(offsetof(Function, wrapped) == offsetof(Carried, function), "`replaced_by` reads both");
+_Static_assert(offsetof(Stepped, awaited) == offsetof(Stretch, body), "`replaced_by` reads both");
+
+/* Return an attribute of an object of ours, or of the object that it replaces. */
+static PyObject *StandIn_getattro(PyObject *self, PyObject *name)
 {
     PyObject *found = PyObject_GenericGetAttr(self, name);
-    if (found != NULL || stood_for == NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
+    if (found != NULL || replaced_by(self) == NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
         return found;
     PyErr_Clear();
-    return PyObject_GetAttr(stood_for, name);
+    return PyObject_GetAttr(replaced_by(self), name);
 }
+
+static int StandIn_setattro(PyObject *self, PyObject *name, PyObject *value)
+{
+    return PyObject_SetAttr(replaced_by(self), name, value);
+}
+
+static PyObject *StandIn_repr(PyObject *self)
+{
+    return PyObject_Repr(replaced_by(self));
+}
+
+static PyTypeObject *stood_for(PyTypeObject *);
+
+static PyObject *StandIn_class(PyObject *self, void *Py_UNUSED(closure))
+{
+    return Py_NewRef((PyObject *)stood_for(Py_TYPE(self)));
+}
+
+/* Of what is stepped; a wrapper asks its function. */
+static PyGetSetDef StandIn_getset[] = {
+    {"__class__", StandIn_class, NULL, NULL, NULL},
+    {NULL},
+};
 
 /* The object that `await` would step: a coroutine itself, or the iterator of another awaitable. A new reference; NULL
  * with an exception. */
@@ -168,7 +200,7 @@ static int begin_own(Stepped *self)
         own = begin_own_otherwise(self);
     if (own == NULL) {
         if (is_too_deep)
-            PyErr_SetString(PyExc_RecursionError, "the C stack is used up by calls of instrumented coroutines");
+            refuse_for_stack("calls of instrumented coroutines");
         else if (lose(core) == 0)
             return 0;
         raised_t raised = take_raised();
@@ -266,10 +298,10 @@ static PyObject *as_of_iterator(PySendResult ended, PyObject *result)
     return NULL;
 }
 
-static PyObject *Stepped_send(Stepped *self, PyObject *value)
+static PyObject *StandIn_send(PyObject *self, PyObject *value)
 {
     PyObject *result;
-    PySendResult ended = Stepped_step(self, value, &result);
+    PySendResult ended = Py_TYPE(self)->tp_as_async->am_send(self, value, &result);
     return as_of_iterator(ended, result);
 }
 
@@ -302,10 +334,8 @@ static PyObject *stepped_coroutine(Function *function, PyObject *coroutine, PyOb
 /* stepped_in(frame, awaitable): an awaitable that steps another for an open span, and times its suspensions. */
 static PyObject *Core_stepped_in(Core *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType)) {
-        PyErr_SetString(PyExc_TypeError, "stepped_in(frame, awaitable)");
-        return NULL;
-    }
+    if (nargs != 2 || (args[0] != Py_None && Py_TYPE(args[0]) != &FrameType))
+        return PyErr_Format(PyExc_TypeError, "stepped_in(frame, awaitable)");
     Frame *frame = (Frame *)args[0];
     if (args[0] == Py_None || frame->frame->state == CLOSED || !is_awaitable(args[1]))
         return Py_NewRef(args[1]);
@@ -397,47 +427,21 @@ static PyObject *Stepped_close(Stepped *self, PyObject *Py_UNUSED(none))
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* The attributes that show the position in a chain of awaits are those of the replaced object. */
-static PyObject *Stepped_getattro(Stepped *self, PyObject *name)
-{
-    return get_through((PyObject *)self, name, self->awaited);
-}
-
-static int Stepped_setattro(Stepped *self, PyObject *name, PyObject *value)
-{
-    return PyObject_SetAttr(self->awaited, name, value);
-}
-
-static PyObject *Stepped_repr(Stepped *self)
-{
-    return PyObject_Repr(self->awaited);
-}
-
-static PyObject *Coroutine_class(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
-{
-    return Py_NewRef((PyObject *)&PyCoro_Type);
-}
-
 /* Return an iterator, as a coroutine does, for code that steps it by hand. */
 static PyObject *Coroutine_await(Stepped *self, PyObject *Py_UNUSED(none))
 {
     return (PyObject *)new_stepped(self->core, &SteppedType, Py_NewRef((PyObject *)self));
 }
 
-static PyGetSetDef Coroutine_getset[] = {
-    {"__class__", (getter)Coroutine_class, NULL, NULL, NULL},
-    {NULL},
-};
-
 static PyMethodDef Stepped_methods[] = {
-    {"send", (PyCFunction)Stepped_send, METH_O, "Go on with a value."},
+    {"send", (PyCFunction)StandIn_send, METH_O, "Go on with a value."},
     {"throw", (PyCFunction)(void (*)(void))Stepped_throw, METH_FASTCALL, "Go on with an exception."},
     {"close", (PyCFunction)Stepped_close, METH_NOARGS, "Go on no more."},
     {NULL},
 };
 
 static PyMethodDef Coroutine_methods[] = {
-    {"send", (PyCFunction)Stepped_send, METH_O, "Go on with a value."},
+    {"send", (PyCFunction)StandIn_send, METH_O, "Go on with a value."},
     {"throw", (PyCFunction)(void (*)(void))Stepped_throw, METH_FASTCALL, "Go on with an exception."},
     {"close", (PyCFunction)Stepped_close, METH_NOARGS, "Go on no more."},
     {"__await__", (PyCFunction)Coroutine_await, METH_NOARGS | METH_COEXIST, "Steps it, as an iterator."},
@@ -457,7 +461,7 @@ static PyTypeObject SteppedType = {
     .tp_doc = "What is awaited, stepped and timed: it knows how long it was suspended.",
     .tp_dealloc = (destructor)Stepped_dealloc,
     .tp_traverse = (traverseproc)Stepped_traverse,
-    .tp_getattro = (getattrofunc)Stepped_getattro,
+    .tp_getattro = StandIn_getattro, /* those that show the position in a chain of awaits */
     .tp_as_async = &Stepped_async,
     .tp_iter = PyObject_SelfIter,
     .tp_iternext = (iternextfunc)Stepped_next,
@@ -473,12 +477,12 @@ static PyTypeObject CoroutineType = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .tp_dealloc = (destructor)Stepped_dealloc,
     .tp_traverse = (traverseproc)Stepped_traverse,
-    .tp_repr = (reprfunc)Stepped_repr,
-    .tp_getattro = (getattrofunc)Stepped_getattro,
-    .tp_setattro = (setattrofunc)Stepped_setattro,
+    .tp_repr = StandIn_repr,
+    .tp_getattro = StandIn_getattro,
+    .tp_setattro = StandIn_setattro,
     .tp_as_async = &Stepped_async,
     .tp_iternext = (iternextfunc)Stepped_next,
     .tp_weaklistoffset = offsetof(Stepped, weak_references),
     .tp_methods = Coroutine_methods,
-    .tp_getset = Coroutine_getset,
+    .tp_getset = StandIn_getset,
 };

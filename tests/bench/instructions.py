@@ -9,7 +9,7 @@ Python 3.11.7 built without profile (with one, what is around ours takes fewer):
 
     decorated call        420
     with scope            878
-    coroutine             910
+    coroutine             905
     step of a generator   322
 """
 

@@ -399,7 +399,7 @@ class Exchange:
         if self.prefix and not self.route:
             self.method.recorder.rename(frame, self.method.site_of(self.prefix + "/{path}"))
         if self.stream is not None and self.stream.items:
-            self.facts.update(self.stream.facts(self.method.recorder.begun_ns(frame)))
+            self.facts.update(self.stream.facts(frame.start_ns))
         if (outcome := outcome_by(error)) is not None:
             self.facts[OUTCOME] = outcome
         return None if outcome == CLIENT_GONE else error

@@ -55,7 +55,7 @@ class AnswerTimings:
         frame, recorder = exchange.frame, exchange.method.recorder
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
-                exchange.facts.update(exchange.stream.facts(recorder.begun_ns(frame)))
+                exchange.facts.update(exchange.stream.facts(frame.start_ns))
             return ", ".join([*_time_texts(recorder, frame, self._details_from), *_traceparent_text(recorder, frame)])
         except Exception as fault:
             FAULTS.note("server timing", fault)
@@ -88,7 +88,7 @@ def _traceparent_text(recorder: Recorder, frame: Any) -> list[str]:
 
 
 def _total_text(recorder: Recorder, frame: Any) -> str:
-    return f"total;dur={_milliseconds_text(recorder.now_ns() - recorder.begun_ns(frame))}"
+    return f"total;dur={_milliseconds_text(recorder.now_ns() - frame.start_ns)}"
 
 
 def _milliseconds_text(time_ns: int) -> str:
@@ -98,7 +98,7 @@ def _milliseconds_text(time_ns: int) -> str:
 def _exceeds_limits(recorder: Recorder, frame: Any, details_from: int) -> bool:
     """Return True if more rows or attributes than the limits have been recorded since the begin of a request."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
-    heads, firsts = mapped.heads(), mapped.first_after(recorder.begun_ns(frame))
+    heads, firsts = mapped.heads(), mapped.first_after(frame.start_ns)
     detail_bytes = 0 if details is None else details.used() - details_from
     return sum(heads.values()) - sum(firsts.values()) > MOST_ROWS or detail_bytes > MOST_DETAIL_BYTES
 
@@ -129,7 +129,7 @@ def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
 def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
     """Return the trace of an open request: the spans since its begin in its tree, and in trees with its keys."""
     mapped = recorder.mapped()
-    snapshot = RowSnapshot.of(mapped, recorder.begun_ns(frame), details_from=details_from)
+    snapshot = RowSnapshot.of(mapped, frame.start_ns, details_from=details_from)
     texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}
     root_by_id = {span.span_id: span.root_id for span in snapshot.open_spans}
     for ring in snapshot.rings if texts else ():
