@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
-from itertools import compress
+from itertools import compress, islice
 from operator import attrgetter
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds
 
 # Text
 
-BLOCK_BYTES = 1 << 17
+BLOCK_BYTES = 1 << 18
 """The number of bytes that are read at a time. The heap reuses blocks of this size without system calls."""
 
 DEEPEST = 900
@@ -41,6 +41,7 @@ token."""
 DELIMITERS = frozenset(",:]} \t\n\r")
 
 _BLANKS = re.compile(rb"[ \t\n\r]*")
+_NEXT_VALUE = re.compile(rb"[ \t\n\r]*(?:,[ \t\n\r]*(?:\{|$)|\]|$)")
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*("?)|[\[\]{}]', re.DOTALL)
 _REPLACED = "\ufffd".encode()
 
@@ -141,12 +142,8 @@ class JsonText:
         if len(self._text) - self._at < BLOCK_BYTES:
             self._more()
         while True:
-            end = len(self._text)
-            for _ in range(MOST_TRIES):
-                end = self._text.rfind(closing, self._at, end)
-                if end < 0:
-                    break
-                text = self._text[self._at : end + 1]
+            for end in islice(self._likely_ends(closing), MOST_TRIES):
+                text = self._text[self._at : end]
                 try:
                     values = decode(b"[%b]" % text)
                 except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -158,6 +155,13 @@ class JsonText:
                 text = self._text[self._at : self._at + length] if length else self._text[self._at :]
                 self._at += len(text)
                 return None, text
+
+    def _likely_ends(self, closing: bytes) -> Iterator[int]:
+        """Yield the ends of values from the last backwards: brackets before a comma and a next value, or at the end."""
+        end = len(self._text)
+        while (end := self._text.rfind(closing, self._at, end)) >= 0:
+            if _NEXT_VALUE.match(self._text, end + 1):
+                yield end + 1
 
     def _more(self) -> bool:
         """Read the next block, larger for a longer incomplete value. Return False at the end of the text."""
@@ -281,45 +285,58 @@ class Remote(msgspec.Struct, omit_defaults=True):
 
 Number = Int64 | UnsetType
 
+UNTOLD = -INT64
+"""The placeholder for a number that is missing in a slice's arguments."""
 
-class Arguments(msgspec.Struct, gc=False):
+
+class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
     """The arguments of a slice of ours: a span, or with `owner` a device interval of that span. A number that can be
     derived from other slices is omitted. Fields are in the order of the file."""
 
-    thread: Number = UNSET
-    lane: Number = UNSET
+    thread: Number = UNTOLD
+    lane: Number = UNTOLD
     kind: str | UnsetType = UNSET
-    site: Number = UNSET
+    site: Number = UNTOLD
     code: str | UnsetType = UNSET
-    id: Number = UNSET
-    root: Number = UNSET
-    parent: Number = UNSET
-    own_id: Number = UNSET
-    task: Number = UNSET
-    self_ns: Number = UNSET
-    active_ns: Number = UNSET
+    id: Number = UNTOLD
+    root: Number = UNTOLD
+    parent: Number = UNTOLD
+    own_id: Number = UNTOLD
+    task: Number = UNTOLD
+    self_ns: Number = UNTOLD
+    active_ns: Number = UNTOLD
     error: str | UnsetType | None = UNSET
     clipped: bool | UnsetType = UNSET
     remote: Remote | UnsetType | None = UNSET
     attributes: msgspec.Raw | UnsetType = UNSET
-    device: Number = UNSET
-    stream: Number = UNSET
-    enclosing_stream: Number = UNSET
+    device: Number = UNTOLD
+    stream: Number = UNTOLD
+    enclosing_stream: Number = UNTOLD
     label: str | UnsetType = UNSET
-    uncertainty_ns: Number = UNSET
-    place: Number = UNSET
-    owner: Number = UNSET
+    uncertainty_ns: Number = UNTOLD
+    place: Number = UNTOLD
+    owner: Number = UNTOLD
+
+
+class OwnEvent(msgspec.Struct, gc=False):
+    """An event that `dump` writes, except a sample, with the fields of slices. The arguments are decoded at once."""
+
+    ph: Literal["X", "b", "e", "n", "s", "f", "M"]
+    ts: float = np.nan
+    dur: float = np.nan
+    pid: Int64 | None = None
+    tid: Int64 | None = None
+    cat: str = ""
+    id: Scalar = None
+    id2: ScopedId | Scalar = None
+    args: Arguments = Arguments()
 
 
 _decode_arguments = msgspec.json.Decoder(list[Arguments]).decode
+_decode_own = msgspec.json.Decoder(list[OwnEvent]).decode
 _decode_timed = msgspec.json.Decoder(list[TimedEvent]).decode
 _decode_any_times = msgspec.json.Decoder(list[TraceEvent]).decode
 _decode_exact = msgspec.json.Decoder(list[ExactEvent]).decode
-
-
-def decode_arguments(texts: bytes) -> list[Arguments]:
-    """Decode the arguments of slices that `dump` wrote. Raises `msgspec.MsgspecError` for invalid texts."""
-    return _decode_arguments(b"[%b]" % texts.replace(b"\0", b","))
 
 
 def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
@@ -356,15 +373,33 @@ _decode_any = json.JSONDecoder(strict=False).decode
 """Decode JSON whose texts may have line ends and other control characters."""
 
 
-def read_next_events(text: JsonText, first: int) -> list[TraceEvent]:
+class Events(NamedTuple):
+    """Successive events. `times_us` has their `ts` and `dur` if all are floats, NaN where an event has none.
+
+    Events of ours have their arguments decoded, other events have arguments as text.
+    """
+
+    events: Sequence[Any]
+    times_us: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+
+
+def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> Events:
     """Return the next available events of a list. `first` is the number of the first of them in the file."""
-    events, raw = text.values(_decode, b"}")
+    events, raw = text.values(_decode_ours if are_ours else _decode, b"}")
     if events is None:
-        return _repaired_events(raw, first, text.left_out)
-    if _are_far(events):
+        return Events(_repaired_events(raw, first, text.left_out))
+    times_us = None
+    if type(events[0]) is TraceEvent:
+        are_far = any(
+            type(time) in (int, float) and abs(time) >= EXACT_US for event in events for time in (event.ts, event.dur)
+        )
+    else:
+        times_us = _floats(_TS, events), _floats(_DUR, events)
+        are_far = any((np.abs(times) >= EXACT_US).any() for times in times_us)
+    if are_far:
         with suppress(msgspec.MsgspecError):  # a time in it is invalid
-            return [*_decode_exact(b"[%b]" % raw)]
-    return events
+            return Events(_decode_exact(b"[%b]" % raw))
+    return Events(events, times_us)
 
 
 def _decode(text: bytes) -> list[Any]:
@@ -374,13 +409,11 @@ def _decode(text: bytes) -> list[Any]:
         return _decode_any_times(text)
 
 
-def _are_far(events: Sequence[TraceEvent]) -> bool:
-    """Return True if a time of an event is beyond the precision of floats."""
-    if type(events[0]) is TimedEvent:
-        return any((np.abs(_floats(time, events)) >= EXACT_US).any() for time in (_TS, _DUR))
-    return any(
-        type(time) in (int, float) and abs(time) >= EXACT_US for event in events for time in (event.ts, event.dur)
-    )
+def _decode_ours(text: bytes) -> list[Any]:
+    try:
+        return _decode_own(text)
+    except msgspec.ValidationError:  # samples, or damaged events
+        return _decode(text)
 
 
 def _floats(time: Callable[[TraceEvent], float], events: Sequence[TraceEvent]) -> NDArray[np.float64]:
@@ -451,12 +484,16 @@ def _with_valid_escapes(text: bytes) -> bytes:
 # Slices
 
 
+LOWER_CASE = 0x20
+"""The bit of a letter that makes it lower case, as the phases of async slices are."""
+
+
 @dataclass(frozen=True)
 class Block:
     """Successive slices with their phases and times. `has_parts` is True if a time has a fraction of a nanosecond."""
 
-    slices: Sequence[TraceEvent]
-    phases: NDArray[np.bytes_]
+    slices: Sequence[Any]
+    phases: NDArray[np.uint8]
     start_ns: NDArray[np.int64]
     length_ns: NDArray[np.int64]
     has_parts: bool
@@ -464,12 +501,18 @@ class Block:
     @cached_property
     def are_begins(self) -> NDArray[np.bool_]:
         """A mask of the complete slices and the begins."""
-        return np.asarray((self.phases != b"E") & (self.phases != b"e"))
+        return np.asarray(self.phases | LOWER_CASE != ord("e"))
 
     @cached_property
     def texts(self) -> bytes:
         """The arguments, with a zero between them, which no JSON has."""
         return b"\0".join(map(_ARGS, self.slices))
+
+    def arguments(self) -> list[Arguments]:
+        """Return the arguments of slices that `dump` wrote. Raises `msgspec.MsgspecError` for invalid texts."""
+        if self.slices and type(self.slices[0]) is OwnEvent:
+            return list(map(_ARGS, self.slices))
+        return _decode_arguments(b"[%b]" % self.texts.replace(b"\0", b","))
 
     def select(self, are_chosen: NDArray[np.bool_]) -> Block:
         """Return the chosen slices."""
@@ -480,7 +523,7 @@ class Block:
         return Block(slices, self.phases[are_chosen], *times, self.has_parts)
 
 
-def block_of(slices: Sequence[TraceEvent], limit_ns: int) -> Block:
+def block_of(slices: Sequence[Any], limit_ns: int) -> Block:
     """Return valid slices with their times. Raises `ValueError` for a time of `limit_ns` or more."""
     times_us = list(map(_TS, slices)), [event.dur if event.ph == "X" else 0 for event in slices]
     start_ns, length_ns = (times_ns(times, limit_ns) for times in times_us)
@@ -488,23 +531,26 @@ def block_of(slices: Sequence[TraceEvent], limit_ns: int) -> Block:
     return Block(slices, _phases(slices), start_ns, length_ns, has_parts)
 
 
-def read_sound_block(slices: Sequence[TraceEvent]) -> Block | None:
-    """Return slices with their times if a fast test finds all valid. Return None if `find_fault` must check or change
-    them."""
-    if not {TimedEvent}.issuperset(map(type, slices)):
+def read_sound_block(events: Events, slices: Sequence[Any], are_slices: Sequence[bool]) -> Block | None:
+    """Return slices of events with their times if a fast test finds all valid. Return None if `find_fault` must check
+    or change them."""
+    if events.times_us is None:
         return None
-    phases, starts, lengths = _phases(slices), _floats(_TS, slices), _floats(_DUR, slices)
-    lengths[phases != b"X"] = 0
+    mask, phases = np.array(are_slices, dtype=np.bool_), _phases(slices)
+    starts, lengths = (times[mask] for times in events.times_us)
+    lengths[phases != ord("X")] = 0
     if not ((np.abs(starts) < EXACT_US) & (lengths >= 0) & (starts + lengths < EXACT_US)).all():
         return None
     start_ns, length_ns = (np.rint(times * 1000).astype(np.int64) for times in (starts, lengths))
     has_parts = _has_parts(starts, start_ns) or _has_parts(lengths, length_ns)
     block = Block(slices, phases, start_ns, length_ns, has_parts)
-    return block if (b"\0" + block.texts).count(b"\0{") == len(slices) else None
+    if slices and type(slices[0]) is not OwnEvent and (b"\0" + block.texts).count(b"\0{") != len(slices):
+        return None
+    return block
 
 
-def _phases(slices: Sequence[TraceEvent]) -> NDArray[np.bytes_]:
-    return np.frombuffer("".join(map(_PH, slices)).encode(), "S1")
+def _phases(slices: Sequence[Any]) -> NDArray[np.uint8]:
+    return np.frombuffer("".join(map(_PH, slices)).encode(), np.uint8)
 
 
 _PARTS_NS = 1e-3
@@ -518,7 +564,7 @@ def _has_parts(times_us: Sequence[Any] | NDArray[np.float64], rounded_ns: NDArra
     return bool((np.abs(exact_ns - rounded_ns) > _PARTS_NS + np.abs(exact_ns) * np.finfo(np.float64).eps).any())
 
 
-def find_fault(event: TraceEvent, left_out: LeftOut, number: int) -> str:
+def find_fault(event: Any, left_out: LeftOut, number: int) -> str:
     """Return the reason to leave out a slice, "" for a slice with valid times. Invalid arguments are removed."""
     start_us = event.ts = _time(event.ts)
     if start_us is None:
@@ -529,7 +575,7 @@ def find_fault(event: TraceEvent, left_out: LeftOut, number: int) -> str:
             return f"slices of {'no' if length_us is None else 'a negative'} length"
         if float(start_us) + float(length_us) >= FARTHEST_US:
             return "slices that end later than any clock reads"
-    args = bytes(event.args)
+    args = b"{" if type(event) is OwnEvent else bytes(event.args)
     if args[:1] != b"{":
         if args != b"null":
             left_out.add("arguments of events that are no object", f"event {number}")

@@ -6,24 +6,24 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count, filterfalse
+from itertools import count
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
-from msgspec import UNSET
 
 from instrument.chrome import paddle_traces
-from instrument.chrome.events import Block, LeftOut, TraceEvent, lane_of, text_of
+from instrument.chrome.events import UNTOLD, Block, Int64, LeftOut, TraceEvent, lane_of, text_of
 from instrument.chrome.lanes import SPARE_TIDS
 from instrument.profile.model import KINDS
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.forest import NONE, nearest, topmost_rows
+from instrument.trace.groups import by_first_sight
 from instrument.trace.intervals import lengths_by_group
-from instrument.trace.layout import GatheredAttributes, column, extend, to_json
+from instrument.trace.layout import GatheredAttributes, column, to_json
 from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 from instrument.trace.trace import Allocation, Allocations, SpanViews, Trace
 from instrument.trace.watched import KernelColumns
@@ -194,39 +194,82 @@ ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
 class _Facts(NamedTuple):
     """The properties that all slices of one category and name share.
 
-    `place` and `name` are those of the site. `step` is the number of a step, `work` the kind of device work. `has_work`
-    is True for such work and calls that may launch it, `counts` for operators whose operations are counted, `is_plain`
-    if the arguments become attributes as text.
+    `name` is that of the site. `step` is the number of a step, `counts` is True for operators whose operations are
+    counted.
     """
 
-    place: int
     name: str
     step: int | None
-    work: str | None
-    has_work: bool
     counts: bool
-    is_plain: bool
 
 
-class _Lane(NamedTuple):
-    """The process and thread of events, and the thread's id in the trace."""
-
-    row: tuple[Any, Any]
-    thread_id: int
-    is_paddles: bool
-
-
-_KIND, _PLACE, _THREAD_ID = attrgetter("cat", "name"), attrgetter("place"), attrgetter("thread_id")
+_KIND, LANE = attrgetter("cat", "name"), attrgetter("pid", "tid")
 
 
 def look_up(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], Value]) -> list[Value]:
     """Return the values of keys. Missing values are made and added."""
     values = list(map(table.get, keys))
     if None in values:
-        for key in filterfalse(table.__contains__, keys):
-            table[key] = make(key)
-        values = list(map(table.get, keys))
+        for place in [place for place, value in enumerate(values) if value is None]:
+            key = keys[place]
+            if key not in table:
+                table[key] = make(key)
+            values[place] = table[key]
     return cast("list[Value]", values)
+
+
+class Lanes:
+    """The lanes of a file, as pairs of process and thread, each with a number.
+
+    Lanes of Python and C++ of one thread have the same row. `line` has the line of each lane on which its slices nest,
+    `thread_id` the id of its thread. `lines` also has the lines of async keys, `thread_ids` the threads of rows.
+    """
+
+    def __init__(self, *, are_ours: bool = False) -> None:
+        self._are_ours = are_ours
+        self.thread_ids: dict[tuple[Any, Any], int] = {}
+        self._taken: set[Any] = set()
+        self._spare_ids = count(SPARE_TIDS)
+        self._numbers: dict[tuple[Any, Any], int] = {}
+        self.lines: dict[tuple[Any, ...], int] = {}
+        self.rows: list[tuple[Any, Any]] = []
+        self.line, self.thread_id, self.are_paddles = array("q"), array("q"), bytearray()
+
+    def numbers_of(self, events: Sequence[Any]) -> Int64s:
+        """Return the number of each event's lane."""
+        return np.array(look_up(self._numbers, list(map(LANE, events)), self._add), dtype=np.int64)
+
+    def lines_of(self, keys: Sequence[tuple[Any, ...]]) -> list[int]:
+        """Return the lines of lanes and of async keys."""
+        return look_up(self.lines, keys, self._number_line)
+
+    def _number_line(self, key: tuple[Any, ...]) -> int:
+        key = key if len(key) > 2 else _row_of(key)
+        return self.lines.setdefault(key, len(self.lines))
+
+    def _add(self, key: tuple[Any, Any]) -> int:
+        row = _row_of(key)
+        self.rows.append(row)
+        self.line.append(self._number_line(key))
+        self.thread_id.append(self._assign_thread(row))
+        self.are_paddles.append(isinstance(row[1], int) and isinstance(key[1], str))
+        return len(self.rows) - 1
+
+    def _assign_thread(self, row: tuple[Any, Any]) -> int:
+        """Return the thread's own id for a row of any profiler, or a spare one if that is taken or no number."""
+        if self._are_ours:
+            return int(checked(row[1], int))
+        if row not in self.thread_ids:
+            usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
+            self.thread_ids[row] = row[1] if usable else next(self._spare_ids)
+            self._taken.add(row[1])
+        return self.thread_ids[row]
+
+
+def _row_of(lane: tuple[Any, ...]) -> tuple[Any, Any]:
+    """Return the process and the thread of a lane."""
+    pid, tid = map(lane_of, lane)
+    return pid, paddle_traces.thread_of(tid)
 
 
 class Rows(NamedTuple):
@@ -256,25 +299,25 @@ class ForeignSlices:
         # Slices at time 0 with their numbers, valid unless later times are absolute; and the latest time.
         self._at_zero: list[tuple[int, TraceEvent]] | None = []
         self._latest_ns = 0
-        self._site = array("q")
+        # The facts of slices: `_place` is that of the site, `_work_of` the number of the kind of device work.
+        self._kind = array("q")
+        self._kinds: dict[tuple[Any, Any], int] = {}
+        self._facts: list[_Facts] = []
+        self._place, self._work_of, self._are_plain, self._have_work = array("q"), array("q"), bytearray(), bytearray()
         self._sites: dict[tuple[str, str, paddle_traces.Attributes], int] = {}
-        self._facts: dict[tuple[Any, Any], _Facts] = {}
         self._attributes = GatheredAttributes()
         self._with_flops: dict[int, bytes] = {}
         self._counts_flops = False
         self._clock_of_paddle = paddle_traces.EventClock()
         self._names: dict[tuple[Any, ...], str] = {}
-        self._lanes: dict[tuple[Any, Any], _Lane] = {}
-        self._thread_ids: dict[tuple[Any, Any], int] = {}
-        self._taken: set[Any] = set()
-        self._spare_ids = count(SPARE_TIDS)
+        self.lanes = Lanes()
         self._unsized = 0
         # The work of devices: its names and kinds, and six numbers for each work: the place in these, device, stream,
         # begin, end and correlation.
         self._work: dict[tuple[str, str], int] = {}
         self._work_numbers = array("q")
         self._launches: dict[int, int] = {}
-        self._device_rows: set[tuple[Any, ...]] = set()
+        self._device_lanes: set[int] = set()
         self._allocations = bytearray()
 
     def add_fact(self, key: str, value: Any) -> None:
@@ -289,7 +332,7 @@ class ForeignSlices:
             else:
                 self._left_out.add("times of day that are no number", "the key 'baseTimeNanoseconds'")
 
-    def add(self, events: list[TraceEvent], first: int) -> None:
+    def add(self, events: Sequence[TraceEvent], first: int) -> None:
         """Read events other than slices. `first` is the number of the first event."""
         if {"M", "i"}.isdisjoint(map(attrgetter("ph"), events)):
             return
@@ -331,39 +374,40 @@ class ForeignSlices:
         thread = paddle_traces.thread_of(lane_of(event.tid)) if event.name == "thread_name" else None
         self._names[lane_of(event.pid), thread] = paddle_traces.thread_name(name)
 
-    def add_rows(self, block: Block, keys: Sequence[tuple[Any, Any]], start_ns: Int64s, end_ns: Int64s) -> list[int]:
-        """Add complete slices and begins, with their processes and threads. Return the thread of each. Times are
-        corrected in place."""
-        slices, first = block.slices, len(self._site)
-        lanes = look_up(self._lanes, keys, self._assign_lane)
-        facts_by_row = look_up(self._facts, list(map(_KIND, slices)), self._facts_of)
+    def add_rows(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
+        """Add complete slices and begins, with the numbers of their lanes. Times are corrected in place."""
+        slices, first = block.slices, len(self._kind)
+        kinds = np.array(look_up(self._kinds, list(map(_KIND, slices)), self._add_kind), dtype=np.int64)
+        self._kind.frombytes(kinds.tobytes())
         texts = block.texts.split(b"\0")
         all_flat = block.texts if b"\\" in block.texts else _LISTS.sub(b"", block.texts)
         flat = all_flat.split(b"\0")
-        are_all = all_flat.count(b"{") == len(flat) and not _has_marks(all_flat) and max(map(len, flat)) < LONGEST_PLAIN
-        are_flat = [
-            facts.is_plain and not lane.is_paddles and (are_all or are_attributes(text))
-            for facts, lane, text in zip(facts_by_row, lanes, flat, strict=True)
-        ]
-        rows = [row for row, is_flat in enumerate(are_flat) if is_flat and len(flat[row]) > 2]
+        lengths = np.fromiter(map(len, flat), np.int64, len(flat))
+        are_flat = (np.frombuffer(self._are_plain, bool)[kinds]) & ~np.frombuffer(self.lanes.are_paddles, bool)[lanes]
+        if all_flat.count(b"{") != len(flat) or _has_marks(all_flat) or lengths.max() >= LONGEST_PLAIN:
+            are_flat &= np.fromiter(map(are_attributes, flat), np.bool_, len(flat))
+        rows = np.flatnonzero(are_flat & (lengths > 2)).tolist()
         self._attributes.add_all([first + row for row in rows], [flat[row] for row in rows])
-        rows = [row for row, is_flat in enumerate(are_flat) if not is_flat]
+        rows = np.flatnonzero(~are_flat).tolist()
         for row, args in zip(rows, _decode_arguments([texts[row] for row in rows]), strict=True):
             times = int(start_ns[row]), int(end_ns[row])
-            times = self._add_arguments(first + row, lanes[row], facts_by_row[row], slices[row].ph, args, *times)
+            is_paddles = bool(self.lanes.are_paddles[lanes[row]])
+            facts = self._facts[kinds[row]]
+            times = self._add_arguments(first + row, is_paddles, facts, slices[row].ph, args, *times)
             start_ns[row], end_ns[row] = times
-        rows = [row for row, facts in enumerate(facts_by_row) if facts.has_work and slices[row].ph == "X"]
-        for row, args in zip(rows, _decode_arguments([texts[row] for row in rows], list[_WorkArguments]), strict=True):
-            self._add_work(first + row, facts_by_row[row], args, lanes[row], int(start_ns[row]), int(end_ns[row]))
-        extend(self._site, list(map(_PLACE, facts_by_row)))
-        return list(map(_THREAD_ID, lanes))
+        work = np.flatnonzero(np.frombuffer(self._have_work, bool)[kinds] & (block.phases == ord("X")))
+        if len(work):
+            args = _decode_work([texts[row] for row in work.tolist()])
+            self._add_work(
+                first + work, column(self._work_of)[kinds[work]], args, lanes[work], start_ns[work], end_ns[work]
+            )
 
     def _add_arguments(
-        self, at: int, lane: _Lane, facts: _Facts, phase: str, args: dict[str, Any], start_ns: int, end_ns: int
+        self, at: int, is_paddles: bool, facts: _Facts, phase: str, args: dict[str, Any], start_ns: int, end_ns: int
     ) -> tuple[int, int]:
         """Add the arguments of a slice that is not plain. Return its times in ns."""
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
-        if lane.is_paddles:
+        if is_paddles:
             exact = self._clock_of_paddle.times(start_ns, attributes)
             start_ns, end_ns = (start_ns, end_ns) if exact is None or phase != "X" else exact
         if facts.step is not None:
@@ -378,8 +422,8 @@ class ForeignSlices:
             self._attributes.add(at, to_json(attributes))
         return start_ns, end_ns
 
-    def _facts_of(self, key: tuple[object, object]) -> _Facts:
-        """Return the properties that all slices of a category and name share."""
+    def _add_kind(self, key: tuple[object, object]) -> int:
+        """Add the properties that all slices of a category and name share. Return their number."""
         category, label = key
         kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
@@ -391,29 +435,40 @@ class ForeignSlices:
         elif paddles is not None:
             name, (span_kind, attributes, work) = paddles
         launches, counts = LAUNCHES.fullmatch(kind) is not None, kind == OPERATOR and is_counted(name)
-        return _Facts(
-            place=self._sites.setdefault((name, span_kind, attributes), len(self._sites)),
-            name=name,
-            step=None if step is None else int(step[2]),
-            work=work,
-            has_work=work is not None or launches,
-            counts=counts,
-            is_plain=step is None and not counts,
-        )
+        self._facts.append(_Facts(name, None if step is None else int(step[2]), counts))
+        self._place.append(self._sites.setdefault((name, span_kind, attributes), len(self._sites)))
+        self._work_of.append(NONE if work is None else self._work.setdefault((name, work), len(self._work)))
+        self._are_plain.append(step is None and not counts)
+        self._have_work.append(work is not None or launches)
+        return len(self._facts) - 1
 
-    def _add_work(self, row: int, facts: _Facts, args: _WorkArguments, lane: _Lane, start_ns: int, end_ns: int) -> None:
-        """Add device work, or a host call that launches device work. A correlation number joins the two."""
-        correlation = args.paddles if args.correlation is UNSET else args.correlation
-        correlation = correlation if _is_number(correlation) else None
-        if facts.work is not None:
-            self._device_rows.add(lane.row)
-            device = lane.row[0] if args.device is UNSET else args.device
-            stream = lane.row[1] if args.stream is UNSET else args.stream
-            if _is_number(device) and _is_number(stream):
-                work = self._work.setdefault((facts.name, facts.work), len(self._work))
-                self._work_numbers.extend((work, device, stream, start_ns, end_ns, correlation or 0))
-        elif correlation is not None:
-            self._launches[correlation] = row
+    def _add_work(
+        self,
+        rows: Int64s,
+        work: Int64s,
+        args: Sequence[_WorkArguments],
+        lanes: Int64s,
+        start_ns: Int64s,
+        end_ns: Int64s,
+    ) -> None:
+        """Add device work, and host calls that launch device work. A correlation number joins the two."""
+        correlation, paddles, device, stream = (
+            np.fromiter(map(attrgetter(name), args), np.int64, len(args)) for name in _WorkArguments.__struct_fields__
+        )
+        correlation = np.where(correlation == UNTOLD, paddles, correlation)
+        launches = (work == NONE) & (correlation > _NO_NUMBER)
+        self._launches.update(zip(correlation[launches].tolist(), rows[launches].tolist(), strict=True))
+        self._device_lanes.update(lanes[work != NONE].tolist())
+        of_lanes = np.array(
+            [[number if _is_number(number) else _NO_NUMBER for number in row] for row in self.lanes.rows],
+            dtype=np.int64,
+        )
+        pids, tids = of_lanes[lanes].T
+        device, stream = np.where(device == UNTOLD, pids, device), np.where(stream == UNTOLD, tids, stream)
+        correlation = np.where(correlation > _NO_NUMBER, correlation, 0)
+        columns = np.stack((work, device, stream, start_ns, end_ns, correlation), axis=1)
+        are_sound = (work != NONE) & (device != _NO_NUMBER) & (stream != _NO_NUMBER)
+        self._work_numbers.frombytes(columns[are_sound].tobytes())
 
     def _add_allocation(self, event: TraceEvent, number: int) -> None:
         try:
@@ -429,21 +484,11 @@ class ForeignSlices:
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
     def _read_allocation(self, event: TraceEvent) -> Allocation | None:
-        (lane,) = look_up(self._lanes, [(event.pid, event.tid)], self._assign_lane)
+        thread_id = self.lanes.thread_id[self.lanes.numbers_of([event])[0]]
         (args,) = _decode_arguments([event.args]) if bytes(event.args).startswith(b"{") else [{}]
         if "Bytes" in args:
-            return _torch_allocation(event, args, lane.thread_id)
-        return paddle_traces.allocation({"cat": event.cat, "args": args, "ts": event.ts}, lane.thread_id)
-
-    def _assign_lane(self, key: tuple[Any, Any]) -> _Lane:
-        pid, tid = map(lane_of, key)
-        row: tuple[Any, Any] = pid, paddle_traces.thread_of(tid)
-        if row not in self._thread_ids:
-            usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
-            self._thread_ids[row] = row[1] if usable else next(self._spare_ids)
-            self._taken.add(row[1])
-        thread_id = self._thread_ids[row]
-        return _Lane(row, thread_id, row[1] is not tid)
+            return _torch_allocation(event, args, thread_id)
+        return paddle_traces.allocation({"cat": event.cat, "args": args, "ts": event.ts}, thread_id)
 
     # Results
 
@@ -466,7 +511,7 @@ class ForeignSlices:
             end_ns=rows.end_ns,
             active_ns=total_ns,
             self_ns=total_ns - children_ns,
-            site=column(self._site)[rows.order].astype(np.int32),
+            site=column(self._place)[column(self._kind)[rows.order]].astype(np.int32),
             error=np.full(len(parent), NONE, dtype=np.int32),
             clipped=rows.clipped,
             device=DeviceIntervals.none(),
@@ -482,11 +527,12 @@ class ForeignSlices:
         return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
 
     def _assemble_trace(self, first_ns: int, last_ns: int, rows: Rows, columns: Columns) -> Trace:
-        pids = [pid for pid, _ in self._thread_ids]
-        host_pids = [row[0] for row in self._thread_ids if row not in self._device_rows]
+        pids = [pid for pid, _ in self.lanes.thread_ids]
+        device_rows = {self.lanes.rows[lane] for lane in self._device_lanes}
+        host_pids = [row[0] for row in self.lanes.thread_ids if row not in device_rows]
         one_process = len(set(pids)) == 1
         threads = {}
-        for row, thread_id in self._thread_ids.items():
+        for row, thread_id in self.lanes.thread_ids.items():
             name = self._names.get(row) or (row[1] if isinstance(row[1], str) else f"thread {row[1]}")
             process = self._names.get((row[0], None), f"process {row[0]}")
             threads[thread_id] = name if one_process else f"{process}: {name}"
@@ -502,7 +548,7 @@ class ForeignSlices:
         losses = {**{reason: count for reason, count in counted.items() if count}, **self._left_out.losses()}
         trace = Trace(origin, first_ns, last_ns, SpanViews(columns), threads, losses)
         allocations = Allocations(self._allocations).in_order()
-        if self._work or allocations:
+        if self._work_numbers or allocations:
             trace.kernels, trace.allocations = self._collect_kernels(rows), allocations
             trace.watched = first_ns, last_ns
         return trace
@@ -510,13 +556,15 @@ class ForeignSlices:
     def _collect_kernels(self, rows: Rows) -> KernelColumns:
         """Return the device work by start, each with the call that launched it."""
         numbers = column(self._work_numbers).reshape(-1, 6)
-        numbers = numbers[np.argsort(numbers[:, 3], kind="stable")]
-        work, device, stream, start_ns, end_ns, ids = numbers.T
+        works, firsts = by_first_sight(numbers[:, 0])
+        used = [list(self._work)[number] for number in numbers[firsts, 0].tolist()]
+        order = np.argsort(numbers[:, 3], kind="stable")
+        (_, device, stream, start_ns, end_ns, ids), work = numbers[order].T, works[order]
         launch = np.fromiter((self._launches.get(number, NONE) for number in ids.tolist()), np.int64, len(ids))
         row = np.append(rows.rank, NONE)[launch]
         thread_id, launched_ns = (np.append(item, 0)[row] for item in (rows.thread_id, rows.start_ns))
         names, kinds = dict[str, int](), dict[str, int]()
-        tables = [(names.setdefault(name, len(names)), kinds.setdefault(kind, len(kinds))) for name, kind in self._work]
+        tables = [(names.setdefault(name, len(names)), kinds.setdefault(kind, len(kinds))) for name, kind in used]
         name, kind = np.array(tables, dtype=np.int32).reshape(-1, 2)[work].T
         numbers_of = (np.ascontiguousarray(part) for part in (device, stream, start_ns, end_ns, thread_id, launched_ns))
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
@@ -554,21 +602,42 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int) and -INT64 <= value < INT64
 
 
+_NO_NUMBER = UNTOLD + 1
+"""The placeholder for a number of device work whose value is none."""
+
+
 class _WorkArguments(msgspec.Struct, gc=False):
     """The arguments of device work and of its launches. Paddle has a key of its own for correlation numbers."""
 
-    correlation: Any = UNSET
-    paddles: Any = msgspec.field(default=None, name="correlation id")
-    device: Any = UNSET
-    stream: Any = UNSET
+    correlation: Int64 = UNTOLD
+    paddles: Int64 = msgspec.field(default=UNTOLD, name="correlation id")
+    device: Int64 = UNTOLD
+    stream: Int64 = UNTOLD
 
 
-def _decode_arguments(texts: Sequence[bytes | msgspec.Raw], kind: Any = list[Any]) -> list[Any]:
+def _decode_work(texts: Sequence[bytes]) -> list[_WorkArguments]:
+    """Return the arguments of device work. A value that is no number is `_NO_NUMBER`."""
+    try:
+        return _decode_all_work(b"[%b]" % b",".join(texts))
+    except msgspec.MsgspecError:
+        keys = [field.encode_name for field in msgspec.structs.fields(_WorkArguments)]
+        return [
+            _WorkArguments(*(
+                UNTOLD if key not in args else int(args[key]) if _is_number(args[key]) else _NO_NUMBER for key in keys
+            ))
+            for args in _decode_arguments(texts)
+        ]  # fmt: skip
+
+
+_decode_all_work = msgspec.json.Decoder(list[_WorkArguments]).decode
+
+
+def _decode_arguments(texts: Sequence[bytes | msgspec.Raw]) -> list[Any]:
     """Return the arguments of events, also with numbers beyond 64 bits."""
     try:
-        decoded: list[Any] = msgspec.json.decode(b"[%b]" % b",".join(texts), type=kind)
+        decoded: list[Any] = msgspec.json.decode(b"[%b]" % b",".join(texts))
     except msgspec.MsgspecError:
-        decoded = msgspec.convert([json.loads(bytes(text)) for text in texts], kind)
+        decoded = [json.loads(bytes(text)) for text in texts]
     return decoded
 
 

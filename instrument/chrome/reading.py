@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.chrome.events import JsonText, TraceEvent, read_next_events
+from instrument.chrome.events import Events, JsonText, TraceEvent, read_next_events
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import FLOPS, Flops, flops_in
@@ -96,7 +96,7 @@ def facts_of(path: str | os.PathLike[str]) -> Trace | None:
     """
     with _refusals(path), _open_text(Path(path), LIMIT_BYTES) as text:
         for key, value in _top_level_values(text):
-            if key == "instrument" and isinstance(value, dict) and "format" in value:
+            if _are_facts(key, value):
                 return Metadata(value).trace([], [])
             if key is None:
                 return None
@@ -126,7 +126,7 @@ def _content(text: JsonText) -> Saved:
     for key, value in _top_level_values(text):
         if key is None:
             slices.add(value)
-        elif key == "instrument" and isinstance(value, dict) and "format" in value:
+        elif _are_facts(key, value):
             if slices.count:
                 raise ValueError("its key 'instrument' comes after its events; put its keys in order (`jq -S .`)")
             ours = Metadata(value)
@@ -140,14 +140,19 @@ def _content(text: JsonText) -> Saved:
     return Saved(trace, ours.tally() if ours else None)
 
 
+def _are_facts(key: str | None, value: Any) -> bool:
+    """Return True if a top-level value is the metadata of `dump`."""
+    return key == "instrument" and isinstance(value, dict) and "format" in value
+
+
 def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
     """Yield the file's top-level keys and values. Events come in lists, with the key None."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take("{[") == "[":
-        yield from _events(text)
+        yield from _events(text, are_ours=False)
     else:
-        has_events, keys = False, 0
+        has_events, are_ours, keys = False, False, 0
         while (mark := text.peek()) != "}" and (mark or not has_events):
             if mark == "," and keys:
                 text.take(",")
@@ -159,10 +164,12 @@ def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
             text.take(":")
             if key == "traceEvents":
                 text.take("[")
-                yield from _events(text)
+                yield from _events(text, are_ours)
                 has_events = True
             else:
-                yield key, text.value()
+                value = text.value()
+                are_ours |= _are_facts(key, value)
+                yield key, value
         _take_end(text, "}")
         if not has_events:
             raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
@@ -178,20 +185,20 @@ def _take_end(text: JsonText, bracket: str) -> None:
         text.left_out.add("closing brackets that are missing", f"byte {text.bytes_read}")
 
 
-def _events(text: JsonText) -> Iterator[tuple[None, list[TraceEvent]]]:
+def _events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, Events]]:
     count = 0
     while (mark := text.peek()) not in ("]", ""):
         if mark == ",":
             text.take(",")
         elif mark == "{":
-            events = read_next_events(text, count + 1)
-            count += len(events)
+            events = read_next_events(text, count + 1, are_ours=are_ours)
+            count += len(events.events)
             yield None, events
         else:
             text.value()
             count += 1
             text.left_out.add("events that are no object", f"event {count}")
-            yield None, [TraceEvent()]
+            yield None, Events([TraceEvent()])
     _take_end(text, "]")
 
 

@@ -11,7 +11,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from itertools import compress, count
-from operator import attrgetter
+from operator import and_, attrgetter
 from typing import Any
 
 import numpy as np
@@ -19,26 +19,26 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from instrument.chrome.events import (
+    LOWER_CASE,
+    UNTOLD,
     Arguments,
     Block,
+    Events,
     LeftOut,
-    TraceEvent,
+    OwnEvent,
     block_of,
-    decode_arguments,
     find_fault,
-    lane_of,
     read_sound_block,
 )
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
-from instrument.chrome.others import ForeignSlices, Rows, look_up
-from instrument.chrome.paddle_traces import thread_of
+from instrument.chrome.others import LANE, ForeignSlices, Lanes, Rows, look_up
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
 from instrument.trace.forest import NONE, rows_of, topmost_rows
 from instrument.trace.layout import GatheredAttributes, column, convert_lists, extend, rank_of, to_json
 from instrument.trace.metadata import Metadata
-from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
+from instrument.trace.text import LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
 from instrument.trace.trace import SpanViews, Trace
 
 _LIMIT_NS = LIMIT_US * 1000
@@ -46,12 +46,9 @@ _LIMIT_NS = LIMIT_US * 1000
 LIMIT_EVENTS = 5 * LIMIT_SPANS
 """The maximum number of events in a file, including those that are no slices."""
 
-UNTOLD = -INT64
-"""The placeholder for a number that is missing in a slice's arguments."""
-
 _SLICES = frozenset("XBEbe")
-_LANE, _ASYNC = attrgetter("pid", "tid"), attrgetter("pid", "cat", "id", "id2")
-_NUMBERS = ("id", "site", "parent", "root", "own_id", "task", "self_ns", "active_ns")
+_ASYNC = attrgetter("pid", "cat", "id", "id2")
+_NUMBERS = ("id", "site", "parent", "root", "own_id", "task", "self_ns", "active_ns", "thread")
 _OF_INTERVALS = ("owner", "place", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
 
 
@@ -62,22 +59,26 @@ class Slices:
         self._left_out = left_out
         self._ours = None if ours is None else OwnSlices(ours)
         self.others = ForeignSlices(left_out)
+        self._lanes = self.others.lanes if self._ours is None else Lanes(are_ours=True)
         self._seen = self.count = self._rounding_ns = 0
-        self._start_ns, self._end_ns, self._thread_id, self._line = array("q"), array("q"), array("q"), array("q")
+        self._start_ns, self._end_ns, self._lane = array("q"), array("q"), array("q")
         # Begins with their rows, and ends without one. `_mark_of` has the line, a thread or an async key.
         self._mark_ns, self._mark_row, self._mark_of = array("q"), array("q"), array("q")
-        self._lines: dict[tuple[Any, ...], int] = {}
-        self._tasks: dict[int, int] = {}
+        self._tasks: dict[int, None] = {}
 
-    def add(self, events: list[TraceEvent]) -> None:
+    def add(self, batch: Events) -> None:
         """Read the next events of the file."""
+        events = batch.events
         first, self._seen = self._seen + 1, self._seen + len(events)
         if self._seen > LIMIT_EVENTS:
             raise ValueError(f"it has more than {LIMIT_EVENTS} events; record less into one file")
-        # The slice of "Trace" is the time of torch.profiler itself, no call.
-        are_slices = [event.ph in _SLICES and not (event.cat == "Trace" and event.pid == "Spans") for event in events]
+        are_slices = [event.ph in _SLICES for event in events]
+        if self._ours is None:
+            # The slice of "Trace" is the time of torch.profiler itself, no call.
+            are_calls = [event.cat != "Trace" or event.pid != "Spans" for event in events]
+            are_slices = [*map(and_, are_slices, are_calls)]
         slices = [*compress(events, are_slices)]
-        block = read_sound_block(slices)
+        block = read_sound_block(batch, slices, are_slices)
         if block is None:
             numbers = compress(count(first), are_slices)
             slices = [
@@ -94,7 +95,7 @@ class Slices:
         else:
             self._add(self._ours.add(events, block))
 
-    def _is_left_out(self, number: int, event: TraceEvent) -> bool:
+    def _is_left_out(self, number: int, event: Any) -> bool:
         if fault := find_fault(event, self._left_out, number):
             self._left_out.add(fault, f"event {number}")
         return bool(fault)
@@ -102,7 +103,7 @@ class Slices:
     def _add(self, block: Block) -> None:
         if block.are_begins.any():
             self._add_rows(block.select(block.are_begins))
-        are_marks = block.phases != b"X"
+        are_marks = block.phases != ord("X")
         if are_marks.any():
             self._add_marks(block, are_marks)
 
@@ -110,36 +111,30 @@ class Slices:
         """Add complete slices, and slices whose end comes later."""
         self._rounding_ns = max(self._rounding_ns, int(block.has_parts))
         start_ns, end_ns = block.start_ns.copy(), block.start_ns + block.length_ns
-        lanes = list(map(_LANE, block.slices))
+        lanes = self._lanes.numbers_of(block.slices)
         if self._ours is None:
-            extend(self._thread_id, self.others.add_rows(block, lanes, start_ns, end_ns))
+            self.others.add_rows(block, lanes, start_ns, end_ns)
         else:
-            extend(self._thread_id, self._ours.add_rows(block.slices))
-        extend(self._line, look_up(self._lines, lanes, self._line_of))
+            self._ours.add_rows()
+        self._lane.frombytes(lanes.tobytes())
         self._start_ns.frombytes(start_ns.tobytes())
         self._end_ns.frombytes(end_ns.tobytes())
 
-    def _line_of(self, key: tuple[Any, ...]) -> int:
-        """Return the line of slices of a process and thread, or of an async key."""
-        key = key if len(key) > 2 else (lane_of(key[0]), thread_of(lane_of(key[1])))
-        return self._lines.setdefault(key, len(self._lines))
-
     def _add_marks(self, block: Block, are_marks: Bools) -> None:
         """Add the begins and ends of slices. The begins are the last rows of the columns."""
-        are_begins = block.are_begins
-        rows = np.cumsum(are_begins)
+        rows = np.cumsum(block.are_begins)
         rows += len(self._start_ns) - 1 - rows[-1]
         phases = block.phases[are_marks]
-        are_async = ((phases == b"b") | (phases == b"e")).tolist()
-        marks = zip(compress(block.slices, are_marks.tolist()), are_async, strict=True)
-        keys = [_ASYNC(event) if is_async else _LANE(event) for event, is_async in marks]
-        lines = look_up(self._lines, keys, self._line_of)
+        are_async = phases & LOWER_CASE != 0
+        marks = [*compress(block.slices, are_marks.tolist())]
+        keys: list[tuple[Any, ...]] = list(map(_ASYNC, marks))
+        if not are_async.all():
+            keys = [LANE(event) if event.ph.isupper() else key for event, key in zip(marks, keys, strict=True)]
+        lines = np.array(self._lanes.lines_of(keys), dtype=np.int64)
         self._mark_ns.frombytes(block.start_ns[are_marks].tobytes())
-        self._mark_row.frombytes(np.where(are_begins, rows, NONE)[are_marks].tobytes())
-        extend(self._mark_of, lines)
-        column(self._line)[rows[are_marks & are_begins]] = np.array(lines)[are_begins[are_marks]]
-        for line in compress(lines, (phases == b"b").tolist()):
-            self._tasks.setdefault(line, 1 + len(self._tasks))
+        self._mark_row.frombytes(np.where(block.are_begins, rows, NONE)[are_marks].tobytes())
+        self._mark_of.frombytes(lines.tobytes())
+        self._tasks |= dict.fromkeys(lines[phases == ord("b")].tolist())
 
     # Results
 
@@ -152,15 +147,16 @@ class Slices:
         return self.others.trace(rows) if self._ours is None else self._ours.trace(rows)
 
     def _rows(self) -> Rows:
-        start_ns, end_ns, line, thread_id = map(self._column, ("_start_ns", "_end_ns", "_line", "_thread_id"))
+        start_ns, end_ns, lane = map(self._column, ("_start_ns", "_end_ns", "_lane"))
+        line, thread_id = column(self._lanes.line)[lane], column(self._lanes.thread_id)[lane]
         clipped = np.zeros(len(start_ns), dtype=np.bool_)
-        order_in_file, strays = self._close_marks(end_ns, clipped)
+        order_in_file, strays = self._close_marks(end_ns, line, clipped)
         # Slices with equal begins and ends keep the order of the file.
         order = np.lexsort((order_in_file, -end_ns, start_ns))
         start_ns, end_ns, line, thread_id = start_ns[order], end_ns[order], line[order], thread_id[order]
         around = _parents(start_ns, end_ns, line, self._rounding_ns)
-        task_of_line = np.zeros(len(self._lines), dtype=np.int64)
-        task_of_line[list(self._tasks)] = list(self._tasks.values())
+        task_of_line = np.zeros(len(self._lanes.lines), dtype=np.int64)
+        task_of_line[list(self._tasks)] = np.arange(1, 1 + len(self._tasks))
         further = thread_id, task_of_line[line], around, clipped[order], strays
         return Rows(order, rank_of(order), start_ns, end_ns, line, *further)
 
@@ -168,9 +164,10 @@ class Slices:
         """Return a column as an array, and free the original, which is as large."""
         return column(vars(self).pop(name))
 
-    def _close_marks(self, end_ns: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Match begins with ends as a stack per line does, in the order of time. Return the order of rows in the file,
-        with incomplete slices last, and the number of ends without a begin."""
+    def _close_marks(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
+        """Match begins with ends as a stack per line does, in the order of time. Set the ends and the lines of their
+        rows. Return the order of rows in the file, with incomplete slices last, and the number of ends without a
+        begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
         if not len(self._mark_ns):
             return place, 0
@@ -179,6 +176,7 @@ class Slices:
         order = np.lexsort((at_ns, of))
         at_ns, of, rows = at_ns[order], of[order], rows[order]
         are_begins = rows != NONE
+        line_of_row[rows[are_begins]] = of[are_begins]
         place[rows[are_begins]] = len(place) + np.arange(np.count_nonzero(are_begins))
         firsts = np.flatnonzero(np.diff(of, prepend=-1))
         line = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(of)))
@@ -261,80 +259,69 @@ class OwnSlices:
         if not -FARTHEST_NS < metadata.base_ns < FARTHEST_NS:
             raise ValueError("it has a time out of range; it is damaged")
         self._numbers = {name: array("q") for name in (*_NUMBERS, "error")}
-        self._errors: dict[str | None, int] = {None: NONE}
+        self._errors: dict[Any, int] = {UNSET: NONE, None: NONE}
         self._clipped: list[int] = []
         self._remote: dict[int, RemoteParent] = {}
         self._attributes = GatheredAttributes(_refuse_attributes)
         self._samples: list[Sample] = []
         self._intervals = {name: array("q") for name in _OF_INTERVALS}
-        self._labels: dict[str, int] = {}
+        self._labels: dict[Any, int] = {}
         self._waiting: list[Arguments] = []
 
-    def add(self, events: list[TraceEvent], block: Block) -> Block:
+    def add(self, events: Sequence[Any], block: Block) -> Block:
         """Read events and slices' arguments. Return the slices of spans for `add_rows`."""
-        for event in events:
+        for event in events if type(events[0]) is not OwnEvent else ():
             if event.ph == "C":
                 self._add_sample(event)
         if len(self._samples) > LIMIT_SPANS:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
         begins = block.select(block.are_begins)
-        arguments = decode_arguments(begins.texts)
-        of_device = np.array([entry.owner is not UNSET for entry in arguments], dtype=np.bool_)
-        self._waiting = arguments
+        self._waiting = begins.arguments()
+        of_device = _numbers(self._waiting, "owner") != UNTOLD
         if not of_device.any():
             return block
-        self._waiting = [*compress(arguments, (~of_device).tolist())]
-        self._add_intervals([*compress(arguments, of_device.tolist())], begins.select(of_device))
+        self._add_intervals([*compress(self._waiting, of_device.tolist())], begins.select(of_device))
+        self._waiting = [*compress(self._waiting, (~of_device).tolist())]
         of_spans = ~block.are_begins
         of_spans[block.are_begins] = ~of_device
         return block.select(of_spans)
 
-    def _add_sample(self, event: TraceEvent) -> None:
+    def _add_sample(self, event: Any) -> None:
         pid = checked(event.pid, int)
         (value,) = json.loads(bytes(event.args)).values()
         device = pid - DEVICE_PIDS if pid >= DEVICE_PIDS else HOST
         at_ns = self._metadata.base_ns + nanoseconds(event.ts)
         self._samples.append(Sample(checked(event.name, str), device, at_ns, checked(value, float, int)))
 
-    def add_rows(self, slices: Sequence[TraceEvent]) -> list[int]:
-        """Add the arguments of complete slices and begins of spans. Return the thread of each."""
+    def add_rows(self) -> None:
+        """Add the arguments of complete slices and begins of spans."""
         arguments, self._waiting = self._waiting, []
         first = len(self._numbers["error"])
         for name in _NUMBERS:
-            extend(self._numbers[name], _numbers(arguments, name))
-        errors, names = self._errors, _values(arguments, "error") or [None] * len(arguments)
-        extend(self._numbers["error"], [
-            NONE if name is UNSET or name is None else errors.setdefault(name, len(errors) - 1) for name in names
-        ])  # fmt: skip
-        for row, is_clipped in enumerate(_values(arguments, "clipped"), first):
-            if is_clipped is True:
-                self._clipped.append(row)
-        for row, attributes in enumerate(_values(arguments, "attributes"), first):
-            if attributes is not UNSET:
-                text = bytes(attributes)
-                self._attributes.add(row, to_json(json.loads(text)) if b"\\" in text else text)
-        for row, remote in enumerate(_values(arguments, "remote"), first):
-            if remote:
-                self._remote[row] = remote.parent()
-        tids, threads = list[Any](map(attrgetter("tid"), slices)), _values(arguments, "thread")
-        if not threads:
-            return tids
-        return [tid if thread is UNSET else thread for tid, thread in zip(tids, threads, strict=True)]
+            self._numbers[name].frombytes(_numbers(arguments, name).tobytes())
+        extend(self._numbers["error"], look_up(
+            self._errors, list(map(attrgetter("error"), arguments)), lambda _: len(self._errors) - 2
+        ))  # fmt: skip
+        self._clipped += (row for row, is_clipped in _values(arguments, "clipped", first) if is_clipped)
+        for row, attributes in _values(arguments, "attributes", first):
+            text = bytes(attributes)
+            self._attributes.add(row, to_json(json.loads(text)) if b"\\" in text else text)
+        self._remote |= {row: remote.parent() for row, remote in _values(arguments, "remote", first) if remote}
 
     def _add_intervals(self, arguments: Sequence[Arguments], block: Block) -> None:
-        columns, labels = self._intervals, list(map(attrgetter("label"), arguments))
-        number_by_label = {
-            label: self._labels.setdefault("exclusive" if label is UNSET else label, len(self._labels))
-            for label in dict.fromkeys(labels)
+        labels = ["exclusive" if label is UNSET else label for label in map(attrgetter("label"), arguments)]
+        stream, enclosing = (_numbers(arguments, name) for name in ("stream", "enclosing_stream"))
+        columns = {name: _numbers(arguments, name) for name in ("owner", "place", "uncertainty_ns", "device")}
+        columns |= {
+            "stream": np.where(stream == UNTOLD, enclosing, stream),
+            "label": np.array(look_up(self._labels, labels, lambda _: len(self._labels))),
+            "start_ns": block.start_ns,
+            "end_ns": block.start_ns + block.length_ns,
         }
-        for name in ("owner", "place", "uncertainty_ns"):
-            extend(columns[name], _numbers(arguments, name, 0))
-        extend(columns["device"], _numbers(arguments, "device"))
-        streams = zip(_numbers(arguments, "stream"), _numbers(arguments, "enclosing_stream"), strict=True)
-        extend(columns["stream"], [enclosing if stream == UNTOLD else stream for stream, enclosing in streams])
-        extend(columns["label"], list(map(number_by_label.__getitem__, labels)))
-        columns["start_ns"].frombytes(block.start_ns.tobytes())
-        columns["end_ns"].frombytes((block.start_ns + block.length_ns).tobytes())
+        for name in ("place", "uncertainty_ns"):
+            columns[name][columns[name] == UNTOLD] = 0
+        for name, numbers in columns.items():
+            self._intervals[name].frombytes(numbers.tobytes())
 
     def trace(self, rows: Rows) -> Trace:
         """Return the trace of the spans, with all other facts."""
@@ -354,11 +341,11 @@ class OwnSlices:
         task_id = _with_default(_with_default(task_id, task_id[first_of_line[rows.line]]), np.int64(0))
         columns = Columns(
             sites=sites,
-            errors=tuple(error for error in self._errors if error is not None),
+            errors=tuple(self._errors)[2:],
             span_id=span_id,
             parent_id=parent_id,
             root_id=_roots(span_id, parent_id, self._ordered("root", rows)),
-            thread_id=rows.thread_id,
+            thread_id=_with_default(self._ordered("thread", rows), rows.thread_id),
             task_id=task_id,
             start_ns=rows.start_ns + base_ns,
             end_ns=rows.end_ns + base_ns,
@@ -391,17 +378,17 @@ class OwnSlices:
         return DeviceIntervals(row=rows[order], **ordered, label=label, labels=tuple(self._labels))
 
 
-def _numbers(arguments: Sequence[Arguments], name: str, otherwise: int = UNTOLD) -> list[int]:
-    numbers = _values(arguments, name)
-    if UNSET not in numbers:
-        return numbers or [otherwise] * len(arguments)
-    return [otherwise if number is UNSET else number for number in numbers]
+def _numbers(arguments: Sequence[Arguments], name: str) -> Int64s:
+    """Return a number of the arguments, `UNTOLD` where it is omitted."""
+    return np.fromiter(map(attrgetter(name), arguments), np.int64, len(arguments))
 
 
-def _values(arguments: Sequence[Arguments], name: str) -> list[Any]:
-    """Return an argument of slices, and nothing if no slice has it."""
+def _values(arguments: Sequence[Arguments], name: str, first: int) -> list[tuple[int, Any]]:
+    """Return an argument of slices with the rows of those that have it, which are counted from `first`."""
     values = list(map(attrgetter(name), arguments))
-    return values if values.count(UNSET) < len(values) else []
+    if values.count(UNSET) == len(values):
+        return []
+    return [(row, value) for row, value in enumerate(values, first) if value is not UNSET]
 
 
 def _with_default(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
