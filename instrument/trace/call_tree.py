@@ -24,7 +24,7 @@ from instrument.recording.spans import OUTCOME, Interval, Site
 from instrument.recording.tally import LARGEST, LARGEST_COPY_BYTES, TOTALS, Records, Tally, buckets_of
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
 from instrument.trace.forest import NONE, are_at_or_above, by_level, count_ancestors, least_below, nearest
-from instrument.trace.groups import Groups, numbered, places_of
+from instrument.trace.groups import Groups, counted, numbered, places_of
 from instrument.trace.intervals import clipped, overlap, union_by_group
 from instrument.trace.layout import in_order
 from instrument.trace.self_times import waiting_times
@@ -390,13 +390,15 @@ def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple
     device_ns, elapsed_ns = _measure_rows(trace)
     elapsed_ns[inner] = trace.total_ns[inner]
     moved = np.zeros(len(trace), dtype=np.int64)
-    copied = np.intersect1d(trace.attributes.having("bytes"), np.flatnonzero(trace.of_kind("copy")))
+    copied = trace.attributes.having("bytes")
+    copied = copied[trace.of_kind("copy")[copied]]
     moved[copied] = [
         value if isinstance(value, int) and 0 <= value <= LARGEST_COPY_BYTES else 0
         for value in trace.attributes.values("bytes", copied)
     ]
-    cancelled = trace.of_kind("request") & (trace.error == NONE)
-    cancelled[np.setdiff1d(np.flatnonzero(cancelled), trace.attributes.having(OUTCOME))] = False
+    cancelled = np.zeros(len(trace), dtype=np.bool_)
+    cancelled[trace.attributes.having(OUTCOME)] = True
+    cancelled &= trace.of_kind("request") & (trace.error == NONE)
     groups, outer = Groups(cells, count), ~inner
     lines = np.zeros(count, TOTALS)
     sums = {
@@ -415,7 +417,7 @@ def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple
     lines["min_ns"], lines["max_ns"] = groups.least(elapsed_ns, 0), groups.most(elapsed_ns, 0)
     lines["first_ns"] = groups.least(trace.start_ns, 0)
     buckets = np.searchsorted(_STARTS, elapsed_ns, side="right") - 1
-    keys, sizes = np.unique(cells * (LAST_BUCKET + 1) + buckets, return_counts=True)
+    keys, sizes = counted(cells * (LAST_BUCKET + 1) + buckets, count * (LAST_BUCKET + 1))
     return lines, buckets_of(*np.divmod(keys, LAST_BUCKET + 1), sizes)
 
 

@@ -85,8 +85,23 @@ def sort_stably(numbers: NDArray[Any], end: int) -> Int64s:
 
 def distinct(numbers: NDArray[Any]) -> NDArray[Any]:
     """Return the distinct numbers in order. `np.unique` takes ten times as long."""
+    if len(numbers) and numbers.dtype.kind == "i":
+        first, last = int(numbers.min()), int(numbers.max())
+        if last - first < len(numbers):  # a table of them is faster than a sort
+            is_there = np.zeros(last - first + 1, dtype=np.bool_)
+            is_there[np.subtract(numbers, first, dtype=np.int64)] = True
+            return np.asarray((np.flatnonzero(is_there) + first).astype(numbers.dtype))
     run = np.sort(numbers)
     return np.asarray(run[np.flatnonzero(np.concatenate([[True], run[1:] != run[:-1]]))] if len(run) else run)
+
+
+def counted(numbers: Int64s, end: int) -> tuple[Int64s, Int64s]:
+    """Return the distinct numbers in order, and the count of each. The numbers are from 0 to below `end`."""
+    if end > 4 * len(numbers):
+        return np.unique(numbers, return_counts=True)
+    counts = np.bincount(numbers)
+    values = np.flatnonzero(counts)
+    return values, counts[values]
 
 
 def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
