@@ -373,7 +373,7 @@ _decode_any = json.JSONDecoder(strict=False).decode
 """Decode JSON whose texts may have line ends and other control characters."""
 
 
-class Events(NamedTuple):
+class EventBatch(NamedTuple):
     """Successive events. `times_us` has their `ts` and `dur` if all are floats, NaN where an event has none.
 
     Events of ours have their arguments decoded, other events have arguments as text.
@@ -383,11 +383,11 @@ class Events(NamedTuple):
     times_us: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
 
 
-def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> Events:
+def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatch:
     """Return the next available events of a list. `first` is the number of the first of them in the file."""
     events, raw = text.values(_decode_ours if are_ours else _decode, b"}")
     if events is None:
-        return Events(_repaired_events(raw, first, text.left_out))
+        return EventBatch(_repaired_events(raw, first, text.left_out))
     times_us = None
     if type(events[0]) is TraceEvent:
         are_far = any(
@@ -398,8 +398,8 @@ def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> Events:
         are_far = any((np.abs(times) >= EXACT_US).any() for times in times_us)
     if are_far:
         with suppress(msgspec.MsgspecError):  # a time in it is invalid
-            return Events(_decode_exact(b"[%b]" % raw))
-    return Events(events, times_us)
+            return EventBatch(_decode_exact(b"[%b]" % raw))
+    return EventBatch(events, times_us)
 
 
 def _decode(text: bytes) -> list[Any]:
@@ -531,7 +531,7 @@ def block_of(slices: Sequence[Any], limit_ns: int) -> Block:
     return Block(slices, _phases(slices), start_ns, length_ns, has_parts)
 
 
-def read_sound_block(events: Events, slices: Sequence[Any], are_slices: Sequence[bool]) -> Block | None:
+def read_sound_block(events: EventBatch, slices: Sequence[Any], are_slices: Sequence[bool]) -> Block | None:
     """Return slices of events with their times if a fast test finds all valid. Return None if `find_fault` must check
     or change them."""
     if events.times_us is None:

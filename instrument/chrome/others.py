@@ -218,7 +218,7 @@ def look_up(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], 
     return cast("list[Value]", values)
 
 
-class Lanes:
+class NumberedLanes:
     """The lanes of a file, as pairs of process and thread, each with a number.
 
     Lanes of Python and C++ of one thread have the same row. `line` has the line of each lane on which its slices nest,
@@ -310,7 +310,7 @@ class ForeignSlices:
         self._counts_flops = False
         self._clock_of_paddle = paddle_traces.EventClock()
         self._names: dict[tuple[Any, ...], str] = {}
-        self.lanes = Lanes()
+        self.lanes = NumberedLanes()
         self._unsized = 0
         # The work of devices: its names and kinds, and six numbers for each work: the place in these, device, stream,
         # begin, end and correlation.

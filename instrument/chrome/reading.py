@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from instrument.chrome.events import Events, JsonText, TraceEvent, read_next_events
+from instrument.chrome.events import EventBatch, JsonText, TraceEvent, read_next_events
 from instrument.chrome.slices import Slices
 from instrument.errors import TraceError
 from instrument.recording.spans import FLOPS, Flops, flops_in
@@ -146,7 +146,7 @@ def _are_facts(key: str | None, value: Any) -> bool:
 
 
 def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
-    """Yield the file's top-level keys and values. Events come in lists, with the key None."""
+    """Yield the file's top-level keys and values. Events come in batches, with the key None."""
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take("{[") == "[":
@@ -185,7 +185,7 @@ def _take_end(text: JsonText, bracket: str) -> None:
         text.left_out.add("closing brackets that are missing", f"byte {text.bytes_read}")
 
 
-def _events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, Events]]:
+def _events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBatch]]:
     count = 0
     while (mark := text.peek()) not in ("]", ""):
         if mark == ",":
@@ -198,7 +198,7 @@ def _events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, Events]]:
             text.value()
             count += 1
             text.left_out.add("events that are no object", f"event {count}")
-            yield None, Events([TraceEvent()])
+            yield None, EventBatch([TraceEvent()])
     _take_end(text, "]")
 
 

@@ -23,7 +23,7 @@ from instrument.chrome.events import (
     UNTOLD,
     Arguments,
     Block,
-    Events,
+    EventBatch,
     LeftOut,
     OwnEvent,
     block_of,
@@ -31,7 +31,7 @@ from instrument.chrome.events import (
     read_sound_block,
 )
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
-from instrument.chrome.others import LANE, ForeignSlices, Lanes, Rows, look_up
+from instrument.chrome.others import LANE, ForeignSlices, NumberedLanes, Rows, look_up
 from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
@@ -59,14 +59,14 @@ class Slices:
         self._left_out = left_out
         self._ours = None if ours is None else OwnSlices(ours)
         self.others = ForeignSlices(left_out)
-        self._lanes = self.others.lanes if self._ours is None else Lanes(are_ours=True)
+        self._lanes = self.others.lanes if self._ours is None else NumberedLanes(are_ours=True)
         self._seen = self.count = self._rounding_ns = 0
         self._start_ns, self._end_ns, self._lane = array("q"), array("q"), array("q")
         # Begins with their rows, and ends without one. `_mark_of` has the line, a thread or an async key.
         self._mark_ns, self._mark_row, self._mark_of = array("q"), array("q"), array("q")
         self._tasks: dict[int, None] = {}
 
-    def add(self, batch: Events) -> None:
+    def add(self, batch: EventBatch) -> None:
         """Read the next events of the file."""
         events = batch.events
         first, self._seen = self._seen + 1, self._seen + len(events)
@@ -384,7 +384,7 @@ def _numbers(arguments: Sequence[Arguments], name: str) -> Int64s:
 
 
 def _values(arguments: Sequence[Arguments], name: str, first: int) -> list[tuple[int, Any]]:
-    """Return an argument of slices with the rows of those that have it, which are counted from `first`."""
+    """Return the slices that have an argument, each as the row and the value. `first` is the row of the first slice."""
     values = list(map(attrgetter(name), arguments))
     if values.count(UNSET) == len(values):
         return []
