@@ -342,7 +342,7 @@ SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (321, 4),
     "agent": (4_478, 15),
-    "chrome": (3_263, 9),
+    "chrome": (3_372, 9),
     "cli": (2_991, 16),
     "compat": (1_181, 6),
     "device": (3_620, 11),
@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (14_431, 37),
     "runtime": (2_841, 13),
     "sessions": (6_538, 19),
-    "trace": (10_813, 36),
+    "trace": (10_830, 36),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
