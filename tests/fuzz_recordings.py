@@ -55,7 +55,7 @@ def copied(recorder: Any, times: int = 40) -> int:
         function(3)
     intervals = IntervalRing(1 << 14, partial(recorder.room_for, "intervals"))
     for row in rows_in(recorder):
-        intervals.add(row[1], 0, 7, row[5], row[6], "exclusive")
+        intervals.add(row[1], 0, 7, row[5], row[6], "exclusive", 0)
     Readings(partial(recorder.room_for, "samples")).add([Sample("power", 0, 5 + at_ns, 1.5) for at_ns in range(50)])
     thread = threading.Thread(target=function, args=(2,))
     thread.start()

@@ -26,7 +26,6 @@ from instrument import chrome
 from instrument.errors import ProfileError, TraceError
 from instrument.profile import keys
 from instrument.profile.model import SORT_KEYS, VIEWS
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     HOST,
     WORK,
@@ -44,6 +43,7 @@ from instrument.recording.spans import (
     Startup,
 )
 from instrument.recording.tally import Tally
+from instrument.recording.trace_context import RemoteParent
 from instrument.report.explanation import RequestChoice, explain
 from instrument.report.section import summary, summary_document
 from instrument.report.view import Options, Recording, document

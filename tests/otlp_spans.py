@@ -14,13 +14,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.exporter import Exporter
 from instrument.otlp.span_queue import Source
-from instrument.recording.remote_parents import LinkedSpan, link_of
 from instrument.recording.spans import Origin, Site, Span
-from instrument.trace.by_process import find_outer_spans, rows_by_process
+from instrument.recording.trace_context import LinkedSpan, link_of
 from instrument.trace.columns import Columns
-from instrument.trace.forest import NONE
+from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged
+from instrument.trace.request_trees import find_outer_spans, rows_by_process
 from instrument.trace.trace import Trace, columns_of_spans, spans_of, with_spans
 
 SECOND = 10**9

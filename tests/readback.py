@@ -13,7 +13,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording import memory_layout
 from instrument.recording.mapped import _CHUNK, _HIGH, _TOTALS, details_in
 from instrument.recording.mapped_facts import detail_of, facts_in
-from instrument.recording.rows import Row, unpacked_rows, with_more
+from instrument.recording.memory_layout import Row, unpacked_rows
 from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import DeviceInterval, Span
 from instrument.trace.columns import Columns, DeviceIntervals, device_intervals, view_cells
@@ -63,7 +63,7 @@ def rows_by_thread(recorder: Any = RECORDER) -> list[tuple[int, list[Row]]]:
         for row in unpacked_rows(data):
             active_ns, text = details.get(row[1], (-1, b""))
             active_ns, error, attributes = detail_of(active_ns, facts_in(text))
-            yield row if not text else with_more(row, (active_ns, error, dict(attributes) or None))
+            yield row if not text else (*row[:8], active_ns, error, dict(attributes) or None)
 
     return [(ring.thread_id, [*with_details(ring.rows.tobytes())]) for ring in rings]
 

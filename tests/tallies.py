@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from instrument.recording import tally as product
-from instrument.recording.paths import CallPath
+from instrument.recording.paths import NOT_BELOW, CallPath, CallTree
 from instrument.recording.spans import Site
 from instrument.recording.tally import LEAST, MOST, SUMS, TOTALS, buckets_of
 
@@ -110,3 +110,12 @@ def of_all_threads(tally: product.Tally) -> dict[tuple[object, ...], Totals]:
     for path, _, totals in rows_of(tally):
         found.setdefault(tuple(site.key for site in path), Totals()).merge(totals)
     return found
+
+
+def path_upwards(tree: CallTree, node: int) -> list[Site]:
+    """Return the sites on a node's call path, from the node's own site upwards."""
+    sites = []
+    while node != NOT_BELOW:
+        sites.append(tree.site(node))
+        node = tree.parent(node)
+    return sites

@@ -20,9 +20,8 @@ from instrument.profile.model import Capture, PercentileThreshold, Rate, Where
 from instrument.recorder.recorder import Recorder
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory_layout import FRAME, ROW
-from instrument.recording.remote_parents import RemoteParent, noted
-from instrument.recording.rows import is_sampled, state_of_share
 from instrument.recording.spans import Site
+from instrument.recording.trace_context import RemoteParent, is_sampled, noted, state_of_share
 from instrument.trace import unsettled
 from instrument.trace.sent_rows import DECISION_WAIT_NS
 from instrument.trace.tail_sampler import LEAST_CALLS
@@ -236,7 +235,7 @@ def test_the_limit_bounds_notable_requests_and_refills_with_time(recorder: Any) 
         serve(recorder, error=True)
     assert len(kept.read()) == 2
     assert kept.counts["requests beyond the capture limit"] == 3
-    allowance = kept.rows.sampler._allowance
+    allowance = kept.rows.sampler.allowance
     now_ns = time.monotonic_ns()
     taken = [allowance.take(now_ns + later_s * 10**9) for later_s in (1, 29, 31, 32, 61, 62)]
     assert taken == [False, False, True, False, True, False]

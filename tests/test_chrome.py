@@ -29,8 +29,8 @@ from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import KINDS
 from instrument.recording.metric_definitions import GAUGES
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, HOST, Cost, DeviceInterval, Gpu, Kernel, Origin, Sample, Site, Span
+from instrument.recording.trace_context import RemoteParent
 from instrument.trace import file, metadata
 from instrument.trace.trace import Allocation, Trace
 

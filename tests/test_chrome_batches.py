@@ -13,7 +13,8 @@ from test_ledger import ENGINE, STEP, engine, made, schedule
 
 from instrument import chrome
 from instrument.recording.spans import Origin, Span
-from instrument.trace.joined import grafted, join
+from instrument.trace.joined import join
+from instrument.trace.request_trees import grafted
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 
 

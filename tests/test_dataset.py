@@ -16,14 +16,14 @@ from simulated_engine import Lives, Request, Service
 from instrument import fleet
 from instrument.cli import main
 from instrument.errors import TraceError
-from instrument.recording.remote_parents import LINK, RemoteParent
 from instrument.recording.spans import KEY, DeviceInterval, Origin, Sample, Site, Span
+from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger
 from instrument.report.view import Recording
 from instrument.trace import dataset_files, file
 from instrument.trace.dataset import arrow_type, definition, schema
-from instrument.trace.joined import graft
 from instrument.trace.merge import merge
+from instrument.trace.request_trees import graft
 from instrument.trace.trace import Trace
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -277,7 +277,7 @@ def test_a_second_conversion_replaces_the_first_and_ids_stay(tmp_path: Path) -> 
 
 def test_a_large_table_becomes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.trace.dataset.ROWS_AT_ONCE", 500)
-    monkeypatch.setattr(dataset_files.DatasetWriter.__init__, "__defaults__", (10_000,))
+    monkeypatch.setattr(dataset_files, "FILE_BYTES", 10_000)
     folder = written(tmp_path, [simulated()])
     files = list((folder / "spans").rglob("*.parquet"))
     assert len(files) > 1

@@ -30,13 +30,14 @@ from instrument.otlp import file_exports
 from instrument.otlp.file_exports import DatasetExport
 from instrument.profile.model import Capture, Parquet
 from instrument.recording.export_checkpoint import Progress
+from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import BATCH_KEYS, DeviceInterval, Span
-from instrument.trace.columns import LABELS, device_intervals
-from instrument.trace.dataset import DatasetProcess, DatasetRows, definition
+from instrument.trace.columns import device_intervals
+from instrument.trace.dataset import DatasetProcess, definition
+from instrument.trace.dataset_rows import DatasetRows, SettledRows
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.merge import merge
 from instrument.trace.sent_rows import Settling
-from instrument.trace.settled_dataset import SettledRows
 
 pyarrow = pytest.importorskip("pyarrow")
 

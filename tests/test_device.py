@@ -22,7 +22,7 @@ from instrument.device.pairs import LAUNCH_NS, Pair
 from instrument.device.resolver import ROW_NS, Resolver
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import Driver, TorchDriver
-from instrument.recording.rows import STREAM
+from instrument.recording.memory_layout import STREAM
 from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import DeviceInterval, Site, Span, Work, covered_ns
 

@@ -19,7 +19,7 @@ import instrument
 from instrument.instrumentors.work import KEPT, SELDOM, CallWork, ModuleWork, search_near
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.rows import STREAM
+from instrument.recording.memory_layout import STREAM
 from instrument.recording.spans import Work
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.session import Session

@@ -23,9 +23,8 @@ from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Expl
 from instrument.report.requests_view import joined_requests
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.apart import split_by_process
-from instrument.trace.merge import merge
-from instrument.trace.request_facts import CACHED_TOKENS, PREEMPTIONS
+from instrument.trace.merge import merge, split_by_process
+from instrument.trace.request_trees import CACHED_TOKENS, PREEMPTIONS
 from instrument.trace.trace import Trace
 
 FEW = 170

@@ -33,14 +33,15 @@ from test_ledger import (
 
 from instrument.cli import main
 from instrument.otlp.export_facts import Ids
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import BATCH_KEYS, Origin, Span
+from instrument.recording.trace_context import RemoteParent
 from instrument.trace import file
 from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
-from instrument.trace.joined import graft, grafted, join, trace_id_of
+from instrument.trace.joined import join
 from instrument.trace.ledger import ledger
 from instrument.trace.merge import merge
+from instrument.trace.request_trees import graft, grafted, trace_id_of
 from instrument.trace.stages import stage_spans
 from instrument.trace.trace import Trace, columns_of_spans, spans_of
 

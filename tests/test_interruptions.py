@@ -22,7 +22,7 @@ from instrument.report.events_view import events
 from instrument.report.overview_view import overview
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.by_process import Interruptions, find_interruptions
+from instrument.trace.request_trees import Interruptions, find_interruptions
 from instrument.trace.trace import columns_of_spans
 
 PROGRAM = """

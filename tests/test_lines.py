@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from readback import snapshot_of, spans_in
-from tallies import Tally, Totals, of_all_threads
+from tallies import Tally, Totals, of_all_threads, path_upwards
 
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
 from instrument.recording.paths import NOT_BELOW, CallTree
@@ -60,7 +60,7 @@ def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
 @given(tallies())
 def test_places_distinguish_paths_by_their_keys(tally: Tally) -> None:
     tree = tally.made().tree
-    keys = [tuple(site.key for site in tree.upwards(node)) for node in range(len(tree))]
+    keys = [tuple(site.key for site in path_upwards(tree, node)) for node in range(len(tree))]
     assert list(tree.located().places) == [keys.index(key) for key in keys]
 
 

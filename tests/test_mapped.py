@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from fuzz_recordings import copied, look_at_all, used_of
 from readback import rows_in, spans_in
-from tallies import rows_of
+from tallies import path_upwards, rows_of
 
 from instrument import clock, native
 from instrument.agent.client import Member
@@ -41,10 +41,10 @@ from instrument.recording import memory, memory_layout
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import ROWS, Mapped
 from instrument.recording.mapped_facts import Detail, detail_of, facts_in
-from instrument.recording.remote_parents import REMOTE
 from instrument.recording.slot_ring import INTERVAL_BYTES, LABELS, IntervalRing, Readings
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, COLLECTION, Sample, Site
 from instrument.recording.tally import Tally
+from instrument.recording.trace_context import REMOTE
 from instrument.trace.file import dump, load
 from instrument.trace.of_recording import OPEN, saved_of
 
@@ -189,11 +189,11 @@ def test_call_paths_are_read_anew_only_where_there_are_more(recorder: Any) -> No
     recorder.wrap(lambda: None, Site("one"))()
     first = mapped.tree()
     with recorder.scope("two"):
-        assert [site.name for site in mapped.tree().upwards(len(mapped.tree()) - 1)] == ["two"]
+        assert [site.name for site in path_upwards(mapped.tree(), len(mapped.tree()) - 1)] == ["two"]
         assert mapped.tree() is mapped.tree()
         assert mapped.tree() is not first
         recorder.wrap(lambda: None, Site("three"))()
-    assert [site.name for site in mapped.tree().upwards(len(mapped.tree()) - 1)] == ["three", "two"]
+    assert [site.name for site in path_upwards(mapped.tree(), len(mapped.tree()) - 1)] == ["three", "two"]
     recorder.reset()
     recorder.wrap(lambda: None, Site("four"))()
     assert sorted(site.name for site in mapped.sites()) == ["(more call paths than the tally keeps)", "four"]

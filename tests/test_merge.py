@@ -24,8 +24,8 @@ from raw_spans import counted, traces
 from instrument import chrome, clock
 from instrument.cli import main
 from instrument.errors import TraceError
-from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import HOST, DeviceInterval, Gpu, Kernel, Origin, OwnNotes, Site, Span, never_called
+from instrument.recording.trace_context import LINK
 from instrument.report.kernels_view import UNKNOWN, kernels
 from instrument.report.memory_view import memory
 from instrument.report.view import Options, Recording

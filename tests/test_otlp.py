@@ -58,8 +58,8 @@ from instrument.otlp.senders import Response
 from instrument.otlp.span_forms import REQUEST_SPANS
 from instrument.otlp.span_queue import RequestQueue, Source
 from instrument.profile.model import Otlp
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import DeviceInterval, Site, Span
+from instrument.recording.trace_context import RemoteParent
 from instrument.runtime import threads
 from instrument.runtime.faults import FAULTS
 from instrument.trace.trace import columns_of_spans

@@ -24,8 +24,8 @@ from instrument.otlp.export_facts import Ids
 from instrument.otlp.packed_spans import SpanIds, SpanPacker
 from instrument.otlp.packing import EVENT_LIMIT, LinkedSpan
 from instrument.otlp.span_forms import JSON, PROTOBUF, Form, request_bodies
-from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, RemoteParent, link_of
 from instrument.recording.spans import BLOCKED_LOOP, DeviceInterval, Origin, Site, Span
+from instrument.recording.trace_context import LINK, LINK_TRACE_ID, RemoteParent, link_of
 from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
 from instrument.trace.merge import merge

@@ -28,8 +28,8 @@ from instrument.instrumentors.requests import model_servers
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp import export_facts
 from instrument.profile.model import Capture, RequestsRule
-from instrument.recording.remote_parents import LINK, RemoteParent, noted
 from instrument.recording.spans import Origin, Site, Span
+from instrument.recording.trace_context import LINK, RemoteParent, noted
 from instrument.trace.trace import Trace
 
 

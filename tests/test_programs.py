@@ -21,8 +21,8 @@ from tallies import by_keys
 
 from instrument.otlp import export_facts
 from instrument.profile.model import Capture
-from instrument.recording.remote_parents import LINK
 from instrument.recording.spans import Site, Span
+from instrument.recording.trace_context import LINK
 
 PROGRAMS = int(os.environ.get("PROGRAMS", "200"))
 FIRST = 25

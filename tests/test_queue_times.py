@@ -19,7 +19,7 @@ from test_agent import agents, begin, children_of, folder, until
 from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.recorder.meter import Meter
 from instrument.recording.distributions import Distribution, Metric
-from instrument.recording.rows import Row
+from instrument.recording.memory_layout import Row
 from instrument.recording.spans import Site, Span
 from instrument.runtime import agent_socket
 from instrument.runtime.environment import TEMPORALITY

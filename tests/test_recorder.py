@@ -36,8 +36,8 @@ from instrument.recorder.recorder import MOST_DEVIATION_NS, Ticks
 from instrument.recorder.wrapping import bare_function
 from instrument.recording.distributions import bucket
 from instrument.recording.paths import OVERFLOW
-from instrument.recording.remote_parents import REMOTE, RemoteParent, noted
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
+from instrument.recording.trace_context import REMOTE, RemoteParent, noted
 from instrument.trace.trace import spans_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")

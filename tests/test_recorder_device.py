@@ -12,7 +12,7 @@ from readback import spans_in
 
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import Recorder
-from instrument.recording.rows import STREAM
+from instrument.recording.memory_layout import STREAM
 from instrument.recording.spans import Site
 
 SITE, PLAIN = Site("timed", device=True), Site("plain")

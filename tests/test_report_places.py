@@ -12,7 +12,7 @@ from test_report_kernels import span, trace_of
 from instrument.recording.spans import Origin, Site, Span
 from instrument.report.kernels_view import find_places, innermost_rows
 from instrument.report.view import Recording
-from instrument.trace.forest import NONE
+from instrument.trace.indices import NONE
 from instrument.trace.self_times import SEVERAL
 from instrument.trace.trace import Trace
 

@@ -20,7 +20,6 @@ from instrument import scope
 from instrument.profile.keys import loads
 from instrument.profile.model import KINDS, SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
 from instrument.recording.metric_definitions import GAUGES
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     HOST,
     Cost,
@@ -35,6 +34,7 @@ from instrument.recording.spans import (
     Span,
     Startup,
 )
+from instrument.recording.trace_context import RemoteParent
 from instrument.report.section import VIEW_OF, make_views, summary, summary_document
 from instrument.report.table import LINE, columns, in_unit, named_table, safe, section_title
 from instrument.report.view import UNITS, InstrumentationStats, Options, Recording

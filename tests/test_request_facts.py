@@ -28,7 +28,7 @@ from instrument.recording.spans import BATCH_KEYS, FACT_KEYS, FACTS, KEY, Site, 
 from instrument.report.requests_view import requests
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS
-from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
+from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
 
 
 class Reason(enum.IntEnum):

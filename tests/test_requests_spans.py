@@ -28,8 +28,8 @@ from instrument.instrumentors.requests.exchange import ADDRESSES_KNOWN, CURRENT,
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.wrapping import STATUS
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import Span, is_late_failure
+from instrument.recording.trace_context import RemoteParent
 
 CALLER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 REMOTE = RemoteParent(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, 1)

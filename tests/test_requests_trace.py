@@ -18,8 +18,8 @@ from instrument.instrumentors.requests.propagation import read_w3c
 from instrument.otlp.export_facts import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.remote_parents import noted, remote_of
 from instrument.recording.spans import Span
+from instrument.recording.trace_context import noted, remote_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = f"00-{TRACE}-00f067aa0ba902b7-01"

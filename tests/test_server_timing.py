@@ -24,7 +24,7 @@ from instrument.instrumentors.requests import server_timing
 from instrument.profile import keys
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.rows import REQUEST_BIT, ROOT_ID
+from instrument.recording.memory_layout import REQUEST_BIT, ROOT_ID
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, Site
 from instrument.runtime.faults import FAULTS
 from instrument.trace.joined import join

@@ -24,15 +24,16 @@ from instrument.otlp.export_facts import Ids
 from instrument.profile.model import Capture, Where
 from instrument.recording.mapped import ROWS
 from instrument.recording.mapped_facts import OpenSpan, RingRows
-from instrument.recording.remote_parents import LINK
-from instrument.recording.rows import REQUEST_BIT, is_sampled
+from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import KEY, Site, Span
 from instrument.recording.tally import Tally
+from instrument.recording.trace_context import LINK, is_sampled
 from instrument.trace import decisions, unsettled
 from instrument.trace.columns import Columns
-from instrument.trace.forest import NONE
-from instrument.trace.joined import Joined, grafted, join
+from instrument.trace.indices import NONE
+from instrument.trace.joined import Joined, join
 from instrument.trace.merge import merge
+from instrument.trace.request_trees import grafted
 from instrument.trace.sent_rows import Settling
 from instrument.trace.stages import stage_spans
 from instrument.trace.tail_sampler import TailSampler

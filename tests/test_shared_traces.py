@@ -14,7 +14,7 @@ from otlp_collectors import Collector, collecting, take
 from test_agent import INSTRUMENT, folder, until
 
 from instrument.runtime import agent_socket, environment
-from instrument.trace.joined import trace_id_of
+from instrument.trace.request_trees import trace_id_of
 
 __all__ = ["folder"]
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import DeviceInterval, Interval, Site, Span, covered_ns
+from instrument.recording.trace_context import RemoteParent
 
 intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda pair: (pair[0], sum(pair))))
 

@@ -24,7 +24,7 @@ from readback import intervals_in
 from instrument.device.resolver import Resolver
 from instrument.device.timer import Timer
 from instrument.device.torch_events import TorchDriver, find_error
-from instrument.recording.rows import STREAM
+from instrument.recording.memory_layout import STREAM
 from instrument.recording.slot_ring import IntervalRing
 from instrument.recording.spans import Site, Span
 

@@ -22,8 +22,7 @@ from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
 from instrument.trace.columns import Columns
-from instrument.trace.forest import NONE, count_ancestors, nearest, rows_of, topmost_rows
-from instrument.trace.groups import Groups, numbered
+from instrument.trace.indices import NONE, Groups, count_ancestors, nearest, numbered, rows_of, topmost_rows
 from instrument.trace.self_times import self_times_of, turns
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 

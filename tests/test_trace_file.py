@@ -29,7 +29,7 @@ from instrument.recording.tally import Tally
 from instrument.report.section import summary
 from instrument.report.view import Options, Recording
 from instrument.trace import file
-from instrument.trace.layout import GatheredAttributes, decode_texts
+from instrument.trace.text import GatheredAttributes, decode_texts
 from instrument.trace.trace import Allocation, Trace, columns_of_spans
 
 

@@ -10,8 +10,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from instrument.recording.metric_definitions import GAUGES
-from instrument.recording.remote_parents import REMOTE
 from instrument.recording.spans import HOST
+from instrument.recording.trace_context import REMOTE
 
 if TYPE_CHECKING:
     from instrument.recording.mapped_facts import OpenSpan

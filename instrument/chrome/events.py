@@ -19,9 +19,8 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from instrument.recording.remote_parents import RemoteParent
-from instrument.trace.layout import to_json
-from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds
+from instrument.recording.trace_context import RemoteParent
+from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds, to_json
 
 # Text
 

@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 
 from instrument.recording.spans import BATCH_KEYS
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import by_first_sight, numbered, ranked, sort_stably
+from instrument.trace.indices import NONE, by_first_sight, numbered, rank_of, ranked, sort_stably
 from instrument.trace.joined import join
-from instrument.trace.layout import in_order, rank_of
+from instrument.trace.layout import in_order
 from instrument.trace.trace import MergedProcess, Trace
 
 BATCH = 4096

@@ -20,13 +20,20 @@ from instrument.chrome.lanes import SPARE_TIDS
 from instrument.profile.model import KINDS
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.forest import NONE, nearest, topmost_rows
-from instrument.trace.groups import by_first_sight
+from instrument.trace.indices import NONE, by_first_sight, column, extend, nearest, topmost_rows
 from instrument.trace.intervals import lengths_by_group
-from instrument.trace.layout import GatheredAttributes, column, to_json
-from instrument.trace.text import INT64, LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
-from instrument.trace.trace import Allocation, Allocations, SpanViews, Trace
-from instrument.trace.watched import KernelColumns
+from instrument.trace.layout import KernelColumns
+from instrument.trace.text import (
+    INT64,
+    LIMIT_SPANS,
+    LIMIT_US,
+    LONGEST_PLAIN,
+    GatheredAttributes,
+    checked,
+    nanoseconds,
+    to_json,
+)
+from instrument.trace.trace import ALLOCATION, Allocation, Allocations, SpanViews, Trace
 
 # Operations of torch's operators
 
@@ -318,7 +325,7 @@ class ForeignSlices:
         self._work_numbers = array("q")
         self._launches: dict[int, int] = {}
         self._device_lanes: set[int] = set()
-        self._allocations = bytearray()
+        self._allocations = array("q")
 
     def add_fact(self, key: str, value: Any) -> None:
         """Read a top-level key of the file other than the events, such as the host's name."""
@@ -477,10 +484,10 @@ class ForeignSlices:
             self._left_out.add("allocations that say no time or size", f"event {number}")
             return
         if allocation is not None:
-            self._allocations += Allocations.of([allocation]).rows
+            extend(self._allocations, Allocations.FACTS(allocation))
         elif event.cat not in paddle_traces.RESERVING:
             self._unsized += 1
-        if len(self._allocations) > LIMIT_SPANS * Allocations.ROW.size:
+        if len(self._allocations) > LIMIT_SPANS * len(ALLOCATION.names or ()):
             raise ValueError(f"it has more than {LIMIT_SPANS} allocations; record less into one file")
 
     def _read_allocation(self, event: TraceEvent) -> Allocation | None:
@@ -522,7 +529,7 @@ class ForeignSlices:
 
     def _find_bounds(self, start_ns: Int64s, end_ns: Int64s) -> tuple[int, int]:
         """Return the first and the last time in ns, 0 without times."""
-        at_ns = np.frombuffer(self._allocations, dtype=np.int64)[1::7]
+        at_ns = column(self._allocations)[1::7]
         starts, ends = (np.concatenate((times, at_ns)) for times in (start_ns, end_ns))
         return (int(starts.min()), int(ends.max())) if len(starts) else (0, 0)
 
@@ -547,7 +554,7 @@ class ForeignSlices:
         counted = {"slice ends without a begin": rows.strays, "[memory] events without a size": self._unsized}
         losses = {**{reason: count for reason, count in counted.items() if count}, **self._left_out.losses()}
         trace = Trace(origin, first_ns, last_ns, SpanViews(columns), threads, losses)
-        allocations = Allocations(self._allocations).in_order()
+        allocations = Allocations(column(self._allocations).view(ALLOCATION)).in_order()
         if self._work_numbers or allocations:
             trace.kernels, trace.allocations = self._collect_kernels(rows), allocations
             trace.watched = first_ns, last_ns

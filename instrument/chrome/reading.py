@@ -24,10 +24,10 @@ from instrument.recording.spans import FLOPS, Flops, flops_in
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.file import Saved, refuse_endless
+from instrument.trace.layout import KernelColumns
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import LIMIT_BYTES, checked
 from instrument.trace.trace import Allocations, Trace
-from instrument.trace.watched import KernelColumns
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
 """The maximum size of an unpacked file: 100 times its packed size, or `LEAST_UNPACKED` bytes if that is more. Real

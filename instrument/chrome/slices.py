@@ -32,13 +32,21 @@ from instrument.chrome.events import (
 )
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
 from instrument.chrome.others import LANE, ForeignSlices, NumberedLanes, Rows, look_up
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import HOST, Sample
+from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
-from instrument.trace.forest import NONE, rows_of, topmost_rows
-from instrument.trace.layout import GatheredAttributes, column, convert_lists, extend, rank_of, to_json
+from instrument.trace.indices import NONE, column, extend, rank_of, rows_of, topmost_rows
 from instrument.trace.metadata import Metadata
-from instrument.trace.text import LIMIT_SPANS, LIMIT_US, LONGEST_PLAIN, checked, nanoseconds
+from instrument.trace.text import (
+    LIMIT_SPANS,
+    LIMIT_US,
+    LONGEST_PLAIN,
+    GatheredAttributes,
+    checked,
+    convert_lists,
+    nanoseconds,
+    to_json,
+)
 from instrument.trace.trace import SpanViews, Trace
 
 _LIMIT_NS = LIMIT_US * 1000

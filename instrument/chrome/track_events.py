@@ -24,9 +24,7 @@ from instrument.errors import InstrumentError
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.trace.columns import Int32s, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import numbered
-from instrument.trace.layout import rank_of
+from instrument.trace.indices import NONE, numbered, rank_of
 from instrument.trace.text import INT64, clean, is_number, safe
 
 if TYPE_CHECKING:

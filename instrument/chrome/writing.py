@@ -33,11 +33,9 @@ from instrument.recording.spans import HOST, Gpu, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import by_first_sight, ranked
-from instrument.trace.layout import encode_rows
+from instrument.trace.indices import NONE, by_first_sight, ranked
 from instrument.trace.metadata import Sites, encode_metadata
-from instrument.trace.text import clean, is_number, safe
+from instrument.trace.text import clean, encode_rows, is_number, safe
 from instrument.trace.trace import Trace
 
 # Events: fields that many events share come first, because this order compresses best
@@ -217,7 +215,7 @@ class Drawing:
                 if span_row in trace.remote:
                     remote[index] = Remote.of(trace.remote[span_row])
         having = np.flatnonzero(self._has_attributes[row])
-        texts = encode_rows(trace, row[having].tolist())
+        texts = encode_rows(trace.attributes, row[having].tolist())
         for index, text in zip(having.tolist(), texts, strict=True):
             attributes[index] = msgspec.Raw(text.encode())
         return map(

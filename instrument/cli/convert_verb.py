@@ -121,8 +121,9 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
     """
     from hashlib import blake2b
 
-    from instrument.trace.dataset import DatasetRows, process_name
+    from instrument.trace.dataset import process_name
     from instrument.trace.dataset_files import DatasetWriter, Folder, write_spans
+    from instrument.trace.dataset_rows import DatasetRows
     from instrument.trace.merge import merge
 
     if options.output is None:
@@ -158,9 +159,9 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.otlp.service_sdk import resource_of
     from instrument.otlp.span_forms import JSON, json_lines
     from instrument.runtime import file_writing
-    from instrument.trace.by_process import rows_by_process
-    from instrument.trace.joined import grafted, join
+    from instrument.trace.joined import join
     from instrument.trace.merge import merge
+    from instrument.trace.request_trees import grafted, rows_by_process
     from instrument.trace.stages import stage_spans
     from instrument.trace.trace import with_spans
 

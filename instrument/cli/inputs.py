@@ -217,8 +217,8 @@ def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) ->
 
 def merge_saved(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
     """Merge recordings into one with one tree for each request. Raises `TraceError`."""
-    from instrument.trace.joined import graft
     from instrument.trace.merge import merge
+    from instrument.trace.request_trees import graft
 
     return graft(files[0] if len(files) == 1 else merge(files, by_wall_clock=clock == WALL).saved)
 

@@ -197,8 +197,7 @@ def _load_files(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
         yield "", {}, _read_recording(options.traces[0], options.torch_trace)
         return
     from instrument.report.view import Recording
-    from instrument.trace.apart import processes_of
-    from instrument.trace.merge import merge
+    from instrument.trace.merge import merge, processes_of
     from instrument.trace.merged_facts import label_of
 
     files = list(map(read_saved, options.traces)) if run is None else run.read

@@ -19,7 +19,7 @@ from instrument.device.cuda import Stream
 from instrument.device.pairs import Answer, Context, DeferredTimes, Pair, Placing, Times
 from instrument.device.torch_events import Driver
 from instrument.recorder.recorder import Recorder
-from instrument.recording.rows import STREAM
+from instrument.recording.memory_layout import STREAM
 from instrument.recording.slot_ring import NOTHING_TO_COME, IntervalRing
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread

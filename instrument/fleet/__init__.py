@@ -15,11 +15,12 @@ from instrument.report.comparison import compare
 from instrument.report.explanation import RequestChoice, explain
 from instrument.report.view import Options, Recording
 from instrument.trace import dataset
-from instrument.trace.dataset import DatasetRows, ids_of, pyarrow
-from instrument.trace.dataset_reading import processes_in
-from instrument.trace.forest import rows_of
-from instrument.trace.joined import graft
+from instrument.trace.dataset import ids_of, pyarrow
+from instrument.trace.dataset_files import processes_in
+from instrument.trace.dataset_rows import DatasetRows
+from instrument.trace.indices import rows_of
 from instrument.trace.merge import merge
+from instrument.trace.request_trees import graft
 
 RESULTS = {
     "explanations": {

@@ -21,7 +21,7 @@ from instrument.instrumentors.references import rebind
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS, CopyRule
 from instrument.recorder.recorder import RECORDER, Recorder, stream_handle
-from instrument.recording.rows import STREAM
+from instrument.recording.memory_layout import STREAM
 from instrument.recording.spans import Site, Work
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS

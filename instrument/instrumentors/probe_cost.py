@@ -16,7 +16,7 @@ from typing import Any
 from instrument.profile.model import RequestsRule
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import REQUEST, STEP, Recorder
-from instrument.recording.rows import END_NS, START_NS, unpacked_rows
+from instrument.recording.memory_layout import END_NS, START_NS, unpacked_rows
 from instrument.recording.spans import Site
 from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple

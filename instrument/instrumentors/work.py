@@ -21,7 +21,7 @@ from typing import Any
 
 from instrument.instrumentors.references import own_names, type_namespace
 from instrument.recorder.recorder import Recorder
-from instrument.recording.rows import STREAM
+from instrument.recording.memory_layout import STREAM
 from instrument.recording.spans import Work
 from instrument.runtime.faults import FAULTS
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import Context
 from typing import Any, SupportsFloat, final
 
-from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.rows import Row
+from instrument.recording.memory_layout import Row
 from instrument.recording.spans import Site
+from instrument.recording.trace_context import RemoteParent
 
 ROW_BYTES: int
 

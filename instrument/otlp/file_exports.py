@@ -32,11 +32,11 @@ from instrument.recording.memory_layout import OVERWRITTEN
 from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.faults import logger
 from instrument.trace import file as saved_file
-from instrument.trace.dataset import DatasetProcess, ProcessWindow, make_window_tables, pyarrow
+from instrument.trace.dataset import DatasetProcess, pyarrow
 from instrument.trace.dataset_files import DatasetWriter, Folder
+from instrument.trace.dataset_rows import ProcessWindow, SettledRows, make_window_tables
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.of_recording import read_origin
-from instrument.trace.settled_dataset import SettledRows
 from instrument.trace.trace import Trace
 
 if TYPE_CHECKING:

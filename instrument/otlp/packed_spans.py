@@ -32,13 +32,12 @@ from instrument.otlp.packing import (
     select_events,
 )
 from instrument.otlp.span_forms import Form, Objects, PackedRows, Part, RareMembers
-from instrument.recording.remote_parents import OWN_TRACE_FLAGS, LinkedSpan, RemoteParent
 from instrument.recording.spans import AttributeValue, Origin, Span
-from instrument.trace.by_process import find_outer_spans
+from instrument.recording.trace_context import OWN_TRACE_FLAGS, LinkedSpan, RemoteParent
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import numbered, sort_stably
+from instrument.trace.indices import NONE, numbered, sort_stably
 from instrument.trace.joined import Joined
+from instrument.trace.request_trees import find_outer_spans
 from instrument.trace.trace import MergedProcess
 
 UInt64s = NDArray[np.uint64]

@@ -21,8 +21,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from instrument.recording.distributions import Distribution, Exemplar, bucket_middle
-from instrument.recording.remote_parents import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, LinkedSpan, remote_of
 from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, Site, Span
+from instrument.recording.trace_context import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, LinkedSpan, remote_of
 from instrument.runtime.cheap_start import dataclass, field
 
 SCOPE = "instrument"

@@ -34,13 +34,14 @@ from instrument.recording.export_checkpoint import (
     count_undecided_as_lost,
 )
 from instrument.recording.mapped import Mapped
-from instrument.recording.rows import REQUEST_BIT, is_sampled
+from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.slot_ring import NOTHING_TO_COME
 from instrument.recording.spans import Span
+from instrument.recording.trace_context import is_sampled
 from instrument.runtime.unpatched import RLock
-from instrument.trace.by_process import Interruptions
 from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.of_recording import read_origin, saved_of
+from instrument.trace.request_trees import Interruptions
 from instrument.trace.sent_rows import Settled, Settling
 from instrument.trace.trace import columns_of_spans, spans_of
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows

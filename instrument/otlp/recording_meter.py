@@ -26,6 +26,7 @@ from instrument.recording.export_checkpoint import (
     losses_by_name,
 )
 from instrument.recording.mapped import Mapped, numbers_in
+from instrument.recording.memory_layout import Row, is_request_root
 from instrument.recording.metric_definitions import (
     EXPORTED_SPANS,
     INFLIGHT_SPANS,
@@ -35,7 +36,6 @@ from instrument.recording.metric_definitions import (
     STARTED_SPANS,
 )
 from instrument.recording.numbers import metrics_of
-from instrument.recording.rows import Row, is_request_root
 from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock

@@ -14,8 +14,8 @@ from instrument.otlp.export_facts import ExportFacts
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import Mapped
 from instrument.recording.mapped_facts import OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.memory_layout import REQUEST_BIT, SPAN_ID, Row, unpacked_rows
 from instrument.recording.paths import CallTree
-from instrument.recording.rows import REQUEST_BIT, SPAN_ID, Row, row_of, unpacked_rows, with_more
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, Site, is_request
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Columns, DeviceIntervals, Int64s, device_intervals
@@ -206,13 +206,14 @@ class DeviceTimes:
 
 def make_open_row(span: OpenSpan) -> Row:
     """Return an open span as a row, without its attributes."""
-    return row_of(span.node, span.span_id, span.parent_id, span.root_id, span.task_id, span.start_ns, end_ns=0)
+    ids = span.node, span.span_id, span.parent_id, span.root_id, span.task_id
+    return *ids, span.start_ns, 0, 0, -1, None, None
 
 
 def _unpack_rows(rows: Records, details: Details) -> list[Row]:
     """Return rows of the recording as `Row` objects."""
     return [
-        row if (detail := details.get(row[SPAN_ID])) is None else with_more(row, _unpack_details(*detail))
+        row if (detail := details.get(row[SPAN_ID])) is None else (*row[:8], *_unpack_details(*detail))
         for row in unpacked_rows(rows.tobytes())
     ]
 

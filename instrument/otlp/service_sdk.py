@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from instrument.otlp.packing import find_version
-from instrument.recording.remote_parents import RemoteParent, state_of
 from instrument.recording.spans import Origin
+from instrument.recording.trace_context import RemoteParent, state_of
 from instrument.runtime.environment import environment_attributes
 from instrument.runtime.faults import FAULTS
 

@@ -33,9 +33,9 @@ from instrument.otlp.packing import (
     pack_request,
     pack_text,
 )
-from instrument.recording.remote_parents import LinkedSpan
+from instrument.recording.trace_context import LinkedSpan
 from instrument.trace.columns import Int64s
-from instrument.trace.groups import firsts_of
+from instrument.trace.indices import firsts_of
 from instrument.trace.text import INT64
 
 Objects = NDArray[np.object_]

@@ -81,7 +81,7 @@ class Source:
         """
         from instrument.otlp.packed_spans import SpanIds, SpanPacker
         from instrument.otlp.span_forms import PROTOBUF, request_bodies
-        from instrument.trace.groups import Groups, ranked
+        from instrument.trace.indices import Groups, ranked
 
         resource, threads, ids = pack_resource(self.resource()), self.threads(), ids or SpanIds(trace, self.ids)
         parts = [(self.origin, rows)]

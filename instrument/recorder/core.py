@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from instrument import native
 from instrument.recorder import span_attributes, wrapping
-from instrument.recording.memory_layout import HEADER, OVERWRITTEN, REASONS
+from instrument.recording.memory_layout import HEADER, OVERWRITTEN, REASONS, ROW_NODE, Row
 from instrument.recording.paths import CallTree
-from instrument.recording.rows import NODE, Row
 from instrument.recording.spans import AttributeValue, Site
 from instrument.runtime.faults import FAULTS
 
@@ -206,8 +205,8 @@ class Readback(SiteCore):
         return self.mapped().tally()
 
     def site_of(self, row: Row) -> Site:
-        paths = self._paths if row[NODE] < len(self._paths) else self.paths()
-        return paths.site(row[NODE])
+        paths = self._paths if row[ROW_NODE] < len(self._paths) else self.paths()
+        return paths.site(row[ROW_NODE])
 
     def cursor(self) -> Cursor:
         """Return a reader of the rows from now on, which reads each row once, unless the ring overwrites it before."""

@@ -33,6 +33,7 @@ from instrument.recording.distributions import (
     labels_as_json,
     labels_from_json,
 )
+from instrument.recording.memory_layout import END_NS, ERROR, ROOT_ID, ROW_ATTRIBUTES, SPAN_ID, START_NS, Row
 from instrument.recording.metric_definitions import (
     ACTIVE_REQUESTS,
     BATCH_SIZE,
@@ -55,7 +56,6 @@ from instrument.recording.metric_definitions import (
     is_among,
     token_times,
 )
-from instrument.recording.rows import ATTRIBUTES, END_NS, ERROR, ROOT_ID, SPAN_ID, START_NS, Row
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, TIME_IN_QUEUE, Site, Span
 from instrument.runtime.cheap_start import late_pattern, replace
 
@@ -111,7 +111,7 @@ class Meter:
         """Count ended requests from their rows, in 2 us each."""
         site_of = self._recorder.site_of
         for row in ended:
-            site, attributes = site_of(row), row[ATTRIBUTES] or {}
+            site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
             endpoint = endpoint_of(site)
             if isinstance(queued_s := attributes.get(TIME_IN_QUEUE), float):
                 labels = (*_call_labels(site), *_outcome_labels(attributes, row[ERROR]), *self._group(attributes))
@@ -179,16 +179,16 @@ class Meter:
 
     def count_parts(self, rows: Sequence[Row], marks: Collection[str]) -> None:
         """Count the items of generators whose site has one of the `marks`, and the sizes of batches, from rows."""
-        streams = [row for row in rows if FIRST_ITEM in (row[ATTRIBUTES] or ())]
+        streams = [row for row in rows if FIRST_ITEM in (row[ROW_ATTRIBUTES] or ())]
         counts = {site: mark_of(site) in marks for site in map(self._recorder.site_of, streams)}
         for row in streams:
             site = self._recorder.site_of(row)
             if counts[site]:
                 self._count_generation(
-                    _call_labels(site), row[ATTRIBUTES] or {}, row[END_NS] - row[START_NS], row[ERROR]
+                    _call_labels(site), row[ROW_ATTRIBUTES] or {}, row[END_NS] - row[START_NS], row[ERROR]
                 )
         for row in rows:
-            if isinstance(keys := (row[ATTRIBUTES] or {}).get(BATCH_KEYS), list | tuple):
+            if isinstance(keys := (row[ROW_ATTRIBUTES] or {}).get(BATCH_KEYS), list | tuple):
                 self._histograms.add(BATCH_SIZE.name, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
 
     def _count_generation(

@@ -24,12 +24,11 @@ from instrument.profile.model import KINDS, PHASES, Limits
 from instrument.recorder import core, span_attributes, wrapping
 from instrument.recorder.core import Readback
 from instrument.recorder.wrapping import ANSWERS
-from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING
+from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING, STREAM
 from instrument.recording.paths import OVERFLOW, CallTree
-from instrument.recording.remote_parents import REMOTE, header_of, link_of, noted, remote_of
-from instrument.recording.rows import STREAM
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
+from instrument.recording.trace_context import REMOTE, header_of, link_of, noted, remote_of
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import own_thread_name

@@ -170,30 +170,24 @@ class ExportCheckpoint(Claim):
     def read(self) -> Progress:
         """Return the checkpoint of the spans, an empty one if the recording was never exported."""
         try:
-            facts = json.loads(self._progress.read())
-            return Progress(**{**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}})
+            return Progress(**_decode(self._progress.read()))
         except DAMAGED:
             return Progress()
 
     def write(self, progress: Progress) -> None:
         """Write the checkpoint of the spans."""
-        facts = {name: getattr(progress, name) for name in Progress.__slots__}
-        facts["places"] = [*progress.places.items()]
-        self._progress.write(_json(facts))
+        self._progress.write(_encode(progress))
 
     def read_meter(self) -> MeterState | None:
         """Return the checkpoint of the metrics, None if there is none or both copies are damaged."""
         try:
-            facts = json.loads(zlib.decompressobj().decompress(self._meter.read(), LARGEST_BYTES))
-            return MeterState(**{**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}})
+            return MeterState(**_decode(zlib.decompressobj().decompress(self._meter.read(), LARGEST_BYTES)))
         except (zlib.error, RecursionError, *DAMAGED):
             return None
 
     def write_meter(self, state: MeterState) -> bool:
         """Write the checkpoint of the metrics. Return False if it does not fit."""
-        facts = {name: getattr(state, name) for name in MeterState.__slots__}
-        facts["places"] = [*state.places.items()]
-        return self._meter.write(zlib.compress(_json(facts), 1))
+        return self._meter.write(zlib.compress(_encode(state), 1))
 
     def head(self) -> RecordingHead:
         """Return the current header of the recording."""
@@ -209,9 +203,15 @@ class ExportCheckpoint(Claim):
         return max(recorded - (progress.fates["seen"] + progress.fates["missed"] if is_of_now else 0), 0)
 
 
-def _json(facts: Mapping[str, Any]) -> bytes:
-    """Return a mapping as JSON. Its counts may be numbers of numpy."""
+def _encode(state: Progress | MeterState) -> bytes:
+    """Return a state as JSON. Its counts may be numbers of numpy."""
+    facts = {name: getattr(state, name) for name in state.__slots__} | {"places": [*state.places.items()]}
     return json.dumps(facts, separators=(",", ":"), default=int).encode()
+
+
+def _decode(text: bytes) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads(text)
+    return {**facts, "places": {int(ring): int(row) for ring, row in facts["places"]}}
 
 
 def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:

@@ -85,9 +85,11 @@ def _numpy_type(record: layout.Record, size: int | None = None, before: int = 0)
 
 _HEADER, _PART = _numpy_type(layout.HEADER), _numpy_type(layout.PART)
 ROWS = _numpy_type(layout.ROW)
-"""The numpy type of a row (a finished span), with the layout of `instrument.recording.rows.PACKED_ROW`."""
+"""The numpy type of a row (a finished span), with the layout of `memory_layout.PACKED_ROW`."""
 _NODE, _FRAME, _TOTALS = _numpy_type(layout.NODE), _numpy_type(layout.FRAME), _numpy_type(layout.TOTALS)
-_INTERVAL, _SAMPLE, _NUMBER = _numpy_type(layout.INTERVAL), _numpy_type(layout.SAMPLE), _numpy_type(layout.NUMBER)
+INTERVALS = _numpy_type(layout.INTERVAL)
+"""The numpy type of a device interval in `slot_ring`."""
+_SAMPLE, _NUMBER = _numpy_type(layout.SAMPLE), _numpy_type(layout.NUMBER)
 _CHUNK, _HIGH = _numpy_type(layout.CHUNK), _numpy_type(layout.HIGH)
 _FACT, _DETAIL = layout.FACT.packer(), layout.DETAIL.packer()
 
@@ -482,7 +484,7 @@ class Mapped:
 
     def intervals(self, since: int = 0) -> Records:
         """Return the valid device intervals in the ring, the oldest first, without the first `since` ever written."""
-        table = self._newest("intervals", _INTERVAL, int(self._read_head()["interval_slots"]), since)
+        table = self._newest("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
         sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
         sound &= (table["start_ns"] >= 0) & (table["start_ns"] < FARTHEST_NS) & (table["end_ns"] < FARTHEST_NS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from struct import Struct
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from instrument.recording.spans import Gpu, Site, plain_fields
 from instrument.runtime.cheap_start import NamedTuple
 
 Records = NDArray[np.void]
+Fact = TypeVar("Fact", dict[str, Any], list[Any])
 
 FARTHEST_NS = 1 << 62
 """The largest valid time in a recording, in ns."""
@@ -48,6 +49,11 @@ class Header(NamedTuple):
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
+    def fact(self, name: str, kind: type[Fact]) -> Fact:
+        """Return a fact of this type, an empty one if it is missing or of another type."""
+        value = self.facts.get(name)
+        return value if isinstance(value, kind) else kind()
+
     @property
     def service(self) -> str:
         """Return the name of the service, "" if unknown."""
@@ -56,14 +62,12 @@ class Header(NamedTuple):
     @property
     def resource(self) -> Mapping[str, Any]:
         """Return the OpenTelemetry resource attributes of the process."""
-        resource = self.facts.get("resource")
-        return resource if isinstance(resource, dict) else {}
+        return self.fact("resource", dict)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
         """Return the GPUs whose gauges are read, without invalid entries."""
-        gpus = self.facts.get("gpus")
-        entries = [entry for entry in gpus if isinstance(entry, dict)] if isinstance(gpus, list) else []
+        entries = [entry for entry in self.fact("gpus", list) if isinstance(entry, dict)]
         return tuple(
             Gpu(device, str(entry.get("model", "")), str(entry.get("uuid", "")))
             for entry in entries
@@ -73,14 +77,12 @@ class Header(NamedTuple):
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the newest notes of the process, on what it did not observe."""
-        notes = self.facts.get("notes")
-        return tuple(map(str, notes)) if isinstance(notes, list) else ()
+        return tuple(map(str, self.fact("notes", list)))
 
     @property
     def origin(self) -> Mapping[str, Any]:
         """Return the fields of `spans.Origin` that the process has written."""
-        origin = self.facts.get("origin")
-        return origin if isinstance(origin, dict) else {}
+        return self.fact("origin", dict)
 
 
 class OpenSpan(NamedTuple):

@@ -3,6 +3,7 @@
 A recording has a header of one page, and several parts. Each part is an array of slots of one size. The recorder's C
 structures are in this memory, so `native/_recording_layout.h` repeats the layout. A released slot is zeroed. Pointers
 are addresses in the recorded process. Subtracting the header's `address` makes them offsets. Numbers are little-endian.
+A row, which is a finished span, has two forms: 64 bytes in a recording, or a tuple.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from typing import Any, Final
 
 from instrument.runtime.cheap_start import NamedTuple
 
@@ -382,3 +384,44 @@ def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
         parts[name] = Part(at, STRIDES[name], slots[name])
         at += slots[name] * STRIDES[name]
     return parts, -(-at // ALIGNED_BYTES) * ALIGNED_BYTES + METER_BYTES + EXPORT_BYTES
+
+
+Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
+"""A row (a finished span) as a tuple: node, span id, parent id, root id, task, begin, end, time of the children, active
+time, error and attributes. The children's time is reduced by the span's own waits, so the active time minus this time
+is the self time with waits. The active time is -1 if it is the total time."""
+
+ROW_NODE: Final = 0
+"""The index of the node (call path) in a row."""
+SPAN_ID: Final = 1
+ROOT_ID: Final = 3
+START_NS: Final = 5
+END_NS: Final = 6
+ERROR: Final = 9
+"""The index of the name of the exception, which is None without an error."""
+ROW_ATTRIBUTES: Final = 10
+"""The index of the attributes, which are None if the span has none."""
+
+REQUEST_BIT = 1
+"""The bit of a span id that only root requests have. So a root's id shows if the root is a request."""
+
+PACKED_ROW = ROW.packer()
+"""The 64-byte form of a row. Its field `rare` is 0, 8 if the row has details, or 1 plus twice the active time."""
+
+_unpack = PACKED_ROW.iter_unpack
+
+
+STREAM = object()
+"""The key of the stream or `Work` to time on a device, among a span's attributes. Readers of spans do not get it."""
+
+
+def unpacked_rows(data: bytes) -> Iterator[Row]:
+    """Yield the rows in bytes of a recording, without their details."""
+    for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in _unpack(data):
+        active_ns = rare >> 1 if rare & 1 else -1
+        yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None
+
+
+def is_request_root(row: Row) -> bool:
+    """Return True for the row of a request that is the root of its tree."""
+    return row[SPAN_ID] == row[ROOT_ID] and bool(row[ROOT_ID] & REQUEST_BIT)

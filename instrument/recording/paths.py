@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -65,12 +65,6 @@ class CallTree:
     def parent(self, node: int) -> int:
         """Return the parent of a node, or `NOT_BELOW`."""
         return self._nodes[2 * node + 1]
-
-    def upwards(self, node: int) -> Iterator[Site]:
-        """Yield the sites on a node's call path, from the node's own site upwards."""
-        while node != NOT_BELOW:
-            yield self.site(node)
-            node = self._nodes[2 * node + 1]
 
     def nodes_of(self, sites: Collection[Site]) -> set[int]:
         """Return the nodes whose sites are in `sites`."""

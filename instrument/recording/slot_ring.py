@@ -116,6 +116,7 @@ class SlotRing:
 
     @property
     def overwritten(self) -> int:
+        """The number of slots that newer ones have overwritten."""
         return max(self.count - self.capacity, 0)
 
     def since(self, number: int) -> bytes:
@@ -145,7 +146,7 @@ have no length, because the stream was being captured into a graph, or no event 
 
 _NUMBERS = {label: number for number, label in enumerate(LABELS)}
 
-_CELLS = Struct("<QqQqqqq")
+_CELLS = layout.INTERVAL.packer()
 
 INTERVAL_BYTES = _CELLS.size
 
@@ -153,48 +154,32 @@ NOTHING_TO_COME = 1 << 62
 """The value of `settled_ns` in a recording's header once the recording gets no more device intervals."""
 
 
-class IntervalRing:
+class IntervalRing(SlotRing):
     """A ring of the device intervals of spans. One thread writes it, any thread may read it.
 
     `find_room` returns its memory in the recording. Without that, its memory is private.
     """
 
     def __init__(self, memory_bytes: int, find_room: FindRoom | None = None) -> None:
-        self._slots = SlotRing(_CELLS, max(memory_bytes // INTERVAL_BYTES, 64), find_room, "interval_slots")
+        super().__init__(_CELLS, max(memory_bytes // INTERVAL_BYTES, 64), find_room, "interval_slots")
 
-    @property
-    def count(self) -> int:
-        """Return the number of all intervals ever written."""
-        return self._slots.count
-
-    @property
-    def overwritten(self) -> int:
-        """Return the number of slots that newer ones have overwritten."""
-        return self._slots.overwritten
-
-    def add(
-        self, span_id: int, device: int, stream: int, start_ns: int, end_ns: int, label: str, uncertainty_ns: int = 0
-    ) -> None:
-        """Add one interval. A full ring loses its oldest one."""
-        self._slots.add(span_id, device, stream, start_ns, end_ns, _NUMBERS[label], uncertainty_ns)
-
-    def add_all(self, intervals: Sequence[tuple[int, int, int, int, int, str, int]]) -> None:
-        """Add several intervals, each with the arguments of `add`."""
-        self._slots.add_all([(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals])
+    def add_all(self, slots: Iterable[Sequence[Any]]) -> None:
+        """Add intervals, each with the id of its span, device, stream, begin, end, label and uncertainty."""
+        super().add_all([(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in slots])
 
     def publish_settled(self, until_ns: int) -> None:
         """Publish the time up to which ended spans have all their intervals."""
-        self._slots.put("settled_ns", until_ns)
+        self.put("settled_ns", until_ns)
 
     def packed(self) -> bytes:
         """Return all intervals in the ring as bytes, the oldest first. A label is an index in `LABELS`."""
-        return self._slots.since(0)
+        return self.since(0)
 
 
 # Readings of gauges
 
 
-_SAMPLE = Struct("<qiId40s")
+_SAMPLE = layout.SAMPLE.packer()
 
 FEW_SAMPLES = 4096
 """The number of newest readings to copy first, which mostly suffice. With one GPU, they cover three minutes."""
@@ -220,8 +205,7 @@ class Readings:
     def add(self, samples: Iterable[Sample]) -> None:
         """Add readings. A full ring loses its oldest ones."""
         self._slots.follow()
-        for sample in samples:
-            self._slots.add(*_cells_of(sample))
+        self._slots.add_all(map(_cells_of, samples))
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
         """Return the readings from `first_ns` to before `last_ns`, ordered by time, device and name."""

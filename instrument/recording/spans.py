@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sys import intern
 from typing import Any, ClassVar
 
-from instrument.recording.remote_parents import LinkedSpan, RemoteParent, remote_of
+from instrument.recording.trace_context import LinkedSpan, RemoteParent, remote_of
 from instrument.runtime.cheap_start import Field, NamedTuple, dataclass, field, fields
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]

@@ -6,7 +6,7 @@ waste time only if the engine pads all items to the heaviest. Engines with conti
 
 The `neighbours` view shows how long requests of one group (such as a tenant) waited because of requests of another.
 Each nanosecond of waiting is attributed to one group or to nobody, by the rules of `instrument.trace.bill`. A replay of
-the queues (`instrument.trace.replay`) predicts the queue times without a group.
+the queues (`instrument.trace.bill`) predicts the queue times without a group.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from instrument.report.request_groups import (
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import adding, bounded, in_unit, safe, share, shorten, wrapped
 from instrument.report.view import Options, Recording
-from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account
+from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account, Engine, Replay
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.groups import Groups
+from instrument.trace.indices import Groups
 from instrument.trace.joined import THOUSANDTHS, Served
-from instrument.trace.replay import Engine, Replay
 
 NO_BATCH = "No batch was recorded: a rule with `batch:` says which requests a call serves."
 

@@ -31,8 +31,7 @@ from instrument.report.section import Coverage, Section, View, explain_empty, va
 from instrument.report.table import MISSING, number, tenths
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.forest import NONE, nearest_above, rows_of
-from instrument.trace.groups import distinct, numbered, ranked
+from instrument.trace.indices import NONE, distinct, nearest_above, numbered, ranked, rows_of
 from instrument.trace.intervals import Unions, successive, union, union_by_group
 
 LOADER = "loader"

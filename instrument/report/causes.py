@@ -3,7 +3,7 @@
 `CAUSES` lists all causes. Each moment of a request counts for one cause, for expected work, or as unknown. So a
 request's differences from a typical request add up to the difference of their wall times. Garbage collections and
 blocked event loops take precedence. Any other moment counts by the part of the request's time (such as `queue`) that
-contains it. `instrument.trace.step_costs` divides the time of engine steps.
+contains it. `instrument.trace.blame` divides the time of engine steps.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample,
 from instrument.report.request_groups import joined_requests, size_names, size_numbers
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
-from instrument.trace.blame import called
+from instrument.trace.blame import Floats, StepCosts, called, cells_of, step_costs
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.forest import NONE, nearest
-from instrument.trace.groups import firsts_of
+from instrument.trace.indices import NONE, firsts_of, nearest
 from instrument.trace.intervals import union_by_group
 from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, phase_of, turns_of, waits_for_lock
-from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, PREEMPTIONS
-from instrument.trace.step_costs import Floats, StepCosts, cells_of, step_costs
+from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, PREEMPTIONS
 from instrument.trace.trace import Trace
 
 BURST, SLOW, PREFILL, FILL = "arrival burst", "slow service", "another request's prefill", "waiting to fill a batch"

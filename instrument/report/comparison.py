@@ -42,8 +42,7 @@ from instrument.report.view import Options, Recording
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import paths_of_rows
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.forest import NONE, nearest
-from instrument.trace.groups import Members, distinct
+from instrument.trace.indices import NONE, Members, distinct, nearest
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times

@@ -19,7 +19,7 @@ from instrument.report.section import Coverage, Section, Text, View
 from instrument.report.table import MISSING, adding, bounded, in_unit, remaining_row
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.groups import Groups, by_first_sight
+from instrument.trace.indices import Groups, by_first_sight
 
 ACROSS = ("h2d", "d2h")
 """The directions to and from the host. Such a call waits for its copy unless the copy is asynchronous."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
 from instrument.trace.columns import Int64s
-from instrument.trace.groups import numbered, ranked
+from instrument.trace.indices import numbered, ranked
 
 Floats = NDArray[np.float64]
 

@@ -31,11 +31,10 @@ from instrument.report.request_groups import ENDPOINT, group_values, read_number
 from instrument.report.table import bounded, row_name, share
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, numbered, places_of
+from instrument.trace.indices import NONE, Groups, numbered, places_of
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
-from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
+from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
 from instrument.trace.stages import Stages
 
 

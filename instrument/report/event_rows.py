@@ -23,8 +23,7 @@ from instrument.recording.tally import Records, Tally, Totals, summed, total_of
 from instrument.report.table import Ratio, share, where_of
 from instrument.report.view import Options, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.forest import NONE, least_below, nearest_above
-from instrument.trace.groups import Members
+from instrument.trace.indices import NONE, Members, least_below, nearest_above
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")

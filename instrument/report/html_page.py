@@ -65,8 +65,8 @@ from instrument.report.table import (
 from instrument.report.view import UNITS, Options, Recording
 from instrument.runtime import file_writing
 from instrument.trace.columns import DeviceIntervals, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.watched import KernelColumns
+from instrument.trace.indices import NONE
+from instrument.trace.layout import KernelColumns
 
 MOST_ROWS = 4000
 """The maximum number of rows of the call tree. In each level a last row sums up the others."""

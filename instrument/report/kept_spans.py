@@ -25,8 +25,7 @@ from instrument.report.requests_view import SlowRequest, blame_text
 from instrument.report.table import safe, shorten, where_of
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.forest import NONE, nearest
-from instrument.trace.groups import Members, places_of
+from instrument.trace.indices import NONE, Members, nearest, places_of
 from instrument.trace.joined import Served
 from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
 

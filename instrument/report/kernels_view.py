@@ -32,11 +32,10 @@ from instrument.report.table import (
 )
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, numbered
+from instrument.trace.indices import NONE, Groups, numbered
 from instrument.trace.intervals import are_innermost, clipped, lengths_by_group, overlap
+from instrument.trace.layout import KernelColumns
 from instrument.trace.self_times import innermost
-from instrument.trace.watched import KernelColumns
 
 UNKNOWN = "(not known)"
 """The place of an event whose launching call is not in the file."""

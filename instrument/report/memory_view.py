@@ -20,8 +20,8 @@ from instrument.report.section import Section, View, device_name, mebibytes
 from instrument.report.table import MISSING, bounded, number, remaining_row, safe, shorten, wrapped
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.groups import Groups, numbered
-from instrument.trace.watched import rows_and_times
+from instrument.trace.indices import Groups, numbered
+from instrument.trace.trace import Allocations
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,8 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     spans. `state` selects all allocations (All), those of the host (CPU), or those of devices (GPU)."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
-    rows, times_ns = rows_and_times(facts.allocations)
+    allocations = Allocations.of(facts.allocations)
+    rows, times_ns = allocations.rows, allocations.times_ns
     is_inside = (first <= times_ns) & (times_ns <= last)
     is_counted = is_inside if state == "All" else is_inside & ((rows["device"] == HOST) == (state == "CPU"))
     thread_id, at_ns = rows["thread_id"][is_counted], times_ns[is_counted]

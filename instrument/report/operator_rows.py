@@ -19,8 +19,7 @@ from instrument.report.table import LINE, bounded, in_unit, safe, share, shorten
 from instrument.report.view import Options, SortKey
 from instrument.trace.call_tree import CallPaths, NodeTimes, StreamTimes, call_tree
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s
-from instrument.trace.forest import NONE, nearest_above
-from instrument.trace.groups import Groups, Members, distinct
+from instrument.trace.indices import NONE, Groups, Members, distinct, nearest_above
 
 
 @dataclass(frozen=True, slots=True)

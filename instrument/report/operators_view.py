@@ -57,10 +57,18 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 from instrument.trace.call_tree import StreamTimes, lengths_below
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s
-from instrument.trace.forest import NONE, are_at_or_above, nearest
-from instrument.trace.groups import Groups, Members, by_first_sight, distinct, places_of
+from instrument.trace.indices import (
+    NONE,
+    Groups,
+    Members,
+    are_at_or_above,
+    by_first_sight,
+    distinct,
+    nearest,
+    places_of,
+)
+from instrument.trace.layout import KernelColumns
 from instrument.trace.self_times import Clock
-from instrument.trace.watched import KernelColumns
 
 
 @dataclass(frozen=True, slots=True)

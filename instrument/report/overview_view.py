@@ -38,8 +38,7 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import Ratio, bounded, in_unit, share
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, distinct
+from instrument.trace.indices import NONE, Groups, distinct
 from instrument.trace.intervals import NOTHING, Union, clipped, intersect, overlap, shared_ns, subtract, union, unite
 
 ALL_DEVICES = -1

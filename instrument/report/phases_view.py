@@ -31,8 +31,7 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import bounded, in_unit, share, six_digits
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.forest import NONE, nearest_above
-from instrument.trace.groups import Groups, distinct, numbered
+from instrument.trace.indices import NONE, Groups, distinct, nearest_above, numbered
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.self_times import turns, were_suspended
 

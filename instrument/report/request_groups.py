@@ -24,11 +24,10 @@ from instrument.report.table import bounded, remaining_row, safe, share
 from instrument.report.utilisation import request_of_spans, requests_within
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, distinct
+from instrument.trace.indices import NONE, Groups, distinct
 from instrument.trace.joined import THOUSANDTHS, Joined, join
 from instrument.trace.ledger import DeviceLedger, Ledger, Turns, device_ledger, ledger, turns_of
-from instrument.trace.request_facts import INPUT_TOKENS, OUTPUT_TOKENS
+from instrument.trace.request_trees import INPUT_TOKENS, OUTPUT_TOKENS
 
 ENDPOINT = "endpoint"
 """The value of `requests_by` that groups requests by endpoint. It is the default of views that need groups."""

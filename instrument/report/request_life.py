@@ -34,7 +34,7 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Columns
-from instrument.trace.forest import NONE
+from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
 

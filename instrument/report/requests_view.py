@@ -66,11 +66,10 @@ from instrument.report.utilisation import EndpointUse, measure_utilisation, requ
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, blame, typical_times
 from instrument.trace.columns import Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, distinct
+from instrument.trace.indices import NONE, Groups, distinct
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import UNKNOWN
-from instrument.trace.request_facts import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
+from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
 from instrument.trace.stages import stages
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}

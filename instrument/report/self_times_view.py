@@ -48,8 +48,16 @@ from instrument.report.table import (
 )
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.forest import NONE, are_at_or_above, nearest, nearest_above, topmost_rows
-from instrument.trace.groups import Members, by_first_sight, numbered
+from instrument.trace.indices import (
+    NONE,
+    Members,
+    are_at_or_above,
+    by_first_sight,
+    nearest,
+    nearest_above,
+    numbered,
+    topmost_rows,
+)
 
 NO_CALL = "No call was counted: name functions or layers in the profile, or open a scope."
 

@@ -31,7 +31,7 @@ from instrument.report.table import (
 )
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns
-from instrument.trace.forest import NONE, nearest_above
+from instrument.trace.indices import NONE, nearest_above
 
 IMPORTS = "Imports, outside of spans"
 WORDS = {"load": "Loading", "compile": "Compiling"}

@@ -23,8 +23,7 @@ from instrument.report.section import NO_EVENTS
 from instrument.report.table import Ratio, share
 from instrument.report.view import Recording
 from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, distinct, places_of
+from instrument.trace.indices import NONE, Groups, distinct, places_of
 from instrument.trace.intervals import (
     Union,
     clipped,

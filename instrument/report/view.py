@@ -172,7 +172,7 @@ class Recording:
 
     @cached_property
     def trace(self) -> Trace:
-        from instrument.trace.joined import with_own_facts
+        from instrument.trace.request_trees import with_own_facts
 
         return with_own_facts(self.make_trace())
 

@@ -17,8 +17,8 @@ from instrument.errors import ExportError
 from instrument.profile.model import Otlp
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.export_checkpoint import SENT
-from instrument.recording.remote_parents import noted
 from instrument.recording.spans import Span
+from instrument.recording.trace_context import noted
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, dataclass
 from instrument.runtime.faults import FAULTS

@@ -31,10 +31,9 @@ from instrument.sessions.recorded import Recorded
 if TYPE_CHECKING:
     from instrument import chrome
     from instrument.recording.tally import Tally
-    from instrument.trace import text as trace_text
     from instrument.trace.trace import Trace
 else:
-    chrome, trace_text = LazyModule("instrument.chrome"), LazyModule("instrument.trace.text")
+    chrome = LazyModule("instrument.chrome")
 
 _NUMBERED = late_pattern(r"(\{(?:run|pid|window)\})")
 STREAMS = ("stderr", "stdout")
@@ -55,7 +54,7 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
 
     Raises `TraceError` for any other name in braces.
     """
-    safe_service = re.sub(r"[^\w.-]+", "_", trace_text.clean(service)).encode()[:96].decode(errors="ignore").lstrip(".")
+    safe_service = re.sub(r"[^\w.-]+", "_", service).encode()[:96].decode(errors="ignore").lstrip(".")
     values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
 
     def value(match: re.Match[str]) -> str:

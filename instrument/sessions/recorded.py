@@ -23,10 +23,8 @@ from instrument.instrumentors.startup import ImportTimes
 from instrument.profile.model import EVERYTHING, Parquet, Profile, Summary
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import RECORDER, Ticks
-from instrument.recording.memory_layout import INTERVAL_SHARE
+from instrument.recording.memory_layout import INTERVAL_SHARE, REQUEST_BIT
 from instrument.recording.paths import CallTree
-from instrument.recording.remote_parents import OWN_TRACE_FLAGS, REMOTE, RemoteParent, noted, remote_of
-from instrument.recording.rows import REQUEST_BIT, is_sampled, state_of_share
 from instrument.recording.spans import (
     Cost,
     FirstCall,
@@ -36,6 +34,15 @@ from instrument.recording.spans import (
     Span,
     Startup,
     is_request,
+)
+from instrument.recording.trace_context import (
+    OWN_TRACE_FLAGS,
+    REMOTE,
+    RemoteParent,
+    is_sampled,
+    noted,
+    remote_of,
+    state_of_share,
 )
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
@@ -196,7 +203,7 @@ class Recorded:
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
         """Return the trace id and span id that a request has at a collector. `key` is its first key, "" for none."""
-        from instrument.trace.joined import trace_id_of
+        from instrument.trace.request_trees import trace_id_of
 
         trace_id, span_id = self.ids().of(span)
         run = self.ids().run if key and span.remote is None else ""

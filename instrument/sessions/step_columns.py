@@ -18,7 +18,7 @@ from instrument.recording.spans import AttributeValue, Site, Span
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.sessions.window import STEP, Step
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.forest import NONE, rows_of
+from instrument.trace.indices import NONE, rows_of
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.trace import Trace, with_spans
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from instrument.errors import ProfileError
 from instrument.profile.model import Profile, Schedule
-from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import Origin, Site
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.unpatched import RLock

@@ -23,8 +23,19 @@ from instrument.recording.distributions import LAST_BUCKET, bucket_start
 from instrument.recording.spans import OUTCOME, Interval, Site
 from instrument.recording.tally import LARGEST, LARGEST_COPY_BYTES, TOTALS, Records, Tally, buckets_of
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
-from instrument.trace.forest import NONE, are_at_or_above, by_level, count_ancestors, least_below, nearest
-from instrument.trace.groups import Groups, counted, numbered, places_of
+from instrument.trace.indices import (
+    NONE,
+    Groups,
+    are_at_or_above,
+    by_level,
+    count_ancestors,
+    counted,
+    least_below,
+    mask_of,
+    nearest,
+    numbered,
+    places_of,
+)
 from instrument.trace.intervals import clipped, overlap, union_by_group
 from instrument.trace.layout import in_order
 from instrument.trace.self_times import waiting_times
@@ -105,8 +116,9 @@ def call_tree(
     inside = nearest(around.astype(np.int32), below) != NONE
     host, first_row, first_ns = _measure_host(trace, counted, node_of, (first, last), count)
     device, streams = _measure_device(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
-    order, new_of = _order_nodes(parent, first_row.tolist())
-    old = np.array(order, dtype=np.int64)
+    first_below = least_below(parent.tolist(), first_row.tolist())
+    old = np.array(sorted(range(count), key=first_below.__getitem__), dtype=np.int64)
+    new_of = places_of(old, count)
     return CallPaths(
         parent=np.where(parent[old] == NONE, NONE, new_of[parent[old]]) if count else parent,
         site=trace.site[some_row[old]].astype(np.int64),
@@ -145,12 +157,6 @@ def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bo
         some_rows.append(rows[firsts])
         count += len(firsts)
     return node_of, np.concatenate(parents), np.concatenate(some_rows)
-
-
-def _order_nodes(parent: Int64s, first_row: list[int]) -> tuple[list[int], Int64s]:
-    """Return the nodes ordered by the first row at or below each, and the index of each node in that order."""
-    order = sorted(range(len(parent)), key=least_below(parent.tolist(), first_row).__getitem__)
-    return order, places_of(np.array(order, dtype=np.int64), len(parent))
 
 
 def _measure_host(
@@ -278,7 +284,10 @@ class _Paths:
         if site in self._known_sites:
             on_path = [parent]
             while (node := on_path[-1]) != NONE:
-                self._count_link()
+                if self._links_left is not None:
+                    self._links_left -= 1
+                    if self._links_left < 0:
+                        raise ValueError(_TOO_DEEP)
                 if self.site[node] == site:
                     self.recurring.update(on_path)
                     return node
@@ -288,12 +297,6 @@ class _Paths:
         self.parent.append(parent)
         self.depth.append(1 if parent == NONE else self.depth[parent] + 1)
         return len(self.site) - 1
-
-    def _count_link(self) -> None:
-        if self._links_left is not None:
-            self._links_left -= 1
-            if self._links_left < 0:
-                raise ValueError(_TOO_DEEP)
 
     def all(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
         """Return the path of each node, the topmost site first."""
@@ -353,8 +356,7 @@ def _are_inner_calls(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bo
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
         return inner
-    is_recurring = np.zeros(int(node_of.max()) + 1, dtype=np.bool_)
-    is_recurring[list(recurring)] = True
+    is_recurring = mask_of(list(recurring), int(node_of.max()) + 1)
     rows = np.flatnonzero(is_recurring[node_of])
     around = _find_outer_calls(trace, node_of, rows)
     # The latest end of all outer calls, by pointer doubling.

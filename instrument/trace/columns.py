@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.remote_parents import LINK, RemoteParent
+from instrument.recording.mapped import INTERVALS
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
-from instrument.trace.forest import NONE, count_ancestors, rows_of
-from instrument.trace.groups import places_of
+from instrument.recording.trace_context import LINK, RemoteParent
+from instrument.trace.indices import NONE, count_ancestors, mask_of, places_of, rows_of, sort_stably
 from instrument.trace.intervals import Union, clipped, lengths_by_group, overlap, union
 
 Int64s = NDArray[np.int64]
@@ -173,12 +173,15 @@ class DeviceIntervals:
         """The length of each interval."""
         return self.end_ns - self.start_ns
 
-    def only(self, is_wanted: Bools) -> DeviceIntervals:
-        """Return the intervals for which `is_wanted` is True."""
-        if is_wanted.all():
-            return self
+    def only(self, is_wanted: NDArray[Any]) -> DeviceIntervals:
+        """Return the intervals for which `is_wanted` is True, or the intervals with these indices."""
         columns = {item.name: getattr(self, item.name)[is_wanted] for item in fields(self) if item.name != "labels"}
         return DeviceIntervals(**columns, labels=self.labels)
+
+    def ordered(self) -> DeviceIntervals:
+        """Return the intervals ordered by row, without those of no row. Intervals of a row keep their order."""
+        order = sort_stably(self.row, int(self.row.max(initial=0)) + 1)
+        return self.only(order[self.row[order] != NONE])
 
     def within(self, window: Interval) -> DeviceIntervals:
         """Return the intervals clipped to a window, without those outside of it."""
@@ -280,25 +283,23 @@ class Columns:
 
     def only(self, is_wanted: Bools) -> Columns:
         """Return the rows for which `is_wanted` is True, without attributes."""
-        rows = np.flatnonzero(is_wanted)
-        device = self.device.only(is_wanted[self.device.row])
-        number_of = np.cumsum(is_wanted, dtype=np.int32) - 1
-        columns = {name: getattr(self, name)[rows] for name in _BY_ROW}
-        return Columns(
-            sites=self.sites,
-            errors=self.errors,
-            **columns,
-            device=replace(device, row=number_of[device.row]),
-            attributes=AttributesOfRows({}),
-            remote={},
-        )
+        return self.take(np.flatnonzero(is_wanted))
 
     def with_attributes(self, is_wanted: Bools) -> Columns:
         """Return the rows for which `is_wanted` is True, with attributes."""
         rows = np.flatnonzero(is_wanted)
         remote = {place: self.remote[row] for place, row in enumerate(rows.tolist()) if row in self.remote}
         attributes = ComposedAttributes([self.attributes], np.zeros(len(rows), dtype=np.int32), rows)
-        return replace(self.only(is_wanted), attributes=attributes, remote=remote)
+        return self.take(rows, attributes=attributes, remote=remote)
+
+    def take(self, rows: Int64s, **changes: Any) -> Columns:
+        """Return some rows in this order, without attributes and remote parents, with changed columns."""
+        device = self.device
+        if len(device):
+            device = replace(device, row=places_of(rows, len(self))[device.row].astype(np.int32)).ordered()
+        nothing: dict[str, Any] = {"attributes": AttributesOfRows({}), "remote": {}, "device": device}
+        columns = {name: getattr(self, name)[rows] for name in _BY_ROW if name not in changes}
+        return Columns(sites=self.sites, errors=self.errors, **(nothing | columns | changes))
 
     def owners(self, is_wanted: Bools) -> Int32s:
         """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root has precedence, because
@@ -322,8 +323,7 @@ class Columns:
         numbers = places_of(rows, len(self))[device.row]
         is_given = numbers != NONE
         lengths_ns = lengths_by_group(numbers[is_given], device.start_ns[is_given], device.end_ns[is_given], len(rows))
-        timed = np.zeros(len(rows), dtype=np.bool_)
-        timed[numbers[is_given & device.timed]] = True
+        timed = mask_of(numbers[is_given & device.timed], len(rows))
         return lengths_ns, timed
 
     @cached_property
@@ -377,31 +377,23 @@ def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
     return not len(column) or bool(first <= column.min() and column.max() < end)
 
 
-CELL = np.dtype(
-    [(name, "i8") for name in ("span_id", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")]
-)
-"""The type of a device interval in `instrument.recording.slot_ring`. A stream is an address or a small number."""
-
-
 def view_cells(packed: bytes) -> NDArray[np.void]:
     """Return the packed device intervals of a ring as an array of records."""
-    return np.frombuffer(packed, dtype=CELL)
+    return np.frombuffer(packed, INTERVALS)
 
 
 def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:
     """Return the device intervals of the spans with these ids, ordered by row and time."""
-    rows = rows_of(span_id, cells["span_id"].astype(np.int64))
-    order = np.lexsort((cells["start_ns"], rows))
-    order = order[rows[order] != NONE]
-    ordered = cells[order]
-    return DeviceIntervals(
-        row=rows[order],
-        device=ordered["device"].copy(),
-        stream=ordered["stream"].astype(np.int64),
-        start_ns=ordered["start_ns"].copy(),
+    cells = cells[np.argsort(cells["start_ns"], kind="stable")]
+    intervals = DeviceIntervals(
+        row=rows_of(span_id, cells["span_id"].astype(np.int64)),
+        device=cells["device"],
+        stream=cells["stream"].astype(np.int64),
+        start_ns=cells["start_ns"],
         # An end may be before its begin if the clock was calibrated again in between.
-        end_ns=np.maximum(ordered["start_ns"], ordered["end_ns"]),
-        label=ordered["label"].astype(np.int32),
-        uncertainty_ns=ordered["uncertainty_ns"].copy(),
+        end_ns=np.maximum(cells["start_ns"], cells["end_ns"]),
+        label=cells["label"].astype(np.int32),
+        uncertainty_ns=cells["uncertainty_ns"],
         labels=LABELS,
     )
+    return intervals.ordered()

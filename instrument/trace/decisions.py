@@ -7,7 +7,6 @@ machine, so they share a monotonic clock.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,17 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.recording.mapped_facts import OpenSpan
-from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.rows import REQUEST_BIT, is_sampled, state_of_share
+from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
+from instrument.recording.trace_context import RemoteParent, is_sampled, state_of_share
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.forest import NONE, nearest, rows_of
-from instrument.trace.groups import numbered
-from instrument.trace.joined import grafted, join
-from instrument.trace.of_recording import find_active_times
+from instrument.trace.indices import NONE, mask_of, nearest, numbered, rows_of
+from instrument.trace.joined import join
+from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows
+from instrument.trace.request_trees import grafted
 from instrument.trace.tail_sampler import EndedRequest
-from instrument.trace.unsettled import ADOPTED, NO_DETAIL, PASSED, SETTLED, WAITING, UnsettledRows, read_open_detail
+from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, Newest, UnsettledRows
 
 OPEN_NS = 1 << 61
 """The time in ns that replaces the end of an open span."""
@@ -44,132 +42,103 @@ class Gathered:
 
     def __init__(self, members: Sequence[UnsettledRows], horizon_ns: int) -> None:
         self.members = members
-        self._sites: dict[Site, int] = {}
-        self._errors: dict[str, int] = {}
-        self._attributes: dict[int, Mapping[str, AttributeValue]] = {}
-        self._remote: dict[int, RemoteParent] = {}
-        self._active: list[tuple[int, int]] = []
-        self._error_rows: list[tuple[int, int]] = []
-        parts = [self._gather_member(member, horizon_ns) for member in members]
-        starts = np.cumsum([0, *(len(part["own"]) for part in parts)])
-        for member, part, first in zip(members, parts, starts.tolist(), strict=False):
-            self._add_details(member, part, first)
-        count = int(starts[-1])
+        sites: dict[Site, int] = {}
+        parts = [_gather_member(member, sites, horizon_ns) for member in members]
+        starts = np.cumsum([0, *(len(part["span_id"]) for part in parts)])
         self.member: Int32s = np.repeat(np.arange(len(members), dtype=np.int32), np.diff(starts))
-        columns: dict[str, NDArray[Any]] = {
-            name: np.concatenate([_NOTHING[name], *(part[name] for part in parts)]) for name in _NOTHING
-        }
-        self.own: Int64s = columns["own"]
-        self.own_root: Int64s = columns["root"]
-        self.own_parent: Int64s = columns["parent"]
-        self.own_thread: Int64s = columns["thread"]
+        none = np.zeros(0, np.int64)
+        columns = {name: np.concatenate([part[name] for part in parts]) if parts else none for name in _GATHERED}
+        self.own: Int64s = columns["span_id"]
+        self.own_root: Int64s = columns["root_id"]
+        self.own_parent: Int64s = columns["parent_id"]
+        self.own_thread: Int64s = columns["thread_id"]
         self.place: Int64s = columns["place"]
-        self.state: NDArray[np.uint8] = columns["state"]
-        is_open = self.state == OPEN
+        self.state: NDArray[np.uint8] = columns["state"].astype(np.uint8)
+        attributes: dict[int, Mapping[str, AttributeValue]] = {}
+        details = RowDetails(columns, attributes.__setitem__)
+        for member, part, first in zip(members, parts, starts.tolist(), strict=False):
+            _add_details(details, member, part, first)
         parent_id, root_id = self._number_ids_above(parts, starts)
-        lengths = columns["end_ns"] - columns["start_ns"]
-        active_ns = np.where(columns["active_ns"] < 0, lengths, np.minimum(columns["active_ns"], lengths))
-        for row, own_ns in self._active:
-            active_ns[row] = min(own_ns, int(active_ns[row]))
-        error = np.full(count, NONE, np.int32)
-        for row, number in self._error_rows:
-            error[row] = number
         thread, _ = numbered(self.member.astype(np.int64), self.own_thread)
         self.trace = Columns(
-            sites=tuple(self._sites),
-            errors=tuple(self._errors),
-            span_id=np.arange(1, count + 1),
+            sites=tuple(sites),
+            errors=tuple(details.errors),
+            span_id=np.arange(1, len(self.own) + 1),
             parent_id=parent_id,
             root_id=root_id,
             thread_id=thread.astype(np.int64) + 1,
-            task_id=columns["task"],
+            task_id=columns["task_id"],
             start_ns=columns["start_ns"],
             end_ns=columns["end_ns"],
-            active_ns=active_ns,
-            self_ns=np.clip(active_ns - columns["children_ns"], 0, lengths),
+            active_ns=details.active_ns,
+            self_ns=details.self_ns,
             site=columns["site"].astype(np.int32),
-            error=error,
-            clipped=is_open,
+            error=details.error,
+            clipped=self.state == OPEN,
             device=DeviceIntervals.none(),
-            attributes=AttributesOfRows(self._attributes),
-            remote=self._remote,
+            attributes=AttributesOfRows(attributes),
+            remote=details.remote,
         )
-
-    def _gather_member(self, member: UnsettledRows, horizon_ns: int) -> dict[str, NDArray[Any]]:
-        """Return the columns of one recording: the rows that may matter now, followed by open spans."""
-        place = np.flatnonzero(_are_relevant(member, horizon_ns))
-        rows = member.rows[place]
-        ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
-        opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
-        node = np.concatenate([rows["node"].astype(np.int64), _make_column(opened, "node")])
-        nodes, inverse = np.unique(node, return_inverse=True)
-        sites = [self._sites.setdefault(member.site_of(number), len(self._sites)) for number in nodes.tolist()]
-        active_ns = np.full(len(node), -1, np.int64)
-        places, numbers = find_active_times(rows)
-        active_ns[places] = numbers
-        none = np.full(len(opened), NONE, np.int64)
-        return {
-            "own": np.concatenate([rows["span_id"].astype(np.int64), _make_column(opened, "span_id")]),
-            "parent": np.concatenate([rows["parent_id"].astype(np.int64), _make_column(opened, "parent_id")]),
-            "root": np.concatenate([rows["root_id"].astype(np.int64), _make_column(opened, "root_id")]),
-            "thread": np.concatenate([member.thread_id[place], _make_column(opened, "thread_id")]),
-            "task": np.concatenate([rows["task"].astype(np.int64), _make_column(opened, "task_id")]),
-            "start_ns": np.concatenate([rows["start_ns"].astype(np.int64), _make_column(opened, "start_ns")]),
-            "end_ns": np.concatenate([rows["end_ns"].astype(np.int64), none - NONE + OPEN_NS]),
-            "children_ns": np.concatenate([rows["children_ns"].astype(np.int64), _make_column(opened, "children_ns")]),
-            "active_ns": active_ns,
-            "site": np.array(sites, np.int64)[inverse.reshape(-1)],
-            "place": np.concatenate([place, none]),
-            "state": np.concatenate([member.state[place], np.full(len(opened), OPEN, np.uint8)]),
-        }
-
-    def _add_details(self, member: UnsettledRows, part: dict[str, NDArray[Any]], first: int) -> None:
-        """Store the attributes, errors, active times and callers of a recording's rows."""
-        place = part["place"]
-        with_details = np.flatnonzero(np.append(member.with_details(), False)[place])
-        for at in with_details.tolist():
-            detail = member.details.get(int(part["own"][at]), NO_DETAIL)
-            row = first + at
-            if detail.attributes:
-                self._attributes[row] = detail.attributes
-            if detail.remote is not None:
-                self._remote[row] = detail.remote
-            if detail.error is not None:
-                self._error_rows.append((row, self._errors.setdefault(detail.error, len(self._errors))))
-            if detail.active_ns >= 0:
-                self._active.append((row, detail.active_ns))
-        for at in np.flatnonzero(place == NONE).tolist():
-            detail = read_open_detail(member.opened[int(part["own"][at])])
-            if detail.attributes:
-                self._attributes[first + at] = detail.attributes
-            if detail.remote is not None:
-                self._remote[first + at] = detail.remote
-        if member.caller is not None:
-            is_root = (part["own"] == part["root"]) & (part["own"] & REQUEST_BIT == 0)
-            for at in np.flatnonzero(is_root & (part["start_ns"] < member.served_from_ns)).tolist():
-                self._remote.setdefault(first + at, member.caller)
 
     def _number_ids_above(self, parts: Sequence[dict[str, NDArray[Any]]], starts: Int64s) -> tuple[Int64s, Int64s]:
         """Return the ids of parents and of roots. A parent or root without a row gets an unused id."""
         above = int(starts[-1]) + 1
         ids_by_name: dict[str, list[Int64s]] = {"parent": [np.zeros(0, np.int64)], "root": [np.zeros(0, np.int64)]}
         for part, first in zip(parts, starts.tolist(), strict=False):
-            above_ids = np.concatenate([part["parent"], part["root"]])
-            rows = rows_of(part["own"], above_ids).astype(np.int64)
+            above_ids = np.concatenate([part["parent_id"], part["root_id"]])
+            rows = rows_of(part["span_id"], above_ids).astype(np.int64)
             ids = np.where(rows == NONE, 0, rows + first + 1)
             absent = np.flatnonzero((rows == NONE) & (above_ids != 0))
             if len(absent):
                 _, numbers = np.unique(above_ids[absent], return_inverse=True)
                 ids[absent] = above + numbers.reshape(-1)
                 above += int(numbers.max()) + 1
-            ids_by_name["parent"].append(ids[: len(part["own"])])
-            ids_by_name["root"].append(ids[len(part["own"]) :])
+            ids_by_name["parent"].append(ids[: len(part["span_id"])])
+            ids_by_name["root"].append(ids[len(part["span_id"]) :])
         return np.concatenate(ids_by_name["parent"]), np.concatenate(ids_by_name["root"])
 
     @property
     def is_request_root(self) -> Bools:
         """True for rows that are requests and roots of their trees."""
         return np.asarray((self.own == self.own_root) & (self.own & REQUEST_BIT != 0))
+
+
+_GATHERED = (
+    "span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "children_ns", "active_ns", "site",
+    "place", "state",
+)  # fmt: skip
+
+
+def _gather_member(member: UnsettledRows, sites: dict[Site, int], horizon_ns: int) -> dict[str, NDArray[Any]]:
+    """Return the columns of one recording: the rows that may matter now, followed by open spans. `sites` has the
+    numbers of sites, and gets those of further sites."""
+    place = np.flatnonzero(_are_relevant(member, horizon_ns))
+    rows = member.rows[place]
+    ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
+    opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
+    columns = columns_of_rows(rows, member.thread_id[place], opened, OPEN_NS)
+    nodes, inverse = np.unique(columns["node"], return_inverse=True)
+    numbers = [sites.setdefault(member.site_of(number), len(sites)) for number in nodes.tolist()]
+    return {
+        **columns,
+        "site": np.array(numbers, np.int64)[inverse.reshape(-1)],
+        "place": np.concatenate([place, np.full(len(opened), NONE)]),
+        "state": np.concatenate([member.state[place], np.full(len(opened), OPEN, np.uint8)]),
+    }
+
+
+def _add_details(details: RowDetails, member: UnsettledRows, part: Mapping[str, NDArray[Any]], first: int) -> None:
+    """Add the details of a recording's rows, whose first row has the number `first`."""
+    place, own_ids = part["place"], part["span_id"]
+    for at in np.flatnonzero(np.append(member.with_details(), False)[place]).tolist():
+        details.add(first + at, member.details.get(int(own_ids[at])) or RowDetail())
+    for at in np.flatnonzero(place == NONE).tolist():
+        details.add(first + at, RowDetail.of_open(member.opened[int(own_ids[at])]))
+    if member.caller is not None:
+        is_early_root = (own_ids == part["root_id"]) & (own_ids & REQUEST_BIT == 0)
+        is_early_root &= part["start_ns"] < member.served_from_ns
+        for at in np.flatnonzero(is_early_root).tolist():
+            details.remote.setdefault(first + at, member.caller)
 
 
 def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
@@ -193,22 +162,6 @@ def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     return np.asarray(matter)
 
 
-def _make_column(opened: Sequence[OpenSpan], name: str) -> Int64s:
-    return np.array([getattr(span, name) for span in opened], np.int64)
-
-
-_NOTHING: dict[str, NDArray[Any]] = {
-    **{
-        name: np.zeros(0, np.int64)
-        for name in (
-            "own", "parent", "root", "thread", "task", "start_ns", "end_ns", "children_ns", "active_ns", "site",
-            "place",
-        )
-    },
-    "state": np.zeros(0, np.uint8),
-}  # fmt: skip
-
-
 PATIENCE_NS = 10**9
 """Nanoseconds for which a due span waits at most for its request, if no process has recorded the request yet."""
 
@@ -222,33 +175,15 @@ MOST_TRACES = 20_000
 
 
 class RememberedTraces:
-    """Remembers the kept traces, and the first request of each key, over all rounds of settling."""
+    """Remembers the kept traces, and the first request (process and span) of each key, over all rounds of settling."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        self._first_of_key: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self.kept = Newest[int, None](MOST_TRACES)
+        self.first_of_key = Newest[str, tuple[int, int]](MOST_TRACES)
 
-    def is_kept(self, trace_id: int) -> bool:
-        """Return True if a part of the trace was kept."""
-        return trace_id in self._kept
-
-    def keep_trace(self, trace_id: int) -> None:
-        """Remember that a part of the trace was kept."""
-        self._kept[trace_id] = None
-        if len(self._kept) > MOST_TRACES:
-            self._kept.popitem(last=False)
-
-    def has_key(self, key: str) -> bool:
-        """Return True if a request has got the trace that is made from a key."""
-        return key in self._first_of_key
-
-    def has_trace_of_key(self, key: str, request: tuple[int, int]) -> bool:
-        """Return True if a request (process and span) is the first with a key, and so has the trace that is made from
-        the key."""
-        first_request = self._first_of_key.setdefault(key, request)
-        if len(self._first_of_key) > MOST_TRACES:
-            self._first_of_key.popitem(last=False)
-        return first_request == request
+    def is_first_with(self, key: str, request: tuple[int, int]) -> bool:
+        """Return True if a request is the first with a key, and so has the trace that is made from the key."""
+        return self.first_of_key.setdefault(key, request) == request
 
 
 class Decisions:
@@ -288,7 +223,7 @@ class Decisions:
         for row, key in key_by_row.items():
             request = (int(self.gathered.member[row]), int(self.gathered.own[row]))
             is_of_key = row in remote and row not in self.gathered.trace.remote
-            if is_of_key and not self._remembered.has_trace_of_key(key, request):
+            if is_of_key and not self._remembered.is_first_with(key, request):
                 del remote[row]
         return replace(trace, remote=remote)
 
@@ -348,7 +283,7 @@ class Decisions:
         for unit in due:
             self._decide_tree(unit, parts[unit], kept_roots, passed, undue_traces, standing_out)
         for unit in list(passed):  # a part of its trace may have been kept after it was looked at
-            if self._remembered.is_kept(self.trace_id(unit)):
+            if self.trace_id(unit) in self._remembered.kept:
                 passed.discard(unit)
                 self._keep(unit, kept_roots)
         self._keep_before(standing_out, kept_roots, passed)
@@ -389,13 +324,13 @@ class Decisions:
             for row in parts
             if self.gathered.state[row] != OPEN
         ]
-        is_kept = self._is_sampled(unit) or self._remembered.is_kept(self.trace_id(unit))
+        is_kept = self._is_sampled(unit) or self.trace_id(unit) in self._remembered.kept
         if is_kept or any(sampler.is_asked_for(request) for sampler, request, _ in ended):
             self._keep(unit, kept_roots)
             return
         for sampler, request, row in ended:
             if sampler.is_notable(request):
-                if sampler.take_allowance(request.end_ns):
+                if sampler.allowance.take(request.end_ns):
                     if request.root_id not in self.member(row).early:  # what came before those is long gone
                         standing_out.append((int(self.gathered.member[row]), request.start_ns, request.end_ns))
                     self._keep(unit, kept_roots)
@@ -422,7 +357,7 @@ class Decisions:
 
     def _keep(self, unit: int, kept_roots: set[int]) -> None:
         kept_roots.add(unit)
-        self._remembered.keep_trace(self.trace_id(unit))
+        self._remembered.kept[self.trace_id(unit)] = None
 
     def _keep_before(
         self, standing_out: Iterable[tuple[int, int, int]], kept_roots: set[int], passed: set[int]
@@ -447,8 +382,7 @@ class Decisions:
 
     def find_rows_of_trees(self, units: set[int]) -> Bools:
         """Return an array over the rows, True for rows of some trees."""
-        is_marked = np.zeros(len(self.unit) + 1, np.bool_)
-        is_marked[np.fromiter(units, np.int64, len(units))] = True
+        is_marked = mask_of(np.fromiter(units, np.int64, len(units)), len(self.unit) + 1)
         is_marked[NONE] = False
         return is_marked[self.unit]
 
@@ -489,8 +423,7 @@ class Decisions:
         due[batches] = False
         if not due.any():
             return
-        keyed = np.zeros(len(due), np.bool_)
-        keyed[self.found.attributes.having(KEY)] = True
+        keyed = mask_of(self.found.attributes.having(KEY), len(due))
         waits = (nearest(self.found.parent, keyed) != NONE) & (
             gathered.trace.end_ns > self._horizon_ns - (0 if self._at_once or self._is_last else PATIENCE_NS)
         )

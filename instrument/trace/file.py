@@ -1,6 +1,6 @@
 """Saves a recording (the columns of a trace, and its metadata) in one file of numpy's own format, and loads it.
 
-`numpy.load` reads the file without this SDK. The modules `layout` and `watched` define its arrays. The array `metadata`
+`numpy.load` reads the file without this SDK. The module `layout` defines its arrays. The array `metadata`
 is JSON in UTF-8. Nothing in the file is pickled, and every value is checked before use.
 
 The file is a zip archive with compressed members (PKWARE's APPNOTE 6.3, 4.3.6 to 4.3.16). `zipfile` can read it.
@@ -29,11 +29,18 @@ from instrument.recording.spans import Sample
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import tally_of
-from instrument.trace.layout import Column, pack_columns, unpack_columns
+from instrument.trace.layout import (
+    Column,
+    pack_allocations,
+    pack_columns,
+    pack_kernels,
+    unpack_allocations,
+    unpack_columns,
+    unpack_kernels,
+)
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, encode_metadata
 from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, checked, encode, safe
 from instrument.trace.trace import SpanViews, Trace
-from instrument.trace.watched import pack_allocations, pack_kernels, unpack_allocations, unpack_kernels
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
@@ -123,13 +130,13 @@ def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
     facts_json = "".join(encode_metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
     text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{facts_json}}}'
     arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
-    write_archive(file, ((f"{name}.npy", _encode_member(column)) for name, column in arrays.items()))
 
+    def encoded(column: Column) -> bytes:
+        member = io.BytesIO()
+        np.lib.format.write_array(member, column, version=(1, 0), allow_pickle=False)
+        return member.getvalue()
 
-def _encode_member(column: Column) -> bytes:
-    member = io.BytesIO()
-    np.lib.format.write_array(member, column, version=(1, 0), allow_pickle=False)
-    return member.getvalue()
+    write_archive(file, ((f"{name}.npy", encoded(column)) for name, column in arrays.items()))
 
 
 # Read back

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.trace.forest import NONE
-from instrument.trace.groups import Groups, distinct
+from instrument.trace.indices import NONE, Groups, distinct
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]

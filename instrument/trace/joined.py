@@ -11,25 +11,18 @@ that one, as in an engine's own process. A request in the tree of another one ma
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from hashlib import blake2b
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, FACTS, KEY
+from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY
 from instrument.trace.columns import Attributes, Bools, Columns, Int32s, Int64s
-from instrument.trace.file import Saved
-from instrument.trace.forest import NONE, nearest, rows_of, topmost_rows
-from instrument.trace.groups import compute_running_most, count_up_to
-from instrument.trace.request_facts import with_facts
-from instrument.trace.trace import Trace
+from instrument.trace.indices import NONE, compute_running_most, count_up_to, find_last_up_to, mask_of, nearest, rows_of
 
 THOUSANDTHS = 1000
 """The stored number for a weight of 1. Weights are stored in thousandths."""
@@ -110,8 +103,13 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     for place, key in zip(of[keyed].tolist(), key_of.tolist(), strict=True):
         if place != NONE and names[key] not in keys.setdefault(place, []):
             keys[place].append(names[key])
-    served = _find_served(trace, numbers, bound, place_of)
-    foreign = _find_foreign_batches(served, of)
+    batch, weights, member_keys = _read_members(trace.attributes)
+    key_of_member = np.array([numbers.get(key, NONE) for key in member_keys], dtype=np.int64)
+    request = place_of[bound.at(key_of_member, trace.start_ns[batch])]
+    served = merge_repeated(Served(batch, request, weights, member_keys))
+    around = of[served.batch]  # the request in whose tree a batch is, which may serve only others
+    serves = served.batch[(around != NONE) & (served.request != NONE)]
+    foreign = np.setdiff1d(serves, served.batch[served.request == around])
     if len(foreign):
         has_owner = np.zeros(len(trace), dtype=np.bool_)
         has_owner[keyed] = has_owner[foreign] = True
@@ -161,8 +159,7 @@ def _resolve_requests(
 ) -> tuple[Int64s, Int64s, Int64s, int]:
     """Return the rows of requests, each row's index among them, each row's request, and the number of spans whose key
     names no request."""
-    is_part = np.zeros(len(trace), dtype=np.bool_)
-    is_part[bound.parts] = True
+    is_part = mask_of(bound.parts, len(trace))
     rows = np.flatnonzero((owner == np.arange(len(trace))) & ~is_part)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is that of a missing row
@@ -174,8 +171,7 @@ def _resolve_requests(
     requests = place_of[bound.at(key_of[outside], trace.start_ns[keyed[outside]])]
     of_key = np.full(len(trace) + 1, NONE, dtype=np.int64)
     of_key[keyed[outside]] = requests
-    is_known = np.zeros(len(trace), dtype=np.bool_)
-    is_known[keyed[outside[requests != NONE]]] = True
+    is_known = mask_of(keyed[outside[requests != NONE]], len(trace))
     if is_known.any():
         of = np.where(of == NONE, of_key[nearest(above, is_known)], of)
     return rows, place_of, of, int((requests == NONE).sum())
@@ -242,9 +238,7 @@ class _Bound:
 
     def _find_begun(self, keys: Int64s, times_ns: Int64s) -> Int64s:
         """Return the row of the last request with each key that had begun by a time, `NONE` without one."""
-        begun_counts = count_up_to(self._keys, self._starts, keys, times_ns)
-        last = np.searchsorted(self._keys, keys) + begun_counts - 1
-        return np.where(begun_counts > 0, np.append(self._requests, NONE)[last], NONE)
+        return np.append(self._requests, NONE)[find_last_up_to(self._keys, self._starts, keys, times_ns)]
 
 
 def _outermost_request(parts: Mapping[int, int], request: int) -> int:
@@ -254,13 +248,6 @@ def _outermost_request(parts: Mapping[int, int], request: int) -> int:
     while (above := parts.get(request)) is not None and above not in path:
         path.add(request := above)
     return request
-
-
-def _find_served(trace: Columns, numbers: Mapping[str, int], bound: _Bound, place_of: Int64s) -> Served:
-    batch, weights, keys = _read_members(trace.attributes)
-    key_of = np.array([numbers.get(key, NONE) for key in keys], dtype=np.int64)
-    request = place_of[bound.at(key_of, trace.start_ns[batch])]
-    return merge_repeated(Served(batch, request, weights, keys))
 
 
 _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]]] = WeakKeyDictionary()
@@ -278,13 +265,6 @@ def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ..
         keys = tuple(chain.from_iterable(of_rows))
         members = _members_of[attributes] = np.repeat(rows, counts), weights, keys
     return members
-
-
-def _find_foreign_batches(served: Served, of: Int64s) -> Int64s:
-    """Return the batches in a request's tree that serve only other requests."""
-    around = of[served.batch]
-    serves = served.batch[(around != NONE) & (served.request != NONE)]
-    return np.setdiff1d(serves, served.batch[served.request == around])
 
 
 def merge_repeated(served: Served) -> Served:
@@ -396,11 +376,10 @@ class FirstKeys:
         The request in question began at `start_ns`, and had the key from `at_ns` on, not as its first. The other
         request was open at `at_ns`, or began later than the one in question.
         """
-        begun_counts = count_up_to(self.keys, self.starts, keys, at_ns)
-        last = np.searchsorted(self.keys, keys) + begun_counts - 1
+        last = find_last_up_to(self.keys, self.starts, keys, at_ns)
         if not len(self.keys):
             return np.zeros(len(keys), dtype=np.bool_)
-        return np.asarray((begun_counts > 0) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
+        return np.asarray((last != NONE) & ((self._reach[last] > at_ns) | (self.starts[last] >= start_ns)))
 
 
 def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
@@ -421,169 +400,3 @@ def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
     is_stray[first.borne] = are_astray[pair_of.reshape(-1)]
     top = nearest(trace.parent, is_stray | (owner == np.arange(len(trace))))
     return np.where((top != NONE) & is_stray[top], np.int32(NONE), owner).astype(np.int32)
-
-
-# Grafting: one tree for each request
-
-# A span elsewhere that bears a request's key moves, with all spans below it, to below the hand-off span. This is the
-# newest open span with the key. Without one it is the last ended span with the key in the request's own tree, else the
-# request. A batch keeps its tree, because it serves several requests. A foreign batch becomes a root. Rows stay the
-# same except for their ancestors.
-# A trace without an id gets one from the run and the key. So spans that a process sends to a collector directly join
-# their request there.
-
-LOOK_BACK = 64
-"""The number of newest spans with a request's key that are candidates for the hand-off span."""
-
-
-def graft(saved: Saved) -> Saved:
-    """Return a saved recording in which each request has one tree."""
-    trace, facts = saved.trace.columns, saved.trace
-    return replace(saved, trace=facts.with_columns(grafted(trace, join(trace, facts.apart_ns), facts.origin.run)))
-
-
-def with_own_facts(facts: Trace) -> Trace:
-    """Return the trace with facts moved to its requests. See `instrument.trace.request_facts`."""
-    if not len(facts.columns.attributes.having(FACTS)):
-        return facts
-    joined = join(facts.columns, facts.apart_ns)
-    return facts.with_columns(with_facts(facts.columns, joined.rows, joined.of, joined.keys))
-
-
-def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """Return the trace with one tree for each request, and with the requests' facts. Without a `run`, no request gets a
-    trace id.
-
-    If a move would make parents cyclic, the request becomes the parent instead, or the original parent remains.
-    """
-    trace = with_facts(trace, joined.rows, joined.of, joined.keys)
-    moves = _rows_to_move(trace, joined)
-    parent = trace.parent.copy()
-    requests = joined.rows[joined.of[moves]]
-    parent[moves] = _find_hand_offs(trace, joined, moves)
-    for fallback in (requests, trace.parent[moves]):
-        stuck = _are_cyclic(parent)[moves]
-        parent[moves[stuck]] = fallback[stuck]
-    moved = moves[parent[moves] != trace.parent[moves]]
-    root_id, parent_id = trace.root_id.copy(), trace.parent_id.copy()
-    parent_id[moved] = trace.span_id[parent[moved]]
-    parent[joined.foreign], parent_id[joined.foreign] = NONE, 0
-    top = topmost_rows(parent)
-    below = np.isin(top, joined.foreign)
-    root_id[below] = trace.span_id[top[below]]
-    served_rows = np.flatnonzero(joined.of != NONE)
-    around = joined.rows[joined.of[served_rows]]
-    is_below = top[served_rows] == top[around]
-    root_id[served_rows[is_below]] = trace.root_id[around[is_below]]
-    remote = {row: remote_parent for row, remote_parent in trace.remote.items() if root_id[row] == trace.root_id[row]}
-    if run:
-        remote |= make_remotes_by_key(trace, joined, run, root_id, remote)
-    return replace(trace, parent_id=parent_id, root_id=root_id, remote=remote)
-
-
-def trace_id_of(run: str, key: str) -> int:
-    """Return the 128-bit trace id for a key in a run, which is the same in all processes."""
-    text = f"{run}\0{key}".encode(errors="surrogatepass")
-    return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
-
-
-def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
-    """Return the topmost rows that serve a request but are outside of its tree."""
-    of_parent = np.append(joined.of, NONE)[trace.parent]
-    moves = (joined.of != NONE) & (of_parent != joined.of)
-    moves[joined.rows] = False
-    moves[_rows_above_request(trace, joined)] = False
-    # A span of the request's own tree stays, even if its parent was not kept.
-    own_root = np.append(trace.root_id[joined.rows], 0)[joined.of]
-    moves &= (trace.parent != NONE) | (trace.root_id != own_root)
-    return np.flatnonzero(moves)
-
-
-def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
-    """Return the rows that serve a request and are above it, so that they cannot move below it."""
-    rows_above = [np.zeros(0, dtype=np.int64)]
-    places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
-    while (goes_on := above != NONE).any():
-        places, above = places[goes_on], above[goes_on]
-        rows_above.append(above[joined.of[above] == places].astype(np.int64))
-        above = trace.parent[above]
-    return np.asarray(np.concatenate(rows_above))
-
-
-def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
-    """Return the row of each moved row's hand-off span, else the row of its request."""
-    hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
-    keyed = trace.attributes.having(KEY)
-    top = _find_piece_tops(trace, joined.rows, moves)
-    keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE) & ~np.isin(keyed, joined.rows)]
-    if not len(keyed) or not len(moves):
-        return hand_offs
-    keyed = keyed[np.lexsort((trace.span_id[keyed], -trace.end_ns[keyed], trace.start_ns[keyed]))]
-    of_keys: dict[tuple[int, object], list[int]] = {}
-    key_of: dict[int, object] = {}
-    for row, place, key in zip(
-        keyed.tolist(), joined.of[keyed].tolist(), trace.attributes.values(KEY, keyed), strict=True
-    ):
-        key_of[row] = key
-        of_keys.setdefault((place, key), []).append(row)
-    is_own = np.isin(top, joined.rows)
-    starts = {pair: trace.start_ns[rows].tolist() for pair, rows in of_keys.items()}
-    for index, (row, place) in enumerate(zip(moves.tolist(), joined.of[moves].tolist(), strict=True)):
-        own_keys: Sequence[object] = [key_of[row]] if row in key_of else joined.keys.get(place, ())
-        before = [
-            candidate
-            for pair in ((place, key) for key in own_keys)
-            if pair in of_keys
-            for candidate in of_keys[pair][: bisect_left(starts[pair], int(trace.start_ns[row]))][-LOOK_BACK:]
-        ]
-        hand_off = _choose_hand_off(trace, before, is_own, int(trace.start_ns[row]))
-        if hand_off is not None:
-            hand_offs[index] = hand_off
-    return hand_offs
-
-
-def _choose_hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
-    """Return the newest of some rows that was open at a time, else the last that had ended in the request's tree."""
-    still_open = [row for row in before if trace.end_ns[row] > at_ns]
-    if still_open:
-        return max(still_open, key=lambda row: (trace.start_ns[row], -trace.end_ns[row], row))
-    ended = [row for row in before if is_own[row]]
-    return max(ended, key=lambda row: (trace.end_ns[row], row), default=None)
-
-
-def _find_piece_tops(trace: Columns, requests: Int64s, moves: Int64s) -> Int32s:
-    """Return, for each row, the nearest row at or above it that is a request or is moved."""
-    is_top = np.zeros(len(trace), dtype=np.bool_)
-    is_top[requests] = is_top[moves] = True
-    return nearest(trace.parent, is_top)
-
-
-def _are_cyclic(parent: Int32s) -> Bools:
-    """Return True for rows whose ancestors are cyclic."""
-    above = parent.copy()
-    for _ in range(len(parent).bit_length() + 1):
-        if not (above != NONE).any():
-            break
-        above = np.where(above == NONE, np.int32(NONE), above[above]).astype(np.int32)
-    return np.asarray(above != NONE)
-
-
-def make_remotes_by_key(
-    trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
-) -> dict[int, RemoteParent]:
-    """Return trace ids made from keys: for requests from their first keys, and for roots whose key no request here has.
-    Only the first request with a key gets the key's trace id, because other processes cannot distinguish later ones."""
-    have_traces = {int(root_id[row]) for row in remotes}
-    remote_by_row: dict[int, RemoteParent] = {}
-    used_keys: set[str] = set()
-    for place, keys in sorted(joined.keys.items()):
-        row = int(joined.rows[place])
-        if int(root_id[row]) not in have_traces and keys[0] not in used_keys and root_id[row] == trace.span_id[row]:
-            remote_by_row[row] = RemoteParent(trace_id_of(run, keys[0]), 0)
-        used_keys.update(keys)
-    keyed = trace.attributes.having(KEY)
-    keyed = keyed[(joined.of[keyed] == NONE) & (trace.parent_id[keyed] == 0)]
-    for row, key in zip(keyed.tolist(), trace.attributes.values(KEY, keyed), strict=True):
-        if isinstance(key, str) and key and key not in used_keys and row not in remotes:
-            remote_by_row[row] = RemoteParent(trace_id_of(run, key), 0)
-    return remote_by_row

@@ -2,30 +2,27 @@
 
 Ascending columns are stored as differences (`steps`) and ends as lengths, so most numbers take one or two bytes.
 `numpy.cumsum` restores a column. The array `firsts` has the first span id and the first begin.
+
+The kernels and allocations of torch.profiler are ordered by time, so times are stored as differences. A table has each
+thread id once.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
-from struct import pack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.errors import TraceError
-from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.spans import AttributeValue, Site
-from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.forest import NONE, topmost_rows
-from instrument.trace.groups import distinct, places_of, ranked
-from instrument.trace.text import encode, encode_numbers, safe
+from instrument.recording.spans import WORK, Kernel, Site
+from instrument.recording.trace_context import RemoteParent
+from instrument.trace.columns import FARTHEST_NS, Columns, DeviceIntervals, Int32s, Int64s, lie_within
+from instrument.trace.indices import NONE, mask_of, places_of, ranked, topmost_rows
+from instrument.trace.text import PackedAttributes, clean, encode_rows
+from instrument.trace.trace import ALLOCATION, Allocation, Allocations, Trace, Views
 
 Column = NDArray[Any]
 Arrays = Mapping[str, Column]
@@ -145,11 +142,11 @@ def _pack_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> 
 
 
 def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
-    has = np.zeros(len(trace), dtype=np.bool_)
-    has[trace.attributes.rows()] = True
+    has = mask_of(trace.attributes.rows(), len(trace))
     rows = np.flatnonzero(has[order])
     table: dict[str, int] = {}
-    numbers = [table.setdefault(text, len(table)) for text in encode_rows(trace, order[rows].tolist(), finite=False)]
+    encoded = encode_rows(trace.attributes, order[rows].tolist(), finite=False)
+    numbers = [table.setdefault(text, len(table)) for text in encoded]
     texts = [text.encode() for text in table]
     return {
         "attributes_row_steps": steps(rows),
@@ -157,141 +154,6 @@ def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
         "attributes_lengths": narrow(np.fromiter(map(len, texts), np.int64, len(texts))),
         "attributes_bytes": np.frombuffer(b"".join(texts), dtype=np.uint8),
     }
-
-
-PLAIN = {str, int, bool}
-"""The types of which equal values have equal JSON. Float is not among them, because 0.0 equals -0.0."""
-
-
-def encode_rows(trace: Columns, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
-    """Yield the JSON of each row's attributes. Equal attributes are encoded once. With `finite`, infinities and NaN
-    become texts, because viewers cannot read them."""
-    text_by_key: dict[object, str] = {}
-    for row in rows:
-        attributes = trace.attributes[row]
-        values = tuple(attributes.values())
-        kinds = tuple(map(type, values))
-        if not PLAIN.issuperset(kinds):
-            yield encode_numbers(safe(dict(attributes), finite=finite))
-            continue
-        key = *attributes, values, kinds
-        text = text_by_key.get(key)
-        if text is None:
-            text = text_by_key[key] = encode(safe(dict(attributes)))
-        yield text
-
-
-# Unpacked
-
-BYTES_AT_ONCE = 1 << 22
-
-
-class PackedAttributes:
-    """The attributes of spans by row, stored as JSON and decoded on access."""
-
-    def __init__(self, count: int, rows: Int64s, numbers: Column, ends: Int64s, texts: bytes | bytearray) -> None:
-        self._rows, self._numbers, self._ends, self._texts = rows, numbers, ends, texts
-        self._place = np.full(count, NONE, dtype=np.int32)
-        self._place[rows] = np.arange(len(rows), dtype=np.int32)
-
-    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
-        place = self._place[row]
-        return {} if place < 0 else self._decode(int(self._numbers[place]))
-
-    def _decode(self, number: int) -> dict[str, Any]:
-        (attributes,) = decode_texts([self._text(number)])
-        return attributes
-
-    def _text(self, number: int) -> bytes:
-        first = int(self._ends[number - 1]) if number else 0
-        return bytes(self._texts[first : int(self._ends[number])])
-
-    def rows(self) -> Int64s:
-        return self._rows
-
-    def having(self, name: str) -> Int64s:
-        """Return the rows with an attribute of this name, in order. JSON without nested objects is not decoded, because
-        each text before a colon is a name."""
-        written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
-        at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
-        text_of_match = np.searchsorted(ends, at, side="right")
-        numbers, braces = distinct(text_of_match), _find_byte(b"{", texts)
-        firsts = np.where(numbers > 0, ends[numbers - 1], 0)
-        are_flat = np.searchsorted(braces, ends[numbers]) - np.searchsorted(braces, firsts) == 1
-        are_flat &= ~np.isin(numbers, text_of_match[np.frombuffer(texts, dtype=np.uint8)[at - 1] == ord("\\")])
-        has = np.zeros(len(ends), dtype=np.bool_)
-        has[numbers[are_flat]] = True
-        for number in numbers[~are_flat].tolist():
-            has[number] = name in self._decode(number)
-        return self._rows[has[self._numbers]]
-
-    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the values of an attribute in some rows. JSON that rows share is decoded once."""
-        places = self._place[rows]
-        of_rows = np.full(len(rows), NONE, dtype=np.int64)
-        of_rows[places >= 0] = self._numbers[places[places >= 0]]
-        numbers = distinct(of_rows[of_rows != NONE])
-        value_in, texts = _make_reader(name), self._texts
-        firsts, ends = np.where(numbers > 0, self._ends[numbers - 1], 0), self._ends[numbers]
-        values: dict[int, AttributeValue | None] = {NONE: None}
-        for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends.tolist(), strict=True):
-            values[number] = value_in(bytes(texts[first:end]))
-        return list(map(values.__getitem__, of_rows.tolist()))
-
-    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        places = self._place[rows]
-        with_attributes = np.flatnonzero(places >= 0)
-        distinct_numbers, numbers = ranked(self._numbers[places[with_attributes]])
-        set_of_row = np.full(len(rows), NONE, dtype=np.int64)
-        set_of_row[with_attributes] = numbers
-        return set_of_row, decode_texts(map(self._text, distinct_numbers.tolist()))
-
-
-def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
-    """Return the indices of a byte in the texts. The search is done in chunks, to bound the memory."""
-    every = np.frombuffer(texts, dtype=np.uint8)
-    parts = [
-        np.flatnonzero(every[first : first + BYTES_AT_ONCE] == ord(byte)) + first
-        for first in range(0, len(every), BYTES_AT_ONCE)
-    ]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-
-def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the attributes in some JSON texts, with lists as tuples. Texts are decoded together, in half of the time.
-    Raises `TraceError` if a text is no JSON object."""
-    try:
-        objects = json.loads(b"[%b]" % b",".join(texts))
-    except ValueError as problem:
-        raise TraceError(f"the attributes of its spans are damaged ({problem!s:.80}); record it again") from problem
-    if not all(isinstance(attributes, dict) for attributes in objects):
-        raise TraceError("its attributes are not valid; record it again")
-    return [{key: convert_lists(value) for key, value in attributes.items()} for attributes in objects]
-
-
-@lru_cache(maxsize=64)
-def _make_reader(name: str) -> Callable[[bytes], Any]:
-    """Return a function that reads the value of one attribute from JSON, without making objects of other values."""
-
-    def value_in(text: bytes) -> Any:
-        try:
-            return convert_lists(decode(text).value)
-        except msgspec.MsgspecError:  # JSON has no infinity, and attributes may
-            return decode_texts([text])[0].get(name)
-
-    try:
-        only_value = msgspec.defstruct("Attributes", [("value", Any, None)], rename={"value": name})
-    except ValueError:  # a name with quotes
-        return lambda text: decode_texts([text])[0].get(name)
-    decode: Callable[[bytes], Any] = msgspec.json.Decoder(only_value).decode
-    return value_in
-
-
-def convert_lists(value: Any) -> Any:
-    """Return an attribute's value with lists as tuples."""
-    if not isinstance(value, list):
-        return value
-    return tuple([convert_lists(item) if isinstance(item, list) else item for item in value])
 
 
 def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:
@@ -381,79 +243,158 @@ def _unpack_attributes(arrays: Arrays, count: int) -> PackedAttributes:
     return PackedAttributes(count, rows, numbers, ends, texts)
 
 
-# Columns that grow
+# Kernels as columns
 
 
-MOST_KNOWN = 10_000
-"""The maximum number of distinct attribute texts that rows share. Any further text is stored once per row."""
+@dataclass(frozen=True, eq=False)
+class KernelColumns(Views[Kernel]):
+    """The kernels as columns with the fields of `Kernel`. `name` is an index into `names`, `kind` into `kinds`."""
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    name: Int32s
+    kind: Int32s
+    device: Int64s
+    stream: Int64s
+    start_ns: Int64s
+    end_ns: Int64s
+    thread_id: Int64s
+    launched_ns: Int64s
+
+    @classmethod
+    def of(cls, kernels: Sequence[Kernel]) -> KernelColumns:
+        """Return kernels as columns. Raises `OverflowError` for numbers beyond 64 bits."""
+        if isinstance(kernels, KernelColumns):
+            return kernels
+        names, kinds = dict[str, int](), dict[str, int]()
+        count = len(kernels)
+        name = np.fromiter((names.setdefault(kernel.name, len(names)) for kernel in kernels), np.int32, count)
+        kind = np.fromiter((kinds.setdefault(kernel.kind, len(kinds)) for kernel in kernels), np.int32, count)
+        numbers = [np.fromiter(map(itemgetter(place), kernels), np.int64, count) for place in range(2, 8)]
+        return cls(tuple(names), tuple(kinds), name, kind, *numbers)
+
+    def moved(self, by_ns: int) -> KernelColumns:
+        """Return the kernels with all times moved by `by_ns`. Raises `ValueError` for times that no clock reads."""
+        times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
+        edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
+        if not all(-FARTHEST_NS < edge_ns + by_ns < FARTHEST_NS for edge_ns in edges_ns):
+            raise ValueError("it has a time out of range; it is damaged")
+        by_ns = by_ns if edges_ns else 0
+        return replace(
+            self,
+            start_ns=self.start_ns + by_ns,
+            end_ns=self.end_ns + by_ns,
+            launched_ns=np.where(self.thread_id == 0, 0, self.launched_ns + by_ns),
+        )
+
+    def place_of_kind(self, kind: str) -> int:
+        """Return the index of a kind, `NONE` without work of that kind."""
+        return self.kinds.index(kind) if kind in self.kinds else NONE
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def _make(self, some: slice) -> Iterable[Kernel]:
+        numbers = (self.device, self.stream, self.start_ns, self.end_ns, self.thread_id, self.launched_ns)
+        names = map(self.names.__getitem__, self.name[some].tolist())
+        kinds = map(self.kinds.__getitem__, self.kind[some].tolist())
+        return map(Kernel, names, kinds, *(column[some].tolist() for column in numbers))
 
 
-def column(numbers: array[int]) -> Int64s:
-    """Return a view of an array's 64-bit numbers. The array must not grow while the view exists."""
-    return np.frombuffer(numbers, dtype=np.int64)
+PLAIN = ("size_bytes", "address")
+LEVELS = ("allocated_bytes", "reserved_bytes")
+"""The fields of an allocation that are stored as differences, because they change in almost every row."""
 
 
-def extend(column: array[int], numbers: Sequence[int]) -> None:
-    """Append 64-bit numbers to a column. `array.extend` takes four times as long."""
-    column.frombytes(pack(f"{len(numbers)}q", *numbers))
+def move_watched(
+    facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
+) -> dict[str, Any]:
+    """Return torch.profiler's data with all times moved by `moved_ns`, and with other numbers of devices and
+    threads."""
+    kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
+    rows = allocations.rows.copy()
+    rows["device"], rows["thread_id"] = devices(rows["device"]), threads(rows["thread_id"])
+    flop_threads = threads(np.array([flops.thread_id for flops in facts.flops], dtype=np.int64)).tolist()
+    return {
+        "kernels": replace(kernels, device=devices(kernels.device), thread_id=threads(kernels.thread_id)),
+        "allocations": Allocations(rows, allocations.base_ns).moved(moved_ns),
+        "watched": facts.watched and (facts.watched[0] + moved_ns, facts.watched[1] + moved_ns),
+        "flops": [
+            flops._replace(thread_id=thread_id, at_ns=flops.at_ns + moved_ns)
+            for flops, thread_id in zip(facts.flops, flop_threads, strict=True)
+        ],
+    }
 
 
-def rank_of(order: NDArray[np.int64]) -> Int32s:
-    """Return the index of each row in an order."""
-    rank = np.empty(len(order), dtype=np.int32)
-    rank[order] = np.arange(len(order), dtype=np.int32)
-    return rank
+def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
+    """Return the packed columns of kernels, with times from `base_ns`, and the table of their names."""
+    work = KernelColumns.of(kernels)
+    names: dict[str, int] = {}
+    of_name = np.array([names.setdefault(clean(name), len(names)) for name in work.names], dtype=np.int64)
+    kinds = np.array([WORK.index(kind) for kind in work.kinds], dtype=np.int64)
+    threads, thread = ranked(work.thread_id)
+    return {
+        "kernel_name": narrow(of_name[work.name]),
+        "kernel_kind": narrow(kinds[work.kind]),
+        "kernel_device": narrow(work.device),
+        "kernel_stream": narrow(work.stream),
+        "kernel_start_ns_steps": steps(work.start_ns - base_ns),
+        "kernel_total_ns": narrow(work.end_ns - work.start_ns),
+        "kernel_thread": narrow(thread),
+        "kernel_thread_ids": threads,
+        "kernel_waited_ns": narrow(np.where(work.thread_id == 0, 0, work.start_ns - work.launched_ns)),
+    }, list(names)
 
 
-class GatheredAttributes:
-    """Collects the attributes of rows as JSON, with equal texts stored once. `refuse` raises for an invalid text."""
-
-    def __init__(self, refuse: Callable[[bytes], None] | None = None) -> None:
-        self._refuse = refuse
-        self._known: dict[bytes, int] = {}
-        self._texts = bytearray()
-        self._ends = array("q")
-        self._rows = array("q")
-        self._numbers = array("q")
-
-    def add(self, row: int, text: bytes) -> None:
-        """Add the attributes of a new row."""
-        number = self._known.get(text)
-        if number is None:
-            if self._refuse is not None:
-                self._refuse(text)
-            number = len(self._ends)
-            self._texts += text
-            self._ends.append(len(self._texts))
-            if number < MOST_KNOWN:
-                self._known[text] = number
-        self._rows.append(row)
-        self._numbers.append(number)
-
-    def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
-        """Add the attributes of new rows. Equal texts are rare here, so each is stored on its own."""
-        number = len(self._ends)
-        extend(self._ends, [*accumulate(map(len, texts), initial=len(self._texts))][1:])
-        self._texts += b"".join(texts)
-        extend(self._rows, rows)
-        extend(self._numbers, range(number, number + len(rows)))
-
-    def packed(self, rank: Int32s) -> PackedAttributes:
-        """Return the attributes of rows, which get the numbers in `rank`."""
-        rows = rank[column(self._rows)]
-        order = np.argsort(rows, kind="stable")
-        numbers = column(self._numbers).astype(np.int32)[order]
-        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, column(self._ends), self._texts)
+def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
+    """Return the kernels in packed columns. Raises `ValueError` and `LookupError` for damaged columns."""
+    start_ns = summed(columns["kernel_start_ns_steps"]) + base_ns
+    thread_id = _read_table(columns, "kernel_thread")
+    end_ns = start_ns + columns["kernel_total_ns"]
+    launched_ns = np.where(thread_id == 0, 0, start_ns - columns["kernel_waited_ns"])
+    name, kind = columns["kernel_name"], columns["kernel_kind"]
+    numbers = [columns[f"kernel_{column}"].astype(np.int64) for column in ("device", "stream")]
+    numbers += [start_ns, end_ns, thread_id, launched_ns]
+    is_sound = {len(name), len(kind), *map(len, numbers)} == {len(start_ns)}
+    is_sound = is_sound and lie_within(name, 0, len(names)) and lie_within(kind, 0, len(WORK))
+    is_sound = is_sound and all(
+        lie_within(times, -FARTHEST_NS, FARTHEST_NS) for times in (start_ns, end_ns, launched_ns)
+    )
+    if not is_sound or (end_ns < start_ns).any() or len(set(names)) != len(names):
+        raise ValueError("a kernel in it is not valid; it is damaged")
+    return KernelColumns(tuple(names), WORK, name.astype(np.int32), kind.astype(np.int32), *numbers)
 
 
-def to_json(attributes: Mapping[str, object]) -> bytes:
-    """Return attributes as JSON. Names are not escaped, because `PackedAttributes.having` searches the text for
-    them."""
-    try:
-        text = msgspec.json.encode(attributes)
-    except (ValueError, OverflowError):
-        text = b"null"
-    # msgspec writes null for numbers that JSON does not have, such as infinity.
-    if b"null" not in text:
-        return text
-    return json.dumps(attributes, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")
+def pack_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
+    """Return the packed columns of allocations, with times from `base_ns`."""
+    packed = Allocations.of(allocations)
+    rows = packed.rows
+    threads, thread = ranked(rows["thread_id"])
+    return {
+        "allocation_device": narrow(rows["device"]),
+        "allocation_at_ns_steps": steps(rows["at_ns"] + (packed.base_ns - base_ns)),
+        "allocation_thread": narrow(thread),
+        "allocation_thread_ids": threads,
+        **{f"allocation_{name}": narrow(rows[name]) for name in PLAIN},
+        **{f"allocation_{name}_steps": steps(rows[name]) for name in LEVELS},
+    }
+
+
+def unpack_allocations(columns: Arrays, base_ns: int) -> Allocations:
+    thread_id = _read_table(columns, "allocation_thread")
+    column_by_name: dict[str, NDArray[Any]] = {"device": columns["allocation_device"], "thread_id": thread_id}
+    column_by_name |= {name: columns[f"allocation_{name}"] for name in PLAIN}
+    column_by_name |= {name: summed(columns[f"allocation_{name}_steps"]) for name in ("at_ns", *LEVELS)}
+    if {len(column) for column in column_by_name.values()} != {len(thread_id)}:
+        raise ValueError("an allocation in it is not valid; it is damaged")
+    rows = np.empty(len(thread_id), dtype=ALLOCATION)
+    for name, column in column_by_name.items():
+        rows[name] = column
+    return Allocations(rows, base_ns)
+
+
+def _read_table(columns: Arrays, name: str) -> Int64s:
+    table, places = columns[f"{name}_ids"], columns[name]
+    if not lie_within(places, 0, len(table)):
+        raise ValueError("it refers to a row that does not exist; it is damaged")
+    return np.asarray(table.astype(np.int64)[places])

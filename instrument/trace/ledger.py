@@ -20,6 +20,7 @@ a nested batch is no part of the outer batch's time (see `measure_own_lengths`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,8 +28,20 @@ import numpy as np
 
 from instrument.recording.spans import BATCH_KEYS, KEY, OUTCOME, Site
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.forest import NONE, are_at_or_above, nearest, nearest_above
-from instrument.trace.groups import Groups, compute_running_most, distinct, numbered
+from instrument.trace.indices import (
+    NONE,
+    Groups,
+    are_at_or_above,
+    compute_running_most,
+    count_up_to,
+    distinct,
+    find_last_up_to,
+    mask_of,
+    nearest,
+    nearest_above,
+    numbered,
+    places_of,
+)
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
 from instrument.trace.self_times import turns
@@ -85,6 +98,15 @@ class Ledger:
         rows = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.names[part]: time_ns for part, time_ns in rows}
 
+    def times_by_part(self, columns: Mapping[str, str], count: int) -> dict[str, Int64s]:
+        """Return the time of each of `count` requests in some parts. `columns` names the column of each part."""
+        times = {column: np.zeros(count, dtype=np.int64) for column in columns.values()}
+        for number, name in enumerate(self.names):
+            if name in columns:
+                is_part = self.part == number
+                times[columns[name]][self.request[is_part]] = self.time_ns[is_part]
+        return times
+
 
 def divide_shares(served: Served, amounts: Int64s) -> Int64s:
     """Return the share that each request has of the amount of its batch, per pair of a batch and a request. `amounts`
@@ -137,9 +159,8 @@ def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: In
     is_rival = _may_overlap(rivals, parts.starts[interval_of], parts.ends[interval_of])
     interval_of, rivals = interval_of[is_rival], rivals[is_rival]
     starts, stops = parts.starts[interval_of], parts.ends[interval_of]
-    ranks = np.empty(len(interval_of), dtype=np.int64)
     row = its_batch[interval_of]
-    ranks[np.lexsort((trace.span_id[row], -trace.end_ns[row], trace.start_ns[row]))] = np.arange(len(interval_of))
+    ranks = places_of(np.lexsort((trace.span_id[row], -trace.end_ns[row], trace.start_ns[row])), len(row))[:-1]
     has_turn, turn_starts, turn_ends = turns(rivals, starts, stops, ranks)
     # An interval loses the time outside of its turns: from its begin or a turn's end to the next turn or its end.
     places = np.concatenate([np.arange(len(interval_of)), has_turn])
@@ -153,8 +174,7 @@ def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: In
 def _find_nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
     """Return the rows of batches nested in a batch of the same thread and task, and the row of the outer batch of
     each."""
-    is_batch = np.zeros(len(trace), dtype=np.bool_)
-    is_batch[served.batch] = True
+    is_batch = mask_of(served.batch, len(trace))
     rows = np.flatnonzero(is_batch)
     outer = nearest_above(trace.parent, is_batch)[rows].astype(np.int64)
     is_within = (
@@ -229,9 +249,7 @@ def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s
         finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])[rows]
         by_id = np.concatenate([np.full(len(between.row), NONE), trace.span_id[spans]])[rows]
         order[tied] = rows[np.lexsort((rows, by_id, rows >= len(between.row), -finishes, begins[rows]))]
-    ranks = np.empty(len(begins), dtype=np.int64)
-    ranks[order] = np.arange(len(order))
-    return ranks
+    return places_of(order, len(order))[:-1]
 
 
 def find_served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
@@ -423,10 +441,10 @@ def _find_queues(
     order = np.lexsort((edges, owners))
     owners, edges = owners[order], edges[order]
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
-    last = find_last_before(owners, edges, requests, upto)
+    last = find_last_up_to(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
     from_ns = np.where(last == NONE, begins, edges[last] if len(edges) else begins)
-    newest = find_last_before(hand_offs.request, hand_offs.start_ns, requests, upto)
+    newest = find_last_up_to(hand_offs.request, hand_offs.start_ns, requests, upto)
     handed_over = np.flatnonzero(newest != NONE)
     from_ns[handed_over] = _time_hand_offs(trace, hand_offs, newest[handed_over], upto[handed_over])
     return requests, np.maximum(from_ns, begins), upto, 0
@@ -439,7 +457,7 @@ def _find_lost_queues(trace: Columns, joined: Joined, hand_offs: Intervals, batc
     is_lost[batches.request] = False
     requests = np.flatnonzero(is_lost)
     ends = trace.end_ns[rows[requests]]
-    newest = find_last_before(hand_offs.request, hand_offs.start_ns, requests, ends)
+    newest = find_last_up_to(hand_offs.request, hand_offs.start_ns, requests, ends)
     handed_over = np.flatnonzero(newest != NONE)
     requests, ends = requests[handed_over], ends[handed_over]
     from_ns = _time_hand_offs(trace, hand_offs, newest[handed_over], ends)
@@ -468,7 +486,7 @@ def _find_further_queues(trace: Columns, joined: Joined, hand_offs: Intervals, b
     of_hand_offs = key_spans.request * len(numbers) + of_span[with_key]
     order = np.lexsort((np.arange(len(with_key)), key_spans.start_ns, of_hand_offs))
     key_spans = Intervals(*(column[order] for column in key_spans))
-    newest = find_last_before(of_hand_offs[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
+    newest = find_last_up_to(of_hand_offs[order], key_spans.start_ns, groups[firsts], batches.start_ns[firsts])
     queued = np.flatnonzero(newest != NONE)
     firsts = firsts[queued]
     upto = batches.start_ns[firsts]
@@ -505,7 +523,7 @@ def _find_transports(
     arrivals = accepted.start_ns[first[before]]
     requests = batches.request[firsts[before]]
     ends = np.lexsort((own_work.end_ns, own_work.request))
-    last_work = find_last_before(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
+    last_work = find_last_up_to(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
     departing = np.flatnonzero(last_work != NONE)
     parts.append((requests[departing], own_work.end_ns[ends][last_work[departing]], arrivals[departing], 2))
     return parts
@@ -513,29 +531,8 @@ def _find_transports(
 
 def _find_next(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
     """Return the index of the first time at or after `at` in each queried group, -1 without one. Times are sorted."""
-    all_groups = np.concatenate([queries, groups])
-    order = np.lexsort((np.arange(len(all_groups)), np.concatenate([at, times]), all_groups))[::-1]
-    return _find_last_seen(order, len(queries), all_groups)
-
-
-def find_last_before(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
-    """Return the index of the last time up to `at` in each queried group, -1 without one. Times are sorted."""
-    all_groups = np.concatenate([queries, groups])
-    is_query = np.arange(len(all_groups)) < len(queries)
-    order = np.lexsort((is_query, np.concatenate([at, times]), all_groups))
-    return _find_last_seen(order, len(queries), all_groups)
-
-
-def _find_last_seen(order: Int64s, count: int, groups: Int64s) -> Int64s:
-    """Return the index of the last time before each of the first `count` items, -1 if it is of another group."""
-    is_time = order >= count
-    last = np.maximum.accumulate(np.where(is_time, np.arange(len(order)), NONE))
-    places = np.full(count, NONE, dtype=np.int64)
-    query_places = np.flatnonzero(~is_time & (last != NONE))
-    before = order[last[query_places]]
-    fits = groups[before] == groups[order[query_places]]
-    places[order[query_places]] = np.where(fits, before - count, NONE)
-    return places
+    places = np.searchsorted(groups, queries) + count_up_to(groups, times, queries, at - 1)
+    return np.where(places < np.searchsorted(groups, queries, side="right"), places, NONE)
 
 
 # Device time of requests
@@ -562,8 +559,7 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     """Return the device times of all requests."""
     device, served = trace.device, joined.served
     timed = np.flatnonzero(device.timed)
-    is_batch = np.zeros(len(trace), dtype=np.bool_)
-    is_batch[trace.attributes.having(BATCH_KEYS)] = True
+    is_batch = mask_of(trace.attributes.having(BATCH_KEYS), len(trace))
     rows = device.row[timed]
     batch = nearest(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)

@@ -2,7 +2,8 @@
 
 Spans are renumbered in the order of their begins. Sites with the same key become one. Threads, streams and devices of
 different processes stay distinct, except devices with the same UUID. A span may be in several files of a process, such
-as a dump and the file of its end. The longest version of the span is kept.
+as a dump and the file of its end. The longest version of the span is kept. A merged file is split into its processes,
+so that a span that another file of the process has, too, is recognised.
 
 `fold` makes one recording of processes that have ended, with all totals and the newest spans. A service may recycle
 thousands of workers over months, so `fold` limits the number of threads, call paths, samples and notes.
@@ -10,7 +11,7 @@ thousands of workers over months, so `fold` limits the number of threads, call p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -20,13 +21,22 @@ from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording.paths import OVERFLOW, CallPath
+from instrument.recording.spans import HOST, Sample
 from instrument.recording.tally import Tally
-from instrument.trace.apart import MergedFile, Numbers, parse_link, processes_of
 from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
-from instrument.trace.forest import NONE, rows_of
-from instrument.trace.groups import places_of
-from instrument.trace.merged_facts import label_of, merge_tally, merged_facts, merged_processes
+from instrument.trace.indices import NONE, places_of, ranked, rows_of, topmost_rows
+from instrument.trace.layout import move_watched
+from instrument.trace.merged_facts import (
+    MergedFile,
+    Numbers,
+    label_of,
+    merge_tally,
+    merged_facts,
+    merged_processes,
+    restore_numbers,
+)
+from instrument.trace.trace import MergedProcess, Trace
 
 MONOTONIC, WALL = "monotonic", "wall"
 """The clocks that a merged trace can use: the monotonic clock of one machine, or the time of day, which differs
@@ -78,7 +88,9 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     parts = [saved for group in groups for saved in group]
     boots = {saved.trace.origin.boot for saved in parts}
     if len(parts) == 1:
-        return _wrap_single_file(parts[0])
+        part = MergedFile(parts[0], 0, 0, 0)
+        part.row = np.arange(len(part.trace))
+        return Merged(part.saved, 1, 1, int(bool(part.saved.trace.origin.run)), MONOTONIC, 0, [part])
     clock = MONOTONIC if len(groups) == 1 or (len(boots) == 1 and "" not in boots) else WALL
     apart_ns = 0 if clock == MONOTONIC else _bound_clock_error(parts)
     if apart_ns is None and not by_wall_clock:
@@ -96,13 +108,6 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
         return Merged(merging.saved, len(files), len(groups), runs, clock, apart_ns, merging.parts)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
-
-
-def _wrap_single_file(saved: Saved) -> Merged:
-    """Return the merge of a single file, which is unchanged."""
-    part = MergedFile(saved, 0, 0, 0)
-    part.row = np.arange(len(saved.trace.columns))
-    return Merged(saved, 1, 1, int(bool(saved.trace.origin.run)), MONOTONIC, 0, [part])
 
 
 SECONDS_NS = 10**9
@@ -250,26 +255,24 @@ class _Merge:
         parts = self._parts
         masks = [part.is_kept[part.trace.device.row] for part in parts]
         row = _join_columns(part.row[part.trace.device.row[mask]] for part, mask in zip(parts, masks, strict=True))
-        order = np.argsort(row, kind="stable")
         labels, label = _join_tables(
             [(part.trace.device.labels, part.trace.device.label[mask]) for part, mask in zip(parts, masks, strict=True)]
         )
-        columns: dict[str, Int64s] = {}
-        for name in ("device", "stream", "start_ns", "end_ns", "uncertainty_ns"):
-            part_columns = []
-            for part, mask in zip(parts, masks, strict=True):
-                column = getattr(part.trace.device, name)[mask]
-                if name == "device":
-                    column = self._numbers.devices(column, part)
-                elif name == "stream":
-                    column = self._numbers.streams(column, part)
-                elif name != "uncertainty_ns":
-                    column = column + part.moved_ns
-                part_columns.append(column)
-            columns[name] = _join_columns(part_columns)[order]
+        moved = [
+            replace(
+                device := part.trace.device.only(mask),
+                device=self._numbers.devices(device.device, part),
+                stream=self._numbers.streams(device.stream, part),
+                start_ns=device.start_ns + part.moved_ns,
+                end_ns=device.end_ns + part.moved_ns,
+            )
+            for part, mask in zip(parts, masks, strict=True)
+        ]
+        names = ("device", "stream", "start_ns", "end_ns", "uncertainty_ns")
+        columns = {name: _join_columns(getattr(device, name) for device in moved) for name in names}
         return DeviceIntervals(
-            row=row[order].astype(np.int32), label=label[order].astype(np.int32), labels=labels, **columns
-        )
+            row=row.astype(np.int32), label=label.astype(np.int32), labels=labels, **columns
+        ).ordered()
 
 
 def _join_columns(columns: Iterable[NDArray[Any]]) -> Int64s:
@@ -320,6 +323,8 @@ def fold(files: Sequence[Saved]) -> Saved:
     if lost:
         losses[LEFT_OUT] = losses.get(LEFT_OUT, 0) + lost
     samples = facts.samples[-SAMPLES_KEPT:]
+    # The original notes: a prefix per process would make them more and longer with each fold.
+    notes = [*dict.fromkeys(note for file in files for note in file.trace.notes if note != MORE_NOTES)]
     devices = {*columns.device.device.tolist(), *(sample.device for sample in samples)}
     threads = {*columns.thread_id.tolist(), *(flops.thread_id for flops in facts.flops)}
     facts = replace(
@@ -327,10 +332,7 @@ def fold(files: Sequence[Saved]) -> Saved:
         origin=replace(facts.origin, pid=0),  # the pid may be reused by now
         threads={thread: name for thread, name in facts.threads.items() if thread in threads},
         losses=losses,
-        # The original notes: a prefix per process would make them more and longer with each fold.
-        notes=_limit_notes(
-            list(dict.fromkeys(note for file in files for note in file.trace.notes if note != MORE_NOTES))
-        ),
+        notes=notes if len(notes) <= NOTES_KEPT else [*notes[:NOTES_KEPT], MORE_NOTES],
         held_from_ns=max(facts.held_from_ns, since_ns),
         samples=samples,
         gpus=[gpu for gpu in facts.gpus if gpu.device in devices],
@@ -339,10 +341,6 @@ def fold(files: Sequence[Saved]) -> Saved:
         died="",  # each was reported when it happened; the run's report counts them
     )
     return Saved(facts.with_columns(columns), _fold_threads(saved.counted()))
-
-
-def _limit_notes(notes: list[str]) -> list[str]:
-    return notes if len(notes) <= NOTES_KEPT else [*notes[:NOTES_KEPT], MORE_NOTES]
 
 
 def _keep_newest_spans(trace: Columns, count: int) -> tuple[Columns, int]:
@@ -382,3 +380,141 @@ def _fold_threads(tally: Tally) -> Tally:
         return path
 
     return tally.with_paths(kept, lambda _: thread, {thread: name})
+
+
+def parse_link(link: Any) -> Int64s | None:
+    """Return the ids of the linked span and of its root, None if the value is no link."""
+    if not isinstance(link, (tuple, list)) or len(link) != 2 or set(map(type, link)) != {int}:
+        return None
+    return np.array(link, dtype=np.int64) if all(-1 << 63 <= number < 1 << 63 for number in link) else None
+
+
+def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
+    """Return the recordings of each process, in the order of first appearance. Merged files are split by process."""
+    groups: dict[Hashable, list[Saved]] = {}
+    for saved in files:
+        for part in split_by_process(saved):
+            origin = part.trace.origin
+            is_known = origin.pid > 0 and origin.recorder != "other"  # an unknown process has one file
+            key = (origin.host, origin.boot, origin.pid, origin.service, origin.start_ticks) if is_known else id(part)
+            groups.setdefault(key, []).append(part)
+    return list(groups.values())
+
+
+def split_by_process(saved: Saved) -> list[Saved]:
+    """Return a recording for each process in a merged recording. A recording of one process is returned unchanged."""
+    processes = saved.trace.processes
+    if not processes:
+        return [saved]
+    of_thread = {thread: number for number, process in enumerate(processes) for thread in process.threads}
+    threads, places = ranked(saved.trace.columns.thread_id)
+    of_row = np.array([of_thread.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)[places]
+    recordings = []
+    for number, process in enumerate(processes):
+        # One id may be in several windows: a span that was open at their edges. Totals are of all of them together.
+        starts = np.array([start_ns for start_ns, _ in process.windows], dtype=np.int64) + process.moved_ns
+        window = np.searchsorted(starts, saved.trace.columns.start_ns, side="right").clip(min=1) - 1
+        facts, is_one = _select_facts(saved.trace, number), len(starts) == 1
+        for at, (start_ns, end_ns) in enumerate(process.windows):
+            columns = _select_columns(saved.trace.columns, of_row, (of_row == number) & (window == at), process)
+            samples = facts.samples if at == 0 else ()
+            part = replace(facts, start_ns=start_ns, end_ns=end_ns, samples=samples)
+            tally = None
+            if is_one and saved.tally is not None:
+                tally = _select_tally(saved.tally, process, number, of_thread)
+            recordings.append(Saved(part.with_columns(columns), tally))
+    return recordings
+
+
+def _select_columns(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
+    """Return the wanted rows of one process, with its own numbers and ids. `of_row` has the process of each row."""
+    rows = np.flatnonzero(is_wanted)
+    columns, moved_ns = trace.with_attributes(is_wanted), process.moved_ns
+    # The process did not know parents and roots of other processes. Its own topmost span was the root.
+    is_apart = trace.parent != NONE
+    is_apart &= of_row != of_row[trace.parent] if len(trace) else is_apart
+    top = topmost_rows(np.where(is_apart, np.int32(NONE), trace.parent).astype(np.int32))
+    root = rows_of(trace.span_id, trace.root_id)
+    has_root = (root != NONE) & (of_row[root] == of_row) if len(trace) else is_apart
+    root_id = np.where(has_root | (root == NONE), trace.root_id, trace.span_id[top] if len(trace) else trace.root_id)
+    device = replace(
+        columns.device,
+        device=restore_numbers(columns.device.device, process.devices),
+        stream=restore_numbers(columns.device.stream, process.streams),
+        start_ns=columns.device.start_ns - moved_ns,
+        end_ns=columns.device.end_ns - moved_ns,
+    )
+    return replace(
+        columns,
+        span_id=columns.own_id,
+        parent_id=_restore_ids(trace, np.where(is_apart, 0, trace.parent_id)[rows], process),
+        root_id=_restore_ids(trace, root_id[rows], process),
+        thread_id=restore_numbers(columns.thread_id, process.threads),
+        start_ns=columns.start_ns - moved_ns,
+        end_ns=columns.end_ns - moved_ns,
+        device=device,
+        attributes=_restore_attributes(trace, rows, process),
+    )
+
+
+def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
+    rows = rows_of(trace.span_id, ids)
+    absent = restore_numbers(ids, process.absent)
+    return np.where(rows == NONE, absent, trace.own_id[rows]) if len(trace) else absent
+
+
+def _restore_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
+    """Return the attributes of some rows of a process, with the process's own ids in links."""
+
+    def relink(_: int, link: Any) -> Any:
+        ids = parse_link(link)
+        return link if ids is None else tuple(_restore_ids(trace, ids, process).tolist())
+
+    return ComposedAttributes([trace.attributes], np.zeros(len(rows), dtype=np.int32), rows, relink)
+
+
+def _select_tally(tally: Tally, process: MergedProcess, number: int, of_thread: Mapping[int, int]) -> Tally:
+    """Return the tally of one process, with its own thread numbers."""
+
+    def own(thread: int) -> int | None:
+        return process.threads.get(thread, thread) if of_thread.get(thread, 0) == number else None
+
+    names = {
+        own_thread: process.facts.threads.get(own_thread, name)
+        for thread, name in tally.threads.items()
+        if (own_thread := own(thread)) is not None
+    }
+    return tally.with_paths(thread_of=own, threads=names, moved_ns=-process.moved_ns)
+
+
+def _select_facts(facts: Trace, number: int) -> Trace:
+    """Return the facts of a process, with gauges of its devices. The first process with a device gets its gauges."""
+    process = facts.processes[number]
+    before = {device for other_process in facts.processes[:number] for device in other_process.devices}
+    devices, moved_ns = process.devices, process.moved_ns
+
+    def is_first(sample: Sample) -> bool:
+        return (number == 0) if sample.device not in devices else sample.device not in before
+
+    return replace(
+        process.facts,
+        samples=[
+            *process.facts.samples,
+            *(
+                replace(sample, device=devices.get(sample.device, sample.device), at_ns=sample.at_ns - moved_ns)
+                for sample in facts.samples
+                if (sample.device != HOST or number == 0) and is_first(sample)
+            ),
+        ],
+        gpus=[replace(gpu, device=devices[gpu.device]) for gpu in facts.gpus if gpu.device in devices],
+        **(
+            move_watched(
+                facts,
+                lambda numbers: restore_numbers(numbers, process.devices),
+                lambda numbers: restore_numbers(numbers, process.threads),
+                -moved_ns,
+            )
+            if process.is_watched
+            else {}
+        ),
+    )

@@ -1,26 +1,199 @@
-"""Merges the facts of several saved recordings, such as tallies, losses, notes, costs and gauges."""
+"""Merges the facts of several saved recordings, such as tallies, losses, notes, costs and gauges.
+
+The threads, streams and devices of merged processes get distinct numbers, and sites with the same key become one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cached_property, partial
 from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.recording import board
-from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Startup, is_request, never_called
+from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Site, Startup, is_request, never_called
 from instrument.recording.tally import Tally
-from instrument.trace.apart import MergedFile, Numbers
 from instrument.trace.call_tree import tally_of
-from instrument.trace.columns import Columns
+from instrument.trace.columns import Columns, Int64s
 from instrument.trace.file import Saved
+from instrument.trace.indices import ranked
+from instrument.trace.layout import move_watched
 from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.trace import MergedProcess, Trace
-from instrument.trace.watched import move_watched
+
+
+class DistinctNumbers:
+    """Assigns a number that no other process has to each number of a process. A number stays if it is unique
+    already."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[Hashable, int], int] = {}
+        self._taken: set[int] = set()
+        self._next = 0
+
+    def number(self, own_number: int, owner: Hashable) -> int:
+        """Return the distinct number for a number of `owner`, such as a process."""
+        number = self._given.get((owner, own_number))
+        if number is None:
+            number = self._next if own_number in self._taken else own_number
+            self._given[owner, own_number] = number
+            self._taken.add(number)
+            self._next = max(self._next, number + 1)
+        return number
+
+    def column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
+        """Return the distinct number for each of an owner's numbers."""
+        return _renumber(numbers, lambda number: self.number(number, owner))
+
+    def map_to_own_numbers(self, owner: Hashable) -> dict[int, int]:
+        """Return a map from distinct numbers to an owner's numbers."""
+        return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
+
+
+def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
+    """Return the result of `become` for each number. The function is called once per distinct number."""
+    distinct, places = ranked(numbers)
+    return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
+
+
+def restore_numbers(numbers: NDArray[Any], own_numbers: Mapping[int, int]) -> Int64s:
+    """Return a process's own numbers for merged numbers. An unknown number is returned unchanged."""
+    return _renumber(numbers, lambda number: own_numbers.get(number, number))
+
+
+class JoinedSites:
+    """Joins the sites of several files: one site per key, with the attributes that all sites of the key share."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[object, ...], int] = {}
+        self._found: list[list[Site]] = []
+
+    def place(self, site: Site) -> int:
+        """Return the index of a site's joined site."""
+        place = self._places.setdefault(site.key, len(self._found))
+        if place == len(self._found):
+            self._found.append([])
+        if not any(site is known_site or site.attributes == known_site.attributes for known_site in self._found[place]):
+            self._found[place].append(site)
+        return place
+
+    @cached_property
+    def joined(self) -> tuple[Site, ...]:
+        """The joined sites by index, to be read after the last call of `place`."""
+        joined = []
+        for first, *more in self._found:
+            shared = [pair for pair in first.attributes if all(pair in site.attributes for site in more)]
+            flags: dict[str, Any] = {name: any(getattr(site, name) for site in (first, *more)) for name in _FLAGS}
+            joined.append(replace(first, attributes=tuple(shared), **flags))
+        return tuple(joined)
+
+
+_FLAGS = [item.name for item in fields(Site) if item.type == "bool"]
+
+
+class MergedFile:
+    """One of the files of a merge, and the rows of its spans in the merged trace."""
+
+    def __init__(self, saved: Saved, process: int, first: int, moved_ns: int) -> None:
+        self.saved, self.process, self.first, self.moved_ns = saved, process, first, moved_ns
+        self.trace = saved.trace.columns
+        self.row = np.zeros(0, dtype=np.int64)
+        """The row in the merged trace of each row of this file. Another file may have provided the same span."""
+        self.is_kept = np.ones(len(self.trace), dtype=np.bool_)
+
+    def sites(self) -> list[Site]:
+        """Return the sites of the file's spans, tally and start-up."""
+        sites = [*self.trace.sites]
+        if self.saved.tally is not None:
+            sites += self.saved.tally.sites()
+        startup = self.saved.trace.startup
+        if startup is not None:
+            sites += [call.site for call in (*startup.firsts, *filter(None, [startup.request]))]
+        return sites
+
+    def called_sites(self) -> set[Site]:
+        """Return the sites of the file's spans and of the calls in its tally."""
+        sites = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
+        if self.saved.tally is not None:
+            sites |= {row.path[-1] for row in self.saved.tally.rows() if row.totals.calls}
+        return sites
+
+    @property
+    def of_all(self) -> slice:
+        """The slice of this file's rows among the rows of all files."""
+        return slice(self.first, self.first + len(self.trace))
+
+
+class Numbers:
+    """The merged sites and the merged numbers of threads, streams and devices of all files."""
+
+    def __init__(self, parts: Sequence[MergedFile]) -> None:
+        self._threads, self._streams, self._devices = DistinctNumbers(), DistinctNumbers(), DistinctNumbers()
+        self._own_devices: dict[int, dict[int, int]] = {}
+        self._sites = JoinedSites()
+        for part in parts:
+            for site in part.sites():
+                self._sites.place(site)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The joined sites, each once."""
+        return self._sites.joined
+
+    def site(self, site: Site) -> Site:
+        """Return the joined site for a site."""
+        return self.sites[self._sites.place(site)]
+
+    def find_merged_sites(self, part: MergedFile) -> Int64s:
+        """Return the index of the joined site of each row."""
+        places = [self._sites.place(site) for site in part.trace.sites]
+        return np.array(places, dtype=np.int64)[part.trace.site]
+
+    def thread(self, number: int, part: MergedFile) -> int:
+        """Return the merged number of a thread. Number 0 means the process's ended threads."""
+        return self._threads.number(number, part.process)
+
+    def threads_of(self, part: MergedFile) -> Int64s:
+        """Return the merged thread number of each row."""
+        return self._threads.column(part.trace.thread_id, part.process)
+
+    def threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
+        """Return the merged numbers of threads. The number 0 means no thread and remains 0."""
+        threads = np.zeros(len(numbers), dtype=np.int64)
+        of_some = numbers != 0
+        threads[of_some] = self._threads.column(numbers[of_some], part.process)
+        return threads
+
+    def streams(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
+        """Return the merged numbers of streams."""
+        return self._streams.column(numbers, part.process)
+
+    def devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
+        """Return the merged numbers of a process's devices."""
+        return _renumber(numbers, lambda number: self.device(number, part))
+
+    def device(self, number: int, part: MergedFile) -> int:
+        """Return the merged number of a device. A GPU with a known UUID has one number in all processes."""
+        if number == HOST:
+            return number
+        uuid = next((gpu.uuid for gpu in part.saved.trace.gpus if gpu.device == number), "")
+        joined = self._devices.number(number, uuid or part.process)
+        self._own_devices.setdefault(part.process, {})[joined] = number
+        return joined
+
+    def of_process(self, process: int) -> dict[str, dict[int, int]]:
+        """Return maps from merged numbers to a process's own numbers of threads, devices and streams."""
+        return {
+            "threads": self._threads.map_to_own_numbers(process),
+            "devices": self._own_devices.get(process, {}),
+            "streams": self._streams.map_to_own_numbers(process),
+        }
+
 
 MOST_DEATHS = 3
 """The maximum number of abnormal process ends that the merged text describes one by one."""
@@ -174,17 +347,13 @@ def _describe_deaths(newest: Sequence[Trace]) -> str:
     return " ".join([*deaths[: MOST_DEATHS - 1], f"{words}.", deaths[-1]])
 
 
-def _make_thread_prefix(files: Sequence[MergedFile], parts: Sequence[MergedFile]) -> str:
-    """Return the prefix of a process's thread names, "" if it is the only process."""
-    origin = files[0].saved.trace.origin
-    is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
-    return f"{label_of(files[0].saved)} " if parts[0].process != parts[-1].process and not is_of_several else ""
-
-
 def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, str]:
     names: dict[int, str] = {}
     for files in _group_by_process(parts):
-        prefix = _make_thread_prefix(files, parts)
+        origin = files[0].saved.trace.origin
+        is_of_several = not origin.pid and origin.recorder != "other"  # its thread names have the prefix already
+        has_others = parts[0].process != parts[-1].process
+        prefix = f"{label_of(files[0].saved)} " if has_others and not is_of_several else ""
         for part in files:
             labels = part.saved.trace.threads
             for thread in dict.fromkeys([*labels, *np.unique(part.trace.thread_id).tolist()]):

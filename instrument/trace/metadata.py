@@ -39,16 +39,28 @@ from instrument.recording.spans import (
     plain_fields,
 )
 from instrument.recording.tally import TOTALS, Tally, Totals, buckets_of
-from instrument.trace.layout import WIDTHS, Column, convert_lists
-from instrument.trace.text import INT64, LIMIT_SPANS, check_ints, checked, clean, encode, index, is_number, safe
-from instrument.trace.trace import Allocation, Allocations, MergedProcess, Trace
-from instrument.trace.watched import (
+from instrument.trace.layout import (
+    WIDTHS,
+    Column,
     KernelColumns,
     pack_allocations,
     pack_kernels,
     unpack_allocations,
     unpack_kernels,
 )
+from instrument.trace.text import (
+    INT64,
+    LIMIT_SPANS,
+    check_ints,
+    checked,
+    clean,
+    convert_lists,
+    encode,
+    index,
+    is_number,
+    safe,
+)
+from instrument.trace.trace import ALLOCATION, Allocation, Allocations, MergedProcess, Trace
 
 FORMAT = 6
 """The version of the metadata. Up to version 5, kernels and allocations were lists. In version 4, the tally had no
@@ -321,10 +333,9 @@ class Metadata:
         """Return the allocations of an earlier version: their rows as packed text, or a list of numbers for each."""
         allocations = self._facts.get("allocations", [])
         if isinstance(allocations, str):
-            return Allocations(_read_column("<i8", allocations).tobytes(), self.base_ns)
-        return Allocations(
-            b"".join(Allocations.ROW.pack(*check_ints([*numbers, 0][:7])) for numbers in allocations), self.base_ns
-        )
+            return Allocations(_read_column("<i8", allocations).view(ALLOCATION), self.base_ns)
+        rows = [tuple(check_ints([*numbers, 0][:7])) for numbers in allocations]
+        return Allocations(np.array(rows, ALLOCATION), self.base_ns)
 
     def tally(self) -> Tally | None:
         """Return the tally, None if none was saved."""
@@ -375,13 +386,10 @@ def _read_column(kind: Any, text: Any) -> Column:
 _KINDS_OF_COLUMNS = {np.dtype(width).str for width in (*WIDTHS, np.int64)}
 
 
-def _check_cost(cost: Cost) -> Cost:
-    if not np.isfinite(cost.per_call_ns):
-        raise ValueError("the cost of a call in it is infinite; it is damaged")
-    return cost
-
-
 def _read_process(facts: Mapping[str, Any]) -> Trace:
+    cost = None if facts["cost"] is None else read_dataclass(Cost, facts["cost"])
+    if cost is not None and not np.isfinite(cost.per_call_ns):
+        raise ValueError("the cost of a call in it is infinite; it is damaged")
     return Trace(
         origin=read_dataclass(Origin, facts["origin"]),
         start_ns=checked(facts["start_ns"], int),
@@ -391,7 +399,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
         losses={reason: checked(lost, int) for reason, lost in facts["losses"].items()},
         notes=tuple(checked(note, str) for note in facts["notes"]),
         window=checked(facts["window"], int),
-        cost=None if facts["cost"] is None else _check_cost(read_dataclass(Cost, facts["cost"])),
+        cost=cost,
         held_from_ns=checked(facts.get("held_from_ns", 0), int),
         died=checked(facts.get("died", ""), str),
         own_notes=own_notes_of(facts.get("own_notes", {})),

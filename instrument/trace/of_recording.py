@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.errors import TraceError
 from instrument.recording.mapped import ROWS, Mapped, details_in
-from instrument.recording.mapped_facts import Detail, Header, OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.mapped_facts import Header, OpenSpan, Records, RingRows, detail_of, facts_in
+from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.paths import CallTree
-from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.rows import REQUEST_BIT
-from instrument.recording.spans import BATCH_KEYS, KEY, Origin, OwnNotes, Site, is_request
+from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Origin, OwnNotes, Site, is_request
+from instrument.recording.trace_context import REMOTE, RemoteParent, remote_of
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s, device_intervals
-from instrument.trace.forest import NONE
-from instrument.trace.layout import GatheredAttributes, to_json
+from instrument.trace.indices import NONE
 from instrument.trace.metadata import own_notes_of
 from instrument.trace.self_times import self_times_of
+from instrument.trace.text import GatheredAttributes, to_json
 from instrument.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -34,7 +37,34 @@ NEVER_NS = 1 << 62
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
-_NOTHING = Detail(-1, None, {})
+
+class RowDetail(NamedTuple):
+    """The details of a row: active time in ns (-1: all of it), error, attributes, and the caller's span."""
+
+    active_ns: int = -1
+    error: str | None = None
+    attributes: Mapping[str, AttributeValue] = MappingProxyType({})
+    remote: RemoteParent | None = None
+
+    @classmethod
+    def of(cls, active_ns: int, text: bytes) -> RowDetail:
+        """Return a detail of a recording, which is an active time and a text."""
+        active_ns, error, attributes = detail_of(active_ns, facts_in(text))
+        return cls(active_ns, error, *_split_remote(attributes))
+
+    @classmethod
+    def of_open(cls, span: OpenSpan) -> RowDetail:
+        """Return the attributes and the caller's span of an open span."""
+        return cls(-1, None, *_split_remote(span.attributes))
+
+
+def _split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
+    """Return the attributes without the caller's span, and that span, None without one."""
+    if REMOTE not in attributes:
+        return attributes, None
+    noted = attributes[REMOTE]
+    remote = remote_of(tuple(noted) if isinstance(noted, list) else noted)
+    return {name: value for name, value in attributes.items() if name != REMOTE}, remote
 
 
 def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
@@ -79,10 +109,9 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
 
 def _read_own_notes(header: Header) -> OwnNotes:
     """Return the notes that are true for this process alone, no notes if they are damaged."""
-    try:
+    with suppress(AttributeError, TypeError, ValueError):
         return own_notes_of(header.facts.get("own_notes") or {})
-    except (AttributeError, TypeError, ValueError):
-        return OwnNotes()
+    return OwnNotes()
 
 
 def find_first_request(mapped: Mapped) -> int:
@@ -104,15 +133,61 @@ def read_origin(header: Header) -> Origin:
     return Origin(**{"service": "", **values})
 
 
-def find_active_times(rows: Records) -> tuple[Int64s, Int64s]:
-    """Return the indices of rows that store their active time themselves, and these times in ns."""
-    places = np.flatnonzero(rows["rare"] & 1)
-    return places, (rows["rare"][places] >> 1).astype(np.int64)
-
-
 def have_details(rows: Records) -> Bools:
     """Return True for rows whose details are stored outside of the rows."""
     return np.asarray((rows["rare"] != 0) & (rows["rare"] & 1 == 0))
+
+
+_SHARED = ("span_id", "parent_id", "root_id", "start_ns", "children_ns", "node")
+"""The fields of a row that an open span has under the same name."""
+
+
+def columns_of_rows(
+    rows: Records, thread_id: Int64s, opened: Sequence[OpenSpan], end_ns: int
+) -> dict[str, NDArray[Any]]:  # fmt: skip
+    """Return rows, followed by open spans that end at `end_ns`, as columns. An active time is -1 if it is the length or
+    is in the details."""
+    names = (*_SHARED, "task_id", "thread_id", "active_ns")
+    of_open = {name: np.array([getattr(span, name) for span in opened], np.int64) for name in names}
+    columns = {name: np.concatenate([rows[name].astype(np.int64), of_open[name]]) for name in _SHARED}
+    columns["task_id"] = np.concatenate([rows["task"].astype(np.int64), of_open["task_id"]])
+    columns["thread_id"] = np.concatenate([thread_id, of_open["thread_id"]])
+    columns["end_ns"] = np.concatenate([rows["end_ns"].astype(np.int64), np.maximum(of_open["start_ns"], end_ns)])
+    active_ns = np.where(rows["rare"] & np.uint64(1), (rows["rare"] >> np.uint64(1)).astype(np.int64), -1)
+    columns["active_ns"] = np.concatenate([active_ns, of_open["active_ns"]])
+    return columns
+
+
+class RowDetails:
+    """Collects the details of rows in `columns` (of `columns_of_rows`). `store` gets the attributes of each row."""
+
+    def __init__(
+        self, columns: Mapping[str, Int64s], store: Callable[[int, Mapping[str, AttributeValue]], object]
+    ) -> None:
+        self.lengths: Int64s = columns["end_ns"] - columns["start_ns"]
+        self.active_ns = np.where(
+            columns["active_ns"] < 0, self.lengths, np.minimum(columns["active_ns"], self.lengths)
+        )
+        self.error = np.full(len(self.lengths), NONE, np.int32)
+        self.errors: dict[str, int] = {}
+        self.remote: dict[int, RemoteParent] = {}
+        self._children_ns, self._store = columns["children_ns"], store
+
+    def add(self, row: int, detail: RowDetail) -> None:
+        """Add the details of a row."""
+        if detail.attributes:
+            self._store(row, detail.attributes)
+        if detail.remote is not None:
+            self.remote[row] = detail.remote
+        if detail.error is not None:
+            self.error[row] = self.errors.setdefault(detail.error, len(self.errors))
+        if detail.active_ns >= 0:
+            self.active_ns[row] = min(detail.active_ns, int(self.active_ns[row]))
+
+    @property
+    def self_ns(self) -> Int64s:
+        """The self time of each row."""
+        return np.asarray(np.clip(self.active_ns - self._children_ns, 0, self.lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,28 +284,24 @@ class RowSnapshot:
         ended = set(rows["span_id"][np.isin(rows["span_id"], [span.span_id for span in self.open_spans])].tolist())
         opened = [span for span in self.open_spans if span.span_id not in ended]  # a span may have ended since the copy
         opened = [span for span in opened if span.start_ns < end_ns + (start_ns is None)]
-        count, details = len(rows), details_in(self.details)
-
-        def column(name: str, of_open: Sequence[int]) -> Int64s:
-            return np.concatenate([rows[name].astype(np.int64), np.array(of_open, np.int64)])
-
         read_ns = end_ns if start_ns is None else self.read_ns
-        span_id = column("span_id", [span.span_id for span in opened])
-        starts = column("start_ns", [span.start_ns for span in opened])
-        ends = column("end_ns", [max(read_ns, span.start_ns) for span in opened])
-        active_ns = ends - starts
-        places, numbers = find_active_times(rows)
-        active_ns[places] = np.minimum(numbers, active_ns[places])
-        for row, span in enumerate(opened, count):
-            if span.active_ns >= 0:
-                active_ns[row] = min(span.active_ns, int(active_ns[row]))
-        children_ns = column("children_ns", _measure_children(opened, read_ns))
-        further = _Further(len(span_id))
+        columns = columns_of_rows(rows, threads, opened, read_ns)
+        count, starts, ends, span_id = len(rows), columns["start_ns"], columns["end_ns"], columns["span_id"]
+        columns["children_ns"][count:] = _measure_children(opened, read_ns)
+        gathered, lacking = GatheredAttributes(), 0
+        further = RowDetails(columns, lambda row, attributes: gathered.add(row, to_json(attributes)))
+        details = details_in(self.details)
         for row in [*np.flatnonzero(have_details(rows)).tolist(), *range(count, len(span_id))]:
-            further.add(row, details.get(int(span_id[row])), opened[row - count] if row >= count else None, marks=marks)
-        for row, own_ns in further.active:
-            active_ns[row] = min(own_ns, int(active_ns[row]))
-        self_ns = np.clip(active_ns - children_ns, 0, ends - starts)
+            written_detail = details.get(int(span_id[row]))
+            detail = RowDetail() if written_detail is None else RowDetail.of(*written_detail)
+            if row >= count:
+                attributes, remote = _split_remote({**detail.attributes, **opened[row - count].attributes})
+                attributes = {**attributes, OPEN: True} if marks else attributes
+                detail = detail._replace(attributes=attributes, remote=remote or detail.remote)
+            else:
+                lacking += written_detail is None
+            further.add(row, detail)
+        active_ns, self_ns = further.active_ns, further.self_ns
         begins, clipped = starts, np.arange(len(span_id)) >= count
         ends[count:] = np.maximum(np.minimum(ends[count:], end_ns), starts[count:])
         if start_ns is not None:
@@ -239,15 +310,11 @@ class RowSnapshot:
             ends = np.where(clipped, np.maximum(np.minimum(ends, end_ns), starts), ends)
             active_ns = np.where(clipped, np.minimum(active_ns, ends - starts), active_ns)
             self_ns = np.where(clipped, np.minimum(self_ns, ends - starts), self_ns)
-        sites, site = _number_sites(self.tree, column("node", [span.node for span in opened]))
+        sites, site = _number_sites(self.tree, columns["node"])
         snapshot = Columns(
             sites=sites,
             errors=tuple(further.errors),
-            span_id=span_id,
-            parent_id=column("parent_id", [span.parent_id for span in opened]),
-            root_id=column("root_id", [span.root_id for span in opened]),
-            thread_id=np.concatenate([threads, np.array([span.thread_id for span in opened], np.int64)]),
-            task_id=column("task", [span.task_id for span in opened]),
+            **{name: columns[name] for name in ("span_id", "parent_id", "root_id", "thread_id", "task_id")},
             start_ns=starts,
             end_ns=ends,
             active_ns=active_ns,
@@ -256,7 +323,7 @@ class RowSnapshot:
             error=further.error,
             clipped=clipped,
             device=device_of(span_id),
-            attributes=further.attributes.packed(np.arange(len(span_id), dtype=np.int32)),
+            attributes=gathered.packed(np.arange(len(span_id), dtype=np.int32)),
             remote=further.remote,
         )
         if self.remote is not None:
@@ -269,37 +336,7 @@ class RowSnapshot:
         cut = np.flatnonzero(clipped) if start_ns is not None else ()
         if len(cut):
             snapshot.self_ns[cut] = np.minimum(snapshot.self_ns[cut], self_times_of(snapshot, np.asarray(cut)))
-        return snapshot, further.lacking
-
-
-class _Further:
-    """Collects the errors, attributes, active times and remote parents of rows from their details."""
-
-    def __init__(self, count: int) -> None:
-        self.error = np.full(count, NONE, np.int32)
-        self.errors: dict[str, int] = {}
-        self.active: list[tuple[int, int]] = []
-        self.remote: dict[int, RemoteParent] = {}
-        self.attributes = GatheredAttributes()
-        self.lacking = 0
-
-    def add(self, row: int, written_detail: tuple[int, bytes] | None, span: OpenSpan | None, *, marks: bool) -> None:
-        """Add the details of a row, None if they were overwritten or if an open `span` has none."""
-        self.lacking += written_detail is None and span is None
-        detail = _NOTHING if written_detail is None else detail_of(written_detail[0], facts_in(written_detail[1]))
-        if detail.active_ns >= 0:
-            self.active.append((row, detail.active_ns))
-        if detail.error is not None:
-            self.error[row] = self.errors.setdefault(detail.error, len(self.errors))
-        attributes = {**detail.attributes, **(span.attributes if span is not None else {})}
-        remote_value = attributes.pop(REMOTE, None)
-        caller = remote_of(tuple(remote_value) if isinstance(remote_value, list) else remote_value)
-        if caller is not None:
-            self.remote[row] = caller
-        if span is not None and marks:
-            attributes[OPEN] = True
-        if attributes:
-            self.attributes.add(row, to_json(attributes))
+        return snapshot, lacking
 
 
 def _measure_children(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:

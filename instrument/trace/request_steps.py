@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.groups import firsts_of
+from instrument.trace.indices import firsts_of
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import THOUSANDTHS
 

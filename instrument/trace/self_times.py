@@ -17,19 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
-from instrument.trace.forest import NONE, by_level, nearest
-from instrument.trace.groups import distinct, numbered
+from instrument.trace.indices import NONE, by_level, distinct, mask_of, nearest, numbered
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.layout import in_order
 
 
 def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
     """Return the self time of some rows: the total time without the union of the children on the same track."""
-    is_wanted = np.zeros(len(trace), dtype=np.bool_)
-    is_wanted[rows] = True
-    return (
-        trace.total_ns[rows] - _measure_within_children(trace, trace.on_line_of_parent & is_wanted[trace.parent])[rows]
-    )
+    is_wanted = mask_of(rows, len(trace))
+    children = np.flatnonzero(trace.on_line_of_parent & is_wanted[trace.parent])
+    parents = trace.parent[children]
+    starts = np.maximum(trace.start_ns[children], trace.start_ns[parents])
+    ends = np.minimum(trace.end_ns[children], trace.end_ns[parents])
+    return trace.total_ns[rows] - lengths_by_group(parents, starts, ends, len(trace))[rows]
 
 
 def waiting_times(trace: Columns) -> Int64s:
@@ -39,7 +39,10 @@ def waiting_times(trace: Columns) -> Int64s:
     """
     if not (trace.active_ns < trace.total_ns).any():
         return np.zeros(len(trace), dtype=np.int64)
-    ran_ns = np.maximum(trace.active_ns - _sum_children(trace, trace.active_ns), 0)
+    in_children_ns = np.zeros(len(trace), dtype=np.int64)
+    children = np.flatnonzero(trace.on_line_of_parent)
+    np.add.at(in_children_ns, trace.parent[children], trace.active_ns[children])
+    ran_ns = np.maximum(trace.active_ns - in_children_ns, 0)
     return np.asarray(np.clip(trace.self_ns - ran_ns, 0, np.maximum(trace.total_ns - trace.active_ns, 0)))
 
 
@@ -55,23 +58,6 @@ def were_suspended(trace: Columns) -> Bools:
         below = rows[is_on_line[rows]]
         np.add.at(counted_ns, trace.parent[below], counted_ns[below])
     return np.asarray((stood_ns > 0) & (2 * (trace.total_ns - counted_ns) > stood_ns))
-
-
-def _sum_children(trace: Columns, times_ns: Int64s) -> Int64s:
-    """Return, for each span, the sum of its children's times on the same track."""
-    sums_ns = np.zeros(len(trace), dtype=np.int64)
-    children = np.flatnonzero(trace.on_line_of_parent)
-    np.add.at(sums_ns, trace.parent[children], times_ns[children])
-    return sums_ns
-
-
-def _measure_within_children(trace: Columns, is_child: Bools) -> Int64s:
-    """Return, for each span, the time in those children for which `is_child` is True."""
-    children = np.flatnonzero(is_child)
-    parents = trace.parent[children]
-    starts = np.maximum(trace.start_ns[children], trace.start_ns[parents])
-    ends = np.minimum(trace.end_ns[children], trace.end_ns[parents])
-    return lengths_by_group(parents, starts, ends, len(trace))
 
 
 # The innermost span at a time, and turns

@@ -13,14 +13,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from instrument.recording.remote_parents import LINK, LINK_TRACE_ID, OWN_TRACE_FLAGS, LinkedSpan, RemoteParent, link_of
-from instrument.recording.rows import REQUEST_BIT
+from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Span
-from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int64s
+from instrument.recording.trace_context import LINK, LINK_TRACE_ID, OWN_TRACE_FLAGS, LinkedSpan, RemoteParent, link_of
+from instrument.trace.columns import AttributesOfRows, Bools, Columns, Int64s
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
-from instrument.trace.forest import NONE, are_at_or_above, nearest, nearest_above
-from instrument.trace.joined import trace_id_of
+from instrument.trace.indices import NONE, are_at_or_above, nearest, nearest_above
 from instrument.trace.request_steps import StepKinds
+from instrument.trace.request_trees import trace_id_of
 from instrument.trace.stages import Stages, make_stage_spans, stages
 from instrument.trace.trace import spans_of
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
@@ -92,7 +92,8 @@ class SentRows:
         top = nearest(parent, crosses & (trace.root_id != trace.span_id))
         is_apart = self._out & ~self._decisions.are_sampled() & (gathered.own_root & REQUEST_BIT == 0)
         for number in np.unique(gathered.member[is_apart]).tolist():
-            self._members[number].note_sent_apart(gathered.own[is_apart & (gathered.member == number)].tolist())
+            apart_ids = gathered.own[is_apart & (gathered.member == number)].tolist()
+            self._members[number].sent_apart.update(dict.fromkeys(apart_ids))
         rows = np.flatnonzero(self._out)
         own_ids, unit, piece, above = gathered.own[rows], self._unit[rows], top[rows], parent[rows]
         stays = (above != NONE) & ~crosses[rows]
@@ -137,14 +138,11 @@ class SentRows:
                 if caller_place != NONE
             }
             for at, remote in remote_by_row.items():
-                self._members[number].note_trace(int(root_id[places[at]]), remote.trace_id)
+                self._members[number].traces[int(root_id[places[at]])] = remote.trace_id
             settled = self._outcome_of(number)
-            settled.trace = Columns(
-                sites=trace.sites, errors=trace.errors, span_id=own_ids[places], parent_id=parent_id[places],
-                root_id=root_id[places], thread_id=gathered.own_thread[picked], task_id=trace.task_id[picked],
-                start_ns=trace.start_ns[picked], end_ns=trace.end_ns[picked], active_ns=trace.active_ns[picked],
-                self_ns=trace.self_ns[picked], site=trace.site[picked], error=trace.error[picked],
-                clipped=trace.clipped[picked], device=DeviceIntervals.none(),
+            settled.trace = trace.take(
+                picked, span_id=own_ids[places], own_id=own_ids[places], parent_id=parent_id[places],
+                root_id=root_id[places], thread_id=gathered.own_thread[picked],
                 attributes=AttributesOfRows({
                     at: attributes[row] for at, row in enumerate(picked.tolist()) if row in attributes
                 }),
@@ -329,7 +327,8 @@ class Settling:
         if self.has_more:
             horizon_ns, at_once, is_last = most_ns, at_once or is_last, False
         self.settled_ns = max(self.settled_ns, min(horizon_ns, read_ns))
-        if not any(_has_due(member, horizon_ns) for member in self.members):
+        due = ((member.state != SETTLED) & (member.rows["end_ns"] <= horizon_ns) for member in self.members)
+        if not any(is_due.any() for is_due in due):
             return {}
         gathered = Gathered(self.members, horizon_ns)
         decisions = Decisions(self._remembered, gathered, horizon_ns, is_last=is_last, at_once=at_once)
@@ -347,10 +346,6 @@ class Settling:
         return horizon_ns if len(due) <= MOST_AT_ONCE else int(np.partition(due, MOST_AT_ONCE)[MOST_AT_ONCE])
 
 
-def _has_due(member: UnsettledRows, horizon_ns: int) -> bool:
-    return bool(((member.state != SETTLED) & (member.rows["end_ns"] <= horizon_ns)).any())
-
-
 def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
     """Drop settled rows, except those that later decide which request other rows belong to."""
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
@@ -361,7 +356,7 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
         if out[row]:
             number = sent_rows.caller_of[row]
             decided = Decided(True, int(sent_rows.root_id[row]), None if number == NONE else sent_rows.callers[number])
-        member.decide(root_id, decided)
+        member.decided[root_id] = decided
         member.early.discard(root_id)
     says_keys = is_root | trace.of_kind("request")
     for name in (KEY, BATCH_KEYS):

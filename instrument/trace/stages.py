@@ -25,7 +25,7 @@ import numpy as np
 from instrument.recording.metric_definitions import GENERATION, has_generation_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.groups import firsts_of, numbered
+from instrument.trace.indices import firsts_of, numbered
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, Intervals, find_served_intervals
@@ -212,30 +212,22 @@ def _find_stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping
     return stalls
 
 
-class _Batches:
-    """Finds the name of the batches that took most of an interval, in an index of all batches by begin."""
-
-    def __init__(self, trace: Columns, joined: Joined) -> None:
-        rows = np.unique(joined.served.batch)
-        rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-        self._starts, self._ends = trace.start_ns[rows], trace.end_ns[rows]
-        self._reach = np.maximum.accumulate(self._ends) if len(rows) else self._ends
-        self._names = [trace.sites[site].name for site in trace.site[rows].tolist()]
-
-    def name_longest(self, times: Sequence[tuple[int, int]]) -> list[str]:
-        """Return the name of the batches that took most of each interval, "" if none ran."""
-        starts, ends = np.array(times, dtype=np.int64).reshape(-1, 2).T
-        firsts = np.searchsorted(self._reach, starts, side="right").tolist()
-        lasts = np.searchsorted(self._starts, ends).tolist()
-        return [self._find_longest(*row) for row in zip(firsts, lasts, starts.tolist(), ends.tolist(), strict=True)]
-
-    def _find_longest(self, first: int, last: int, start_ns: int, end_ns: int) -> str:
+def _name_longest(trace: Columns, joined: Joined, times: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """Yield the name of the batches that took most of each interval, "" if none ran."""
+    rows = np.unique(joined.served.batch)
+    rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+    starts, ends = trace.start_ns[rows], trace.end_ns[rows]
+    names = [trace.sites[site].name for site in trace.site[rows].tolist()]
+    begins, finishes = np.array(times, dtype=np.int64).reshape(-1, 2).T
+    firsts = np.searchsorted(np.maximum.accumulate(ends), begins, side="right")
+    columns = (firsts, np.searchsorted(starts, finishes), begins, finishes)
+    for first, last, start_ns, end_ns in zip(*(column.tolist() for column in columns), strict=True):
         sums: dict[str, int] = {}
         for at in range(first, last):
-            ran_ns = min(int(self._ends[at]), end_ns) - max(int(self._starts[at]), start_ns)
+            ran_ns = min(int(ends[at]), end_ns) - max(int(starts[at]), start_ns)
             if ran_ns > 0:
-                sums[self._names[at]] = sums.get(self._names[at], 0) + ran_ns
-        return max(sums, key=lambda name: (sums[name], name), default="")
+                sums[names[at]] = sums.get(names[at], 0) + ran_ns
+        yield max(sums, key=lambda name: (sums[name], name), default="")
 
 
 def stage_spans(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
@@ -248,7 +240,7 @@ def make_stage_spans(trace: Columns, joined: Joined, all_stages: Sequence[Stages
     Their ids follow the largest id of the trace."""
     number = int(max(trace.span_id.max(initial=0), trace.parent_id.max(initial=0))) + 1
     spans: dict[int, list[Span]] = {}
-    stalled_by = iter(_Batches(trace, joined).name_longest([stall for item in all_stages for stall in item.stalls]))
+    stalled_by = _name_longest(trace, joined, [stall for item in all_stages for stall in item.stalls])
     for item in all_stages:
         row = int(joined.rows[item.place])
         span_id, root_id, thread_id, task_id = (

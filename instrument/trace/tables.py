@@ -135,18 +135,14 @@ def frame_of_batches(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
     return connection.sql(_BATCHES)
 
 
-PARTS = {name: name.partition(" ")[0] for name in (QUEUE, SHARE, WAITING, STALL, TRANSPORT, UNKNOWN)}
+PARTS = {name: f"{name.partition(' ')[0]}_ns" for name in (QUEUE, SHARE, WAITING, STALL, TRANSPORT, UNKNOWN)}
 
 
 def frame_of_requests(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
     """Return the requests as a DuckDB relation. The parts of a request's time add up to `total_ns`."""
     span_id, names = facts.columns.span_id[joined.rows], ledger.names
-    columns = {f"{name}_ns": np.zeros(len(span_id), dtype=np.int64) for name in PARTS.values()}
+    columns = ledger.times_by_part(PARTS, len(span_id))
     is_phase = np.array([name not in PARTS for name in names] or [False], dtype=np.bool_)[ledger.part]
-    for number, name in enumerate(names):
-        is_part = ledger.part == number
-        if name in PARTS:
-            columns[f"{PARTS[name]}_ns"][ledger.request[is_part]] = ledger.time_ns[is_part]
     keys = _clean_texts((joined.keys.get(place) or ("",))[0] for place in range(len(span_id)))
     connection = open_database(facts)
     connection.register("given_requests", {"span_id": span_id, "key": keys, **columns})

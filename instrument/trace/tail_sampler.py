@@ -5,19 +5,18 @@ A request is kept if it is sampled, slow or failed, or has the attributes in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import ge, gt, le, lt
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.profile.model import Capture, PercentileThreshold, Rate, Where
+from instrument.profile.model import Capture, Rate, Where
 from instrument.recording.distributions import LONGEST_NS, percentiles
-from instrument.recording.remote_parents import RemoteParent
-from instrument.recording.rows import RANDOM_BITS, threshold_of
 from instrument.recording.spans import AttributeValue, Site
 from instrument.recording.tally import Tally
+from instrument.recording.trace_context import RANDOM_BITS, RemoteParent, threshold_of
 
 LEAST_CALLS = 100
 """The number of requests that an endpoint needs until its usual time is known. The first requests wait for that."""
@@ -53,54 +52,61 @@ class TailSampler:
     """
 
     def __init__(self, capture: Capture, totals: Callable[[], Tally]) -> None:
-        self._totals = totals
-        self._capture = capture
-        self._allowance = _Allowance(capture.limit)
-        self._usual = _UsualTimes(totals, capture.slow_over)
+        self.capture, self._totals = capture, totals
+        self.allowance = _Allowance(capture.limit)
+        self._slow_ns: dict[object, int] = {}
+        """The time above which a request of an endpoint is slow. An endpoint is a site of requests."""
+        self._looked_ns = 0
         self.wanted: set[int] = set()
         """The roots of requests that are kept in any case."""
 
-    @property
-    def capture(self) -> Capture:
-        """The current settings."""
-        return self._capture
-
     def change(self, capture: Capture) -> None:
         """Use other settings from now on."""
-        if capture.limit != self._capture.limit:
-            self._allowance = _Allowance(capture.limit)
-        if capture.slow_over != self._capture.slow_over:
-            self._usual = _UsualTimes(self._totals, capture.slow_over)
-        self._capture = capture
+        if capture.limit != self.capture.limit:
+            self.allowance = _Allowance(capture.limit)
+        if capture.slow_over != self.capture.slow_over:
+            self._slow_ns, self._looked_ns = {}, 0
+        self.capture = capture
 
-    def look(self, ended: Iterable[EndedRequest]) -> None:
-        """Compute the usual times of endpoints again if they are old or lack the endpoint of a request."""
-        self._usual.look(ended)
+    def look(self, ended: Collection[EndedRequest]) -> None:
+        """Compute the usual times of endpoints again if they are old or lack the endpoint of a request.
+
+        They are from the histograms of the tally, which counts all requests since the session began.
+        """
+        usual = self.capture.slow_over
+        newest_ns = max((request.end_ns for request in ended), default=0)
+        is_recent = newest_ns - self._looked_ns < USUAL_FOR_NS and not any(map(self.is_early, ended))
+        if usual is None or not newest_ns or is_recent:
+            return
+        self._looked_ns = newest_ns
+        totals = self._totals()
+        for endpoint, lines in totals.lines_by(totals.tree.by_site(_find_endpoint)).items():
+            histogram = totals.histogram(totals.nodes(lines))
+            calls = sum(histogram.values())
+            (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
+            if calls >= LEAST_CALLS and time_ns is not None:
+                self._slow_ns[endpoint] = round(time_ns * usual.factor)
+
+    def is_early(self, request: EndedRequest) -> bool:
+        """Return True if the usual time of the request's endpoint is not known yet."""
+        return self.capture.slow_over is not None and request.site.key not in self._slow_ns
 
     def is_asked_for(self, request: EndedRequest) -> bool:
         """Return True if a request is kept in any case, or because its caller's trace is kept."""
         if request.root_id in self.wanted:
             self.wanted.discard(request.root_id)
             return True
-        return request.remote is not None and bool(request.remote.flags & 1) and not self._capture.is_off
+        return request.remote is not None and bool(request.remote.flags & 1) and not self.capture.is_off
 
     def is_notable(self, request: EndedRequest) -> bool:
         """Return True for a request that failed, was slow, or has the attributes in `capture.where`."""
-        capture = self._capture
+        capture = self.capture
         return (
             (capture.errors and request.has_error)
             or (capture.slow_ns is not None and request.end_ns - request.start_ns >= capture.slow_ns)
-            or self._usual.is_slow(request)
+            or request.end_ns - request.start_ns > self._slow_ns.get(request.site.key, LONGEST_NS)
             or (bool(capture.where) and all(_condition_holds(condition, request) for condition in capture.where))
         )
-
-    def take_allowance(self, end_ns: int) -> bool:
-        """Return True and count one request if `capture.limit` allows another request at this time."""
-        return self._allowance.take(end_ns)
-
-    def is_early(self, request: EndedRequest) -> bool:
-        """Return True if the usual time of the request's endpoint is not known yet."""
-        return self._usual.is_early(request)
 
 
 def _condition_holds(condition: Where, request: EndedRequest) -> bool:
@@ -118,42 +124,6 @@ def _compares_true(value: object, comparison: str, bound: str | bool | float) ->
     return isinstance(value, int | float) and not isinstance(value, bool) and _COMPARED[comparison](value, bound)
 
 
-class _UsualTimes:
-    """Computes the time from which on a request is slow, by endpoint, from the tally's histograms.
-
-    An endpoint is a site of requests. The tally has counted its requests since the session began.
-    """
-
-    def __init__(self, totals: Callable[[], Tally], usual: PercentileThreshold | None) -> None:
-        self._totals = totals
-        self._usual = usual
-        self._limits: dict[object, int] = {}
-        self._at_ns = 0
-
-    def is_slow(self, request: EndedRequest) -> bool:
-        limit_ns = None if self._usual is None else self._limits.get(request.site.key)
-        return limit_ns is not None and request.end_ns - request.start_ns > limit_ns
-
-    def is_early(self, request: EndedRequest) -> bool:
-        return self._usual is not None and request.site.key not in self._limits
-
-    def look(self, ended: Iterable[EndedRequest]) -> None:
-        usual = self._usual
-        newest_ns = max((request.end_ns for request in ended), default=0) if usual is not None else 0
-        if usual is None or not newest_ns:
-            return
-        if newest_ns - self._at_ns < USUAL_FOR_NS and not any(map(self.is_early, ended)):
-            return
-        self._at_ns = newest_ns
-        totals = self._totals()
-        for endpoint, lines in totals.lines_by(totals.tree.by_site(_find_endpoint)).items():
-            histogram = totals.histogram(totals.nodes(lines))
-            calls = sum(histogram.values())
-            (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
-            if calls >= LEAST_CALLS and time_ns is not None:
-                self._limits[endpoint] = round(time_ns * usual.factor)
-
-
 def _find_endpoint(site: Site) -> object:
     """Return the endpoint of a site, None if it is no site of requests."""
     return site.key if site.kind == "request" else None
@@ -168,6 +138,7 @@ class _Allowance:
         self._at_ns = 0
 
     def take(self, now_ns: int) -> bool:
+        """Return True and count one request if the rate allows another request at this time."""
         if self._rate is None:
             return True
         if self._at_ns and now_ns > self._at_ns:

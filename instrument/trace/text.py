@@ -1,13 +1,26 @@
-"""Converts values to strict JSON for files, and checks values that were read from files."""
+"""Converts values and the attributes of spans to strict JSON for files, and checks values that were read from files."""
 
 from __future__ import annotations
 
 import json
 import math
 import numbers
-from collections.abc import Callable, Sequence
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from instrument.errors import TraceError
+from instrument.recording.spans import AttributeValue
+from instrument.trace.columns import Attributes, Int32s, Int64s
+from instrument.trace.indices import NONE, column, distinct, extend, mask_of, ranked
 
 INT64 = 1 << 63
 """The lowest number above all signed 64-bit integers. Viewers cannot read larger numbers."""
@@ -113,3 +126,198 @@ def index(value: object) -> int:
     if place < 0:
         raise ValueError(f"it has {place} for a place in a list; it is damaged")
     return place
+
+
+PLAIN = {str, int, bool}
+"""The types of which equal values have equal JSON. Float is not among them, because 0.0 equals -0.0."""
+
+
+def encode_rows(attributes_of: Attributes, rows: Iterable[int], *, finite: bool = True) -> Iterator[str]:
+    """Yield the JSON of each row's attributes. Equal attributes are encoded once. With `finite`, infinities and NaN
+    become texts, because viewers cannot read them."""
+    text_by_key: dict[object, str] = {}
+    for row in rows:
+        attributes = attributes_of[row]
+        values = tuple(attributes.values())
+        kinds = tuple(map(type, values))
+        if not PLAIN.issuperset(kinds):
+            yield encode_numbers(safe(dict(attributes), finite=finite))
+            continue
+        key = *attributes, values, kinds
+        text = text_by_key.get(key)
+        if text is None:
+            text = text_by_key[key] = encode(safe(dict(attributes)))
+        yield text
+
+
+# Unpacked
+
+BYTES_AT_ONCE = 1 << 22
+
+
+class PackedAttributes:
+    """The attributes of spans by row, stored as JSON and decoded on access."""
+
+    def __init__(self, count: int, rows: Int64s, numbers: NDArray[Any], ends: Int64s, texts: bytes | bytearray) -> None:
+        self._rows, self._numbers, self._ends, self._texts = rows, numbers, ends, texts
+        self._place = np.full(count, NONE, dtype=np.int32)
+        self._place[rows] = np.arange(len(rows), dtype=np.int32)
+
+    def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
+        place = self._place[row]
+        return {} if place < 0 else self._decode(int(self._numbers[place]))
+
+    def _decode(self, number: int) -> dict[str, Any]:
+        (attributes,) = decode_texts([self._text(number)])
+        return attributes
+
+    def _text(self, number: int) -> bytes:
+        first = int(self._ends[number - 1]) if number else 0
+        return bytes(self._texts[first : int(self._ends[number])])
+
+    def rows(self) -> Int64s:
+        return self._rows
+
+    def having(self, name: str) -> Int64s:
+        """Return the rows with an attribute of this name, in order. JSON without nested objects is not decoded, because
+        each text before a colon is a name."""
+        written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
+        at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
+        text_of_match = np.searchsorted(ends, at, side="right")
+        numbers, braces = distinct(text_of_match), _find_byte(b"{", texts)
+        firsts = np.where(numbers > 0, ends[numbers - 1], 0)
+        are_flat = np.searchsorted(braces, ends[numbers]) - np.searchsorted(braces, firsts) == 1
+        are_flat &= ~np.isin(numbers, text_of_match[np.frombuffer(texts, dtype=np.uint8)[at - 1] == ord("\\")])
+        has = mask_of(numbers[are_flat], len(ends))
+        for number in numbers[~are_flat].tolist():
+            has[number] = name in self._decode(number)
+        return np.asarray(self._rows[has[self._numbers]])
+
+    def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
+        """Return the values of an attribute in some rows. JSON that rows share is decoded once."""
+        places = self._place[rows]
+        of_rows = np.full(len(rows), NONE, dtype=np.int64)
+        of_rows[places >= 0] = self._numbers[places[places >= 0]]
+        numbers = distinct(of_rows[of_rows != NONE])
+        value_in, texts = _make_reader(name), self._texts
+        firsts, ends = np.where(numbers > 0, self._ends[numbers - 1], 0), self._ends[numbers]
+        values: dict[int, AttributeValue | None] = {NONE: None}
+        for number, first, end in zip(numbers.tolist(), firsts.tolist(), ends.tolist(), strict=True):
+            values[number] = value_in(bytes(texts[first:end]))
+        return list(map(values.__getitem__, of_rows.tolist()))
+
+    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+        places = self._place[rows]
+        with_attributes = np.flatnonzero(places >= 0)
+        distinct_numbers, numbers = ranked(self._numbers[places[with_attributes]])
+        set_of_row = np.full(len(rows), NONE, dtype=np.int64)
+        set_of_row[with_attributes] = numbers
+        return set_of_row, decode_texts(map(self._text, distinct_numbers.tolist()))
+
+
+def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
+    """Return the indices of a byte in the texts. The search is done in chunks, to bound the memory."""
+    every = np.frombuffer(texts, dtype=np.uint8)
+    parts = [
+        np.flatnonzero(every[first : first + BYTES_AT_ONCE] == ord(byte)) + first
+        for first in range(0, len(every), BYTES_AT_ONCE)
+    ]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
+    """Return the attributes in some JSON texts, with lists as tuples. Texts are decoded together, in half of the time.
+    Raises `TraceError` if a text is no JSON object."""
+    try:
+        objects = json.loads(b"[%b]" % b",".join(texts))
+    except ValueError as problem:
+        raise TraceError(f"the attributes of its spans are damaged ({problem!s:.80}); record it again") from problem
+    if not all(isinstance(attributes, dict) for attributes in objects):
+        raise TraceError("its attributes are not valid; record it again")
+    return [{key: convert_lists(value) for key, value in attributes.items()} for attributes in objects]
+
+
+@lru_cache(maxsize=64)
+def _make_reader(name: str) -> Callable[[bytes], Any]:
+    """Return a function that reads the value of one attribute from JSON, without making objects of other values."""
+
+    def value_in(text: bytes) -> Any:
+        try:
+            return convert_lists(decode(text).value)
+        except msgspec.MsgspecError:  # JSON has no infinity, and attributes may
+            return decode_texts([text])[0].get(name)
+
+    try:
+        only_value = msgspec.defstruct("Attributes", [("value", Any, None)], rename={"value": name})
+    except ValueError:  # a name with quotes
+        return lambda text: decode_texts([text])[0].get(name)
+    decode: Callable[[bytes], Any] = msgspec.json.Decoder(only_value).decode
+    return value_in
+
+
+def convert_lists(value: Any) -> Any:
+    """Return an attribute's value with lists as tuples."""
+    if not isinstance(value, list):
+        return value
+    return tuple([convert_lists(item) if isinstance(item, list) else item for item in value])
+
+
+# Columns that grow
+
+
+MOST_KNOWN = 10_000
+"""The maximum number of distinct attribute texts that rows share. Any further text is stored once per row."""
+
+
+class GatheredAttributes:
+    """Collects the attributes of rows as JSON, with equal texts stored once. `refuse` raises for an invalid text."""
+
+    def __init__(self, refuse: Callable[[bytes], None] | None = None) -> None:
+        self._refuse = refuse
+        self._known: dict[bytes, int] = {}
+        self._texts = bytearray()
+        self._ends = array("q")
+        self._rows = array("q")
+        self._numbers = array("q")
+
+    def add(self, row: int, text: bytes) -> None:
+        """Add the attributes of a new row."""
+        number = self._known.get(text)
+        if number is None:
+            if self._refuse is not None:
+                self._refuse(text)
+            number = len(self._ends)
+            self._texts += text
+            self._ends.append(len(self._texts))
+            if number < MOST_KNOWN:
+                self._known[text] = number
+        self._rows.append(row)
+        self._numbers.append(number)
+
+    def add_all(self, rows: Sequence[int], texts: Sequence[bytes]) -> None:
+        """Add the attributes of new rows. Equal texts are rare here, so each is stored on its own."""
+        number = len(self._ends)
+        extend(self._ends, [*accumulate(map(len, texts), initial=len(self._texts))][1:])
+        self._texts += b"".join(texts)
+        extend(self._rows, rows)
+        extend(self._numbers, range(number, number + len(rows)))
+
+    def packed(self, rank: Int32s) -> PackedAttributes:
+        """Return the attributes of rows, which get the numbers in `rank`."""
+        rows = rank[column(self._rows)]
+        order = np.argsort(rows, kind="stable")
+        numbers = column(self._numbers).astype(np.int32)[order]
+        return PackedAttributes(len(rank), rows[order].astype(np.int64), numbers, column(self._ends), self._texts)
+
+
+def to_json(attributes: Mapping[str, object]) -> bytes:
+    """Return attributes as JSON. Names are not escaped, because `PackedAttributes.having` searches the text for
+    them."""
+    try:
+        text = msgspec.json.encode(attributes)
+    except (ValueError, OverflowError):
+        text = b"null"
+    # msgspec writes null for numbers that JSON does not have, such as infinity.
+    if b"null" not in text:
+        return text
+    return json.dumps(attributes, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass")

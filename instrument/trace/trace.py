@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, groupby, islice
-from operator import attrgetter, itemgetter, le
-from struct import Struct, error
-from typing import Any, overload
+from itertools import chain, groupby
+from operator import attrgetter, eq, itemgetter
+from typing import Any, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.recording.spans import (
     Cost,
@@ -26,6 +27,7 @@ from instrument.recording.spans import (
     Startup,
 )
 from instrument.trace.columns import (
+    FARTHEST_NS,
     AttributesOfRows,
     Columns,
     DeviceIntervals,
@@ -33,7 +35,7 @@ from instrument.trace.columns import (
     Int64s,
     append_rows,
 )
-from instrument.trace.forest import NONE
+from instrument.trace.indices import NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +55,56 @@ class Allocation:
     reserved_bytes: int = 0
 
 
-class Allocations(Sequence[Allocation]):
-    """A sequence of allocations packed in one block of memory.
+ALLOCATION = np.dtype([(member.name, np.int64) for member in fields(Allocation)])
+"""The numpy type of a packed allocation, with the fields of `Allocation`."""
 
-    Objects are made on access. `rows` has seven 64-bit numbers per allocation: 56 bytes, while an object takes 320.
-    Times count from `base_ns`. The rows must not change.
-    """
+ROWS_AT_ONCE = 20_000
+"""The maximum number of rows that become objects at once, to bound the memory."""
 
-    ROW = Struct("=7q")
-    _FACTS = attrgetter(*(member.name for member in fields(Allocation)))
-    __slots__ = ("base_ns", "rows")
+Thing = TypeVar("Thing")
 
-    def __init__(self, rows: bytes | bytearray = b"", base_ns: int = 0) -> None:
-        self.rows, self.base_ns = rows, base_ns
+
+class Views(Sequence[Thing]):
+    """A sequence of objects, which are made from columns on access. It equals any sequence of equal objects."""
+
+    @abstractmethod
+    def _make(self, rows: slice) -> Iterable[Thing]:
+        """Return the objects of some rows."""
+
+    @overload
+    def __getitem__(self, place: int) -> Thing: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Thing]: ...
+    def __getitem__(self, place: int | slice) -> Thing | Sequence[Thing]:
+        if isinstance(place, slice):
+            return [self[row] for row in range(*place.indices(len(self)))]
+        row = range(len(self))[place]
+        (thing,) = self._make(slice(row, row + 1))
+        return thing
+
+    def __iter__(self) -> Iterator[Thing]:
+        for first in range(0, len(self), ROWS_AT_ONCE):
+            yield from self._make(slice(first, first + ROWS_AT_ONCE))
+
+    def __eq__(self, sequence: object) -> bool:
+        if not isinstance(sequence, Sequence) or isinstance(sequence, (str, bytes)):
+            return NotImplemented
+        return len(self) == len(sequence) and all(map(eq, self, sequence))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self)!r})"
+
+
+class Allocations(Views[Allocation]):
+    """Allocations as packed `rows` of 56 bytes, while an object takes 320. Times count from `base_ns`. The rows must
+    not change."""
+
+    FACTS = attrgetter(*(member.name for member in fields(Allocation)))
+
+    def __init__(self, rows: NDArray[Any] | None = None, base_ns: int = 0) -> None:
+        self.rows, self.base_ns = np.zeros(0, ALLOCATION) if rows is None else rows, base_ns
 
     @classmethod
     def of(cls, allocations: Iterable[Allocation]) -> Allocations:
@@ -73,61 +112,38 @@ class Allocations(Sequence[Allocation]):
         if isinstance(allocations, Allocations):
             return allocations
         try:
-            return cls(b"".join([cls.ROW.pack(*cls._FACTS(allocation)) for allocation in allocations]))
-        except error as problem:
+            return cls(np.array(list(map(cls.FACTS, allocations)), ALLOCATION))
+        except OverflowError as problem:
             raise OverflowError("an allocation has a number beyond 64 bits") from problem
 
     def moved(self, by_ns: int) -> Allocations:
         """Return the allocations with all times moved by `by_ns`."""
         return Allocations(self.rows, self.base_ns + by_ns)
 
+    @property
+    def times_ns(self) -> Int64s:
+        """The times of all allocations. A time that no clock reads is clipped."""
+        limits = np.iinfo(np.int64)
+        edges = max(-FARTHEST_NS - self.base_ns, int(limits.min)), min(FARTHEST_NS - self.base_ns, int(limits.max))
+        return np.asarray(self.rows["at_ns"].clip(*edges) + self.base_ns)
+
     def in_order(self) -> Allocations:
         """Return the allocations sorted by time. Allocations at the same time keep their order."""
-        times = memoryview(self.rows).cast("q")[1::7].tolist()
-        if all(map(le, times, islice(times, 1, None))):
-            return self
-        return self._select(sorted(range(len(times)), key=times.__getitem__))
-
-    def _select(self, places: Iterable[int]) -> Allocations:
-        size, rows = self.ROW.size, bytearray()
-        for at in places:
-            rows += self.rows[at * size : at * size + size]
-        return Allocations(rows, self.base_ns)
+        return Allocations(self.rows[np.argsort(self.rows["at_ns"], kind="stable")], self.base_ns)
 
     def __len__(self) -> int:
-        return len(self.rows) // self.ROW.size
+        return len(self.rows)
 
     @overload
     def __getitem__(self, place: int) -> Allocation: ...
     @overload
     def __getitem__(self, place: slice) -> Allocations: ...
     def __getitem__(self, place: int | slice) -> Allocation | Allocations:
-        if isinstance(place, slice):
-            places = range(*place.indices(len(self)))
-            if places.step != 1:
-                return self._select(places)
-            size = self.ROW.size
-            return Allocations(self.rows[places.start * size : places.stop * size], self.base_ns)
-        at = range(len(self))[place]
-        device, since_ns, *values = self.ROW.unpack_from(self.rows, at * self.ROW.size)
-        return Allocation(device, self.base_ns + since_ns, *values)
+        return Allocations(self.rows[place], self.base_ns) if isinstance(place, slice) else super().__getitem__(place)
 
-    def __iter__(self) -> Iterator[Allocation]:
+    def _make(self, rows: slice) -> Iterable[Allocation]:
         base_ns = self.base_ns
-        for device, since_ns, *values in self.ROW.iter_unpack(self.rows):
-            yield Allocation(device, base_ns + since_ns, *values)
-
-    def __eq__(self, sequence: object) -> bool:
-        if not isinstance(sequence, Sequence) or isinstance(sequence, (str, bytes)):
-            return NotImplemented
-        if isinstance(sequence, Allocations) and sequence.base_ns == self.base_ns:
-            return self.rows == sequence.rows
-        return len(self) == len(sequence) and all(mine == theirs for mine, theirs in zip(self, sequence, strict=True))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"Allocations({list(self)!r})"
+        return [Allocation(device, base_ns + since_ns, *more) for device, since_ns, *more in self.rows[rows].tolist()]
 
 
 def columns_of_spans(spans: Sequence[Span]) -> Columns:
@@ -208,10 +224,6 @@ def _make_intervals(spans: Sequence[Span]) -> DeviceIntervals:
     return DeviceIntervals(rows, device, stream, start_ns, end_ns, label, uncertainty_ns, tuple(labels))
 
 
-ROWS_AT_ONCE = 20_000
-"""The maximum number of rows that become span objects at once, to bound the memory."""
-
-
 def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
     """Return a span object for each row, or for each of the given rows, in order."""
     names: list[str | None] = [*trace.errors, None]
@@ -252,7 +264,7 @@ def _group_intervals(trace: Columns, rows: Int64s) -> Iterator[tuple[int, tuple[
         yield place, tuple(interval for _, interval in group)
 
 
-class SpanViews(Sequence[Span]):
+class SpanViews(Views[Span]):
     """A sequence of span objects, which are made from columns on access.
 
     Access by one index makes one object. Any other access makes and keeps all objects. Changes to objects do not change
@@ -263,37 +275,27 @@ class SpanViews(Sequence[Span]):
         self.columns = columns
         self._made: list[Span] | None = None
 
-    def _make_all(self) -> list[Span]:
-        spans = self._made
-        if spans is None:  # two threads may make a list, and one list is kept
-            spans = self._made = spans_of(self.columns)
-        return spans
+    def _make(self, rows: slice) -> Iterable[Span]:
+        return spans_of(self.columns, np.arange(len(self))[rows])
 
     @overload
     def __getitem__(self, place: int) -> Span: ...
     @overload
     def __getitem__(self, place: slice) -> list[Span]: ...
     def __getitem__(self, place: int | slice) -> Span | list[Span]:
-        if self._made is not None or isinstance(place, slice):
-            return self._make_all()[place]
-        row = range(len(self))[place]
-        return spans_of(self.columns, np.array([row]))[0]
+        if self._made is None and not isinstance(place, slice):
+            return super().__getitem__(place)
+        iter(self)
+        return (self._made or [])[place]
 
     def __iter__(self) -> Iterator[Span]:
-        return iter(self._make_all())
+        spans = self._made
+        if spans is None:  # two threads may make a list, and one list is kept
+            spans = self._made = spans_of(self.columns)
+        return iter(spans)
 
     def __len__(self) -> int:
         return len(self.columns)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (list, SpanViews)):
-            return NotImplemented
-        return self._make_all() == [*other]
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return repr(self._make_all())
 
 
 NO_NOTES = OwnNotes()

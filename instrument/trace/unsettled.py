@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.mapped import ROWS
-from instrument.recording.mapped_facts import OpenSpan, RingRows, detail_of, facts_in
-from instrument.recording.remote_parents import REMOTE, RemoteParent, remote_of
-from instrument.recording.rows import REQUEST_BIT, is_sampled
-from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
+from instrument.recording.mapped_facts import OpenSpan, RingRows
+from instrument.recording.memory_layout import REQUEST_BIT
+from instrument.recording.spans import BATCH_KEYS, KEY, Site
+from instrument.recording.trace_context import RemoteParent, is_sampled
+from instrument.trace.of_recording import RowDetail, have_details
 from instrument.trace.tail_sampler import EndedRequest, TailSampler, are_in_sample
 
 MOST_ROWS = 200_000
@@ -63,16 +64,21 @@ class ProcessIds(Protocol):
         """Return the lower 64 bits of the ids of trees, given by the numbers of their roots."""
 
 
-class RowDetail(NamedTuple):
-    """The details of a row: active time in ns (-1: all of it), error, attributes, and the caller's span."""
-
-    active_ns: int
-    error: str | None
-    attributes: Mapping[str, AttributeValue]
-    remote: RemoteParent | None
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
-NO_DETAIL = RowDetail(-1, None, {}, None)
+class Newest(OrderedDict[Key, Value]):
+    """A mapping of bounded size, which forgets its oldest entries."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self._most:
+            self.popitem(last=False)
 
 
 class Decided(NamedTuple):
@@ -124,10 +130,10 @@ class UnsettledRows:
         self.details: dict[int, RowDetail] = {}
         self.opened: Mapping[int, OpenSpan] = {}
         """The spans that were open when rows were last read, by id."""
-        self.decided: OrderedDict[int, Decided] = OrderedDict()
-        self.traces: OrderedDict[int, int] = OrderedDict()
+        self.decided = Newest[int, Decided](MOST_ROOTS)
+        self.traces = Newest[int, int](MOST_ROOTS)
         """The trace id with which each tree was sent, by root, if it is a trace id of another process."""
-        self.sent_apart: OrderedDict[int, None] = OrderedDict()
+        self.sent_apart = Newest[int, None](MOST_ROWS)
         """The spans that were sent because of requests they served, although their tree is not in the random sample."""
         self.read_ns = 0
         """The time up to which the recording has been read."""
@@ -153,7 +159,7 @@ class UnsettledRows:
         self.unmatched: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
         """Details whose rows are not read yet."""
         self._early_bytes = 0
-        self._sizes: OrderedDict[int, int] = OrderedDict()
+        self._sizes = Newest[int, int](MOST_ROOTS)
 
     def drop_requests(self, root_ids: set[int]) -> None:
         """Drop the waiting rows of some requests, given by their roots, because others send them."""
@@ -251,7 +257,7 @@ class UnsettledRows:
         The returned rows are roots of requests, and rows with details.
         """
         is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
-        is_plain = ~(is_root | _have_details(rows))
+        is_plain = ~(is_root | have_details(rows))
         if np.count_nonzero(is_plain) < LEAST_PACKED:
             return rows
         self.lingers = True
@@ -298,9 +304,9 @@ class UnsettledRows:
             is_late = rows["end_ns"] > settled_ns
             is_kept = is_undecided | (is_request & (is_root | has_detail)) | (~is_request & (is_late | self.has_keys))
             for span_id in rows["span_id"][is_kept & has_detail].tolist():
-                self.details[span_id] = _parse_detail(*details[span_id])
+                self.details[span_id] = RowDetail.of(*details[span_id])
             for root_id in rows["root_id"][is_root & ~is_undecided].tolist():
-                self.decide(root_id, Decided(False, root_id, None))
+                self.decided[root_id] = Decided(False, root_id, None)
             self.rows = np.concatenate([self.rows, rows[is_kept]])
             self.thread_id = np.append(self.thread_id, np.full(int(is_kept.sum()), ring.thread_id, np.int64))
             self.state = np.append(self.state, state[is_kept])
@@ -310,7 +316,7 @@ class UnsettledRows:
     def ended_request(self, row: Any) -> EndedRequest:
         """Return the request whose root has this row."""
         span_id = int(row["span_id"])
-        detail = self.details.get(span_id, NO_DETAIL)
+        detail = self.details.get(span_id) or RowDetail()
         return EndedRequest(
             span_id, self.site_of(int(row["node"])), int(row["start_ns"]), int(row["end_ns"]),
             detail.error is not None, detail.attributes, detail.remote,
@@ -336,8 +342,6 @@ class UnsettledRows:
                 if count > room:
                     is_kept[below[inverse.reshape(-1) == at][room:]] = False
                     self.counts[BEYOND] += count - room
-            while len(self._sizes) > MOST_ROOTS:
-                self._sizes.popitem(last=False)
         return np.asarray(is_kept)
 
     def _add_details(self, details: Details, room_bytes: int) -> None:
@@ -354,7 +358,7 @@ class UnsettledRows:
         early = self.unmatched
         if not early:
             return
-        with_more = rows["span_id"][_have_details(rows)].tolist()
+        with_more = rows["span_id"][have_details(rows)].tolist()
         kept_ids = set(kept_rows["span_id"].tolist()) if len(kept_rows) < len(rows) else None
         for span_id in with_more:
             detail = early.pop(span_id, None)
@@ -362,7 +366,7 @@ class UnsettledRows:
                 continue
             self._early_bytes -= len(detail[1])
             if kept_ids is None or span_id in kept_ids:
-                self.details[span_id] = _parse_detail(*detail)
+                self.details[span_id] = RowDetail.of(*detail)
 
     def _drop_oldest(self) -> None:
         """Drop rows of the oldest open requests, then other old rows, until three quarters of `MOST_ROWS` remain."""
@@ -398,47 +402,6 @@ class UnsettledRows:
                 self.details.pop(span_id, None)
         self.rows, self.thread_id, self.state = self.rows[is_kept], self.thread_id[is_kept], self.state[is_kept]
 
-    def decide(self, root_id: int, decided: Decided) -> None:
-        """Store the decision about a request."""
-        self.decided[root_id] = decided
-        if len(self.decided) > MOST_ROOTS:
-            self.decided.popitem(last=False)
-
-    def note_trace(self, root_id: int, trace_id: int) -> None:
-        """Store the trace with which a tree was sent."""
-        self.traces[root_id] = trace_id
-        if len(self.traces) > MOST_ROOTS:
-            self.traces.popitem(last=False)
-
-    def note_sent_apart(self, span_ids: Iterable[int]) -> None:
-        """Store spans that were sent although their trees were not."""
-        self.sent_apart.update(dict.fromkeys(span_ids))
-        while len(self.sent_apart) > MOST_ROWS:
-            self.sent_apart.popitem(last=False)
-
     def with_details(self) -> NDArray[np.bool_]:
         """Return an array over the rows, True for rows with details."""
-        return _have_details(self.rows)
-
-
-def _have_details(rows: NDArray[np.void]) -> NDArray[np.bool_]:
-    return np.asarray((rows["rare"] != 0) & (rows["rare"] & np.uint64(1) == 0))
-
-
-def _parse_detail(active_ns: int, text: bytes) -> RowDetail:
-    active_ns, error, attributes = detail_of(active_ns, facts_in(text))
-    return RowDetail(active_ns, error, *_split_remote(attributes))
-
-
-def read_open_detail(span: OpenSpan) -> RowDetail:
-    """Return the attributes and the caller's span of an open span."""
-    return RowDetail(-1, None, *_split_remote(span.attributes))
-
-
-def _split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, AttributeValue], RemoteParent | None]:
-    """Return the attributes without the caller's span, and that span, None without one."""
-    if REMOTE not in attributes:
-        return attributes, None
-    noted = attributes[REMOTE]
-    remote = remote_of(tuple(noted) if isinstance(noted, list) else noted)
-    return {name: value for name, value in attributes.items() if name != REMOTE}, remote
+        return have_details(self.rows)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 
-from instrument.recording.remote_parents import RemoteParent
 from instrument.recording.spans import (
     BLOCKED_LOOP,
     HOST,
@@ -33,6 +32,7 @@ from instrument.recording.spans import (
     Span,
     Startup,
 )
+from instrument.recording.trace_context import RemoteParent
 from instrument.trace.trace import Allocation, Trace
 
 FILES = Path(__file__).with_name("files")

@@ -27,7 +27,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replaces
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.rows import END_NS, SPAN_ID, START_NS, Row, is_request_root, unpacked_rows
+from instrument.recording.memory_layout import END_NS, SPAN_ID, START_NS, Row, is_request_root, unpacked_rows
 from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, COLLECTION, VALUE_LIMIT, Site
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread

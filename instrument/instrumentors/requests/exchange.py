@@ -24,7 +24,6 @@ from instrument.instrumentors.requests.propagation import Caller, Extract, choos
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS, outcome_of
-from instrument.recording.remote_parents import LINK_REMOTE, LINK_STATE, remote_of
 from instrument.recording.spans import (
     ERROR_TYPE,
     FIRST_ITEM,
@@ -38,6 +37,7 @@ from instrument.recording.spans import (
     AttributeValue,
     Site,
 )
+from instrument.recording.trace_context import LINK_REMOTE, LINK_STATE, remote_of
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 

@@ -20,7 +20,7 @@ from typing import Any
 from instrument.instrumentors.functions import Switch, Undo, replace, replaces
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.remote_parents import STATE_LIMIT, RemoteParent, noted, remote_of, state_of
+from instrument.recording.trace_context import STATE_LIMIT, RemoteParent, noted, remote_of, state_of
 from instrument.runtime.faults import FAULTS
 
 OPENTELEMETRY = "opentelemetry.trace"

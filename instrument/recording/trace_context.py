@@ -1,8 +1,13 @@
-"""The references of our spans to spans of other tracers, as callers or by links, with their text form in recordings."""
+"""The references of our spans to spans of other tracers, as callers or by links, with their text form in recordings.
+
+Traces are sampled by their ids, and `tracestate` names the sampled share (W3C Trace Context).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from math import log2
 from typing import Any
 
 from instrument.runtime.cheap_start import NamedTuple, dataclass, late_pattern
@@ -131,3 +136,33 @@ class LinkedSpan(NamedTuple):
     trace_id: int
     span_id: int
     state: str = ""
+
+
+RANDOM_BITS = 56
+"""The number of random bits at the end of a trace id. Samplers decide by them (W3C Trace Context, level 2)."""
+
+
+@lru_cache(maxsize=64)
+def threshold_of(sample: float) -> int:
+    """Return the lowest value of a trace id's random bits at which the share `sample` of traces is sampled.
+
+    It is rounded to four hexadecimal digits after leading digits of F, as OpenTelemetry's `tracestate` has it.
+    """
+    if sample <= 0:
+        return 1 << RANDOM_BITS
+    digits = min(4 + max(int(-log2(min(sample, 1.0)) / 4), 0), 14)
+    dropped = RANDOM_BITS - 4 * digits
+    most: int = 16**digits
+    return min(round((1 - min(sample, 1.0)) * most), most - 1) << dropped
+
+
+def is_sampled(trace_id: int, sample: float) -> bool:
+    """Return True if a trace is in the sampled share of traces. The answer is the same for all its spans."""
+    return trace_id & (1 << RANDOM_BITS) - 1 >= threshold_of(sample)
+
+
+def state_of_share(sample: float) -> str:
+    """Return the `tracestate` that names the sampled share of traces, "" for a share of 0 or 1."""
+    if not 0 < sample < 1:
+        return ""
+    return f"ot=th:{threshold_of(sample):014x}".rstrip("0")

@@ -1,0 +1,296 @@
+"""Makes the tables of a dataset from merged files, and from the settled requests of running processes.
+
+Of running processes, `requests`, `batches` and `members` have all requests and batches. `spans` and `intervals` have
+only kept requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from instrument.recording.metric_definitions import GAUGES
+from instrument.recording.spans import KEY
+from instrument.recording.trace_context import RemoteParent
+from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s
+from instrument.trace.dataset import DatasetProcess, SpanKeys, TraceRows, make_keys, pyarrow, schema, table
+from instrument.trace.decisions import OPEN, Decisions, RememberedTraces
+from instrument.trace.indices import NONE, rows_of
+from instrument.trace.joined import join
+from instrument.trace.merge import Merged
+from instrument.trace.merged_facts import restore_numbers
+from instrument.trace.request_trees import grafted, make_remotes_by_key
+from instrument.trace.text import clean
+from instrument.trace.trace import MergedProcess, Trace
+from instrument.trace.unsettled import WAITING
+
+if TYPE_CHECKING:
+    from instrument.trace.trace import MergedProcess
+
+
+class DatasetRows(TraceRows):
+    """Makes tables of merged files. The requests of all files are joined. `ids` has the span ids of each process by
+    number from 1, if the rows were read from a dataset."""
+
+    def __init__(self, merged: Merged, ids: Sequence[SpanKeys] | None = None) -> None:
+        self.merged = merged
+        self._facts = facts = merged.saved.trace
+        joined = join(facts.columns, facts.apart_ns)
+        trace = grafted(facts.columns, joined, facts.origin.run)
+        base_ns = facts.origin.realtime_of(0)
+        process = np.zeros(len(trace), dtype=np.int64)
+        members: list[DatasetProcess] = []
+        self._parts = [list(parts) for _, parts in groupby(merged.parts, attrgetter("process"))]
+        for number, parts in enumerate(self._parts):
+            for part in parts:
+                process[part.row[part.is_kept]] = number
+            newest = max((part.saved.trace for part in parts), key=attrgetter("end_ns"))
+            numbers = facts.processes[number] if facts.processes else None
+            threads, gpus = (facts.threads, facts.gpus) if numbers is None else (numbers.facts.threads, newest.gpus)
+            own_facts = replace(newest, threads=threads, gpus=gpus)
+            members.append(DatasetProcess(own_facts, base_ns + parts[0].moved_ns, numbers))
+        keys = make_keys(trace, process, members) if ids is None else _keep_ids(trace, process, ids)
+        thread_id, device = trace.thread_id.copy(), trace.device.device.copy()
+        for number, member in enumerate(members):
+            if member.numbers is not None:
+                rows, places = process == number, process[trace.device.row] == number
+                thread_id[rows] = restore_numbers(thread_id[rows], member.numbers.threads)
+                device[places] = restore_numbers(device[places], member.numbers.devices)
+        bases = np.full(len(members), base_ns, dtype=np.int64)
+        super().__init__(trace, joined, process, members, keys, bases, thread_id, device)
+
+    def tables(self) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the rows of each table in parts. Every table is yielded at least once."""
+        trace, joined = self.trace, self._joined
+        first, last = self._facts.coverage
+        is_complete = (trace.start_ns >= first) & (trace.end_ns <= last) & ~trace.clipped
+        order = np.lexsort((np.arange(len(trace)), trace.start_ns, trace.root_id))
+        yield from self._make_parts("spans", order, self.spans)
+        yield from self._make_parts(
+            "requests", np.arange(len(joined.rows)), partial(self.requests, is_complete=is_complete)
+        )
+        yield from self._make_parts("batches", np.unique(joined.served.batch), self.batches)
+        yield from self._make_parts("members", np.arange(len(joined.served.batch)), self.batch_members)
+        yield from self._make_parts("intervals", np.arange(len(trace.device)), self.intervals)
+        windows = [
+            ProcessWindow(number, part.saved.trace, self.members[number].offset_ns, self._facts.apart_ns)
+            for number, parts in enumerate(self._parts)
+            for part in parts
+        ]
+        yield from make_window_tables(windows, self.members)
+
+
+class ProcessWindow(NamedTuple):
+    """The facts of a process in one recording window, without spans. `offset_ns` is the offset of the process's
+    clock."""
+
+    process: int
+    facts: Trace
+    offset_ns: int
+    apart_ns: int = 0
+
+
+def make_window_tables(
+    windows: Sequence[ProcessWindow], members: Sequence[DatasetProcess]
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tables of gauges, losses and processes of some windows."""
+    gauges: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    losses: list[tuple[Any, ...]] = []
+    processes: list[tuple[Any, ...]] = []
+    for number, facts, offset_ns, apart_ns in windows:
+        uuid_of = {gpu.device: gpu.uuid or None for gpu in facts.gpus}
+        for sample in facts.samples:
+            if sample.value is not None and sample.value == sample.value:
+                key = number, sample.at_ns + offset_ns, clean(sample.name), sample.device
+                unit = GAUGES[sample.name].unit if sample.name in GAUGES else None
+                gauges[key] = uuid_of.get(sample.device), float(sample.value), unit
+        begin_ns = facts.start_ns + offset_ns
+        losses += [(number, begin_ns, clean(reason), count) for reason, count in facts.losses.items()]
+        processes.append((number, *list_window_values(facts, begin_ns, offset_ns, apart_ns)))
+    columns: dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]] = {
+        "gauges": (("start_unix_ns", "name", "device", "device_uuid", "value", "unit"),
+                   [(*key, *values) for key, values in gauges.items()]),
+        "losses": (("start_unix_ns", "reason", "count"), losses),
+        "processes": (WINDOW_COLUMNS, processes),
+    }  # fmt: skip
+    for name, (names, rows) in columns.items():
+        yield name, make_table_of_rows(name, names, rows, members)
+
+
+WINDOW_COLUMNS = (
+    "start_unix_ns", "duration_ns", "held_from_unix_ns", "pid", "boot", "profile", "generation", "recorder", "died",
+    "apart_ns", "notes",
+)  # fmt: skip
+
+
+def list_window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: int) -> tuple[Any, ...]:
+    """Return one row of the table `processes`, in the order of `WINDOW_COLUMNS`."""
+    origin = facts.origin
+    held_ns = facts.held_from_ns + offset_ns if facts.held_from_ns else None
+    return (
+        begin_ns, facts.end_ns - facts.start_ns, held_ns, origin.pid, origin.boot, clean(origin.profile),
+        origin.generation, origin.recorder, clean(facts.died) or None, apart_ns, list(map(clean, facts.notes)),
+    )  # fmt: skip
+
+
+def make_table_of_rows(
+    name: str, names: Sequence[str], rows: Sequence[Sequence[Any]], members: Sequence[DatasetProcess]
+) -> Any:
+    """Return a table of rows. The first value of each row is the index of its process among `members`."""
+    columns = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
+    types, arrow = schema(name), pyarrow()
+    arrays = {
+        column: arrow.array(values, types.field(column).type) for column, values in zip(names, columns[1:], strict=True)
+    }
+    return table(name, arrays, np.array(columns[0], dtype=np.int64), members)
+
+
+def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
+    """Return the ids that rows were read with from a dataset. Moved rows get the ids of their new parents and roots."""
+    firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
+    places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
+    high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))
+    roots, parents = rows_of(trace.span_id, trace.root_id), trace.parent
+    has_root, has_parent = roots != NONE, parents != NONE
+    return SpanKeys(
+        np.where(has_root, high[roots], high) if len(trace) else high,
+        np.where(has_root, low[roots], low) if len(trace) else low,
+        span,
+        np.where(has_parent, span[parents], parent) if len(trace) else parent,
+        np.where(has_root, span[roots], root) if len(trace) else root,
+    )
+
+
+IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
+"""A function that returns device intervals by row. Its arguments are the span ids of all rows, the rows that ask for
+device times, and the begins of all spans."""
+
+
+class SettledRows(TraceRows):
+    """Makes tables of the rows that one round of settling has decided. `members` and `intervals_of` are by recording.
+
+    `remembered` has the keys of earlier rounds. Open spans end at `now_ns`.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        members: Sequence[DatasetProcess],
+        intervals_of: Sequence[IntervalsOf],
+        remembered: RememberedTraces,
+        now_ns: int,
+    ) -> None:
+        gathered, trace = decisions.gathered, decisions.found
+        self._out, self._unsettled = decisions.out, decisions.members
+        self._is_new = (decisions.out | decisions.gone) & (gathered.state == WAITING)
+        ends = np.where(gathered.state == OPEN, np.maximum(trace.start_ns, now_ns), trace.end_ns)
+        process = gathered.member.astype(np.int64)
+        device = _join_device_intervals(trace, gathered.own, process, intervals_of)
+        trace = replace(trace, own_id=gathered.own, end_ns=ends, device=device)
+        runs = {member.facts.origin.run for member in members}
+        if not decisions.run and len(runs) == 1 and all(member.ids is None for member in members):
+            trace = _add_key_traces(trace, decisions, remembered, runs.pop())
+        absent = _map_absent(decisions)
+        members = [
+            member._replace(numbers=MergedProcess(member.facts, (), {}, absent=absent.get(number, {})))
+            for number, member in enumerate(members)
+        ]
+        keys = make_keys(trace, process, members, _find_absent_callers(decisions))
+        base_ns = np.array([member.offset_ns for member in members], dtype=np.int64)
+        super().__init__(
+            trace, decisions.joined, process, members, keys, base_ns, gathered.own_thread, trace.device.device
+        )
+
+    def tables(self, is_wanted: Bools) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the rows of each table with rows, for the processes in `is_wanted`."""
+        trace, joined, of_wanted = self.trace, self._joined, is_wanted[self.process]
+        is_new, out = self._is_new & of_wanted, self._out & of_wanted
+        order = np.flatnonzero(out)
+        order = order[np.lexsort((order, trace.start_ns[order], trace.root_id[order]))]
+        batches = np.unique(joined.served.batch)
+        whole = np.ones(len(trace), dtype=np.bool_)
+        parts: tuple[tuple[str, Int64s, Callable[[Int64s], Any]], ...] = (
+            ("spans", order, self.spans),
+            ("requests", np.flatnonzero(is_new[joined.rows]), lambda places: self.requests(places, whole)),
+            ("batches", batches[is_new[batches]], self.batches),
+            ("members", np.flatnonzero(is_new[joined.served.batch]), self.batch_members),
+            ("intervals", np.flatnonzero(out[trace.device.row]), self.intervals),
+        )
+        for name, numbers, part in parts:
+            if len(numbers):
+                yield from self._make_parts(name, numbers, part)
+
+    def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
+        process = int(self.process[row])
+        (cause,) = np.flatnonzero((self.trace.own_id == link[0]) & (self.process == process))[:1].tolist() or [NONE]
+        if cause != NONE:
+            high, low, span = (int(ids[cause]) for ids in self.keys[:3])
+            return high, low, span
+        numbers, ids = np.array(link, dtype=np.int64).astype(np.uint64), self.members[process].numbered
+        span, high, low = (int(ids.many(numbers, part)[min(part, 1)]) for part in range(3))
+        trace_id = self._unsettled[process].traces.get(link[1], high << 64 | low)
+        return trace_id >> 64, trace_id & (1 << 64) - 1, span
+
+
+def _add_key_traces(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
+    """Return the trace with trace ids made from keys. Over all rounds, only the first request with a key gets the key's
+    id."""
+    remotes = make_remotes_by_key(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
+    rows = decisions.joined.rows
+    for place, keys in decisions.joined.keys.items():
+        row = int(rows[place])
+        request = int(decisions.gathered.member[row]), int(decisions.gathered.own[row])
+        are_first = [remembered.is_first_with(key, request) for key in keys]
+        if not are_first[0]:
+            remotes.pop(row, None)
+    requests = set(rows.tolist())
+    for row in [row for row in remotes if row not in requests]:
+        if str(trace.attributes[row][KEY]) in remembered.first_of_key:
+            del remotes[row]
+    return replace(trace, remote={**trace.remote, **remotes})
+
+
+def _join_device_intervals(
+    trace: Columns, own_id: Int64s, process: Int64s, intervals_of: Sequence[IntervalsOf]
+) -> DeviceIntervals:
+    """Return the device intervals of all rows, including rows settled in earlier rounds."""
+    asking = trace.of_sites([bool(site.device) for site in trace.sites])
+    parts = []
+    for number in np.unique(process[asking]).tolist():
+        rows = np.flatnonzero(process == number)
+        intervals = intervals_of[number](own_id[rows], np.flatnonzero(asking[rows]), trace.start_ns[rows])
+        parts.append(replace(intervals, row=rows[intervals.row].astype(np.int32)))
+    if not parts:
+        return DeviceIntervals.none()
+    names = ("row", "device", "stream", "start_ns", "end_ns", "label", "uncertainty_ns")
+    columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    return DeviceIntervals(**columns, labels=parts[0].labels).ordered()
+
+
+def _map_absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
+    """Return, for each process, a map from the ids of missing parents and roots to the numbers that the process gave
+    them."""
+    gathered, trace = decisions.gathered, decisions.found
+    absent: dict[int, dict[int, int]] = {}
+    above = (trace.parent_id, trace.parent, gathered.own_parent), (trace.root_id, decisions.unit, gathered.own_root)
+    for ids, rows, numbers in above:
+        for row in np.flatnonzero((rows == NONE) & (ids != 0)).tolist():
+            absent.setdefault(int(gathered.member[row]), {})[int(ids[row])] = int(numbers[row])
+    return absent
+
+
+def _find_absent_callers(decisions: Decisions) -> Mapping[int, RemoteParent]:
+    """Return the callers of requests that were released before their last rows came, by the request's id in this
+    trace."""
+    trace = decisions.found
+    callers: dict[int, RemoteParent] = {}
+    for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():
+        if (remote := decisions.find_absent_caller(row)) is not None:
+            callers[int(trace.root_id[row])] = remote
+    return callers

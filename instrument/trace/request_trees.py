@@ -1,0 +1,382 @@
+"""Gives each request one tree over all threads, tasks and processes, with its facts, for viewers and collectors.
+
+A span elsewhere that bears a request's key moves, with all spans below it, to below the hand-off span. This is the
+newest open span with the key. Without one it is the last ended span with the key in the request's own tree, else the
+request. A batch keeps its tree, because it serves several requests. A foreign batch becomes a root. Rows stay the same
+except for their ancestors. A trace without an id gets one from the run and the key. So spans that a process sends to a
+collector directly join their request there.
+
+Facts are the values that rules read at calls. The span of a call has facts as attributes, and their names in `FACTS`.
+They move to the request that the call serves.
+
+A tree can have rows of several processes. Their rows are grouped by process, with the threads, streams and devices of
+that process. Span ids, parents, roots and times remain those of the merged trace. An interruption becomes an event of
+each span that it interrupts, not a trace of its own. A blocked event loop interrupts the open requests and roots on its
+thread. A garbage collection interrupts those of its process.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from instrument.recording.spans import (
+    ATTRIBUTE_LIMIT,
+    FACT_KEYS,
+    FACTS,
+    KEY,
+    AttributeValue,
+    Span,
+    is_blocked_loop,
+    is_interruption,
+)
+from instrument.recording.trace_context import LINK, RemoteParent
+from instrument.trace.columns import Bools, Columns, Int32s, Int64s, override_rows
+from instrument.trace.file import Saved
+from instrument.trace.indices import NONE, nearest, topmost_rows
+from instrument.trace.joined import Joined, join
+from instrument.trace.trace import MergedProcess, Trace, spans_of, with_spans
+
+if TYPE_CHECKING:
+    from instrument.trace.merge import Merged  # an exporter has no files to merge
+
+
+LOOK_BACK = 64
+"""The number of newest spans with a request's key that are candidates for the hand-off span."""
+
+
+def graft(saved: Saved) -> Saved:
+    """Return a saved recording in which each request has one tree."""
+    trace, facts = saved.trace.columns, saved.trace
+    return replace(saved, trace=facts.with_columns(grafted(trace, join(trace, facts.apart_ns), facts.origin.run)))
+
+
+def with_own_facts(facts: Trace) -> Trace:
+    """Return the trace with facts moved to its requests."""
+    if not len(facts.columns.attributes.having(FACTS)):
+        return facts
+    joined = join(facts.columns, facts.apart_ns)
+    return facts.with_columns(with_facts(facts.columns, joined.rows, joined.of, joined.keys))
+
+
+def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
+    """Return the trace with one tree for each request, and with the requests' facts. Without a `run`, no request gets a
+    trace id.
+
+    If a move would make parents cyclic, the request becomes the parent instead, or the original parent remains.
+    """
+    trace = with_facts(trace, joined.rows, joined.of, joined.keys)
+    moves = _rows_to_move(trace, joined)
+    parent = trace.parent.copy()
+    requests = joined.rows[joined.of[moves]]
+    parent[moves] = _find_hand_offs(trace, joined, moves)
+    for fallback in (requests, trace.parent[moves]):
+        stuck = _are_cyclic(parent)[moves]
+        parent[moves[stuck]] = fallback[stuck]
+    moved = moves[parent[moves] != trace.parent[moves]]
+    root_id, parent_id = trace.root_id.copy(), trace.parent_id.copy()
+    parent_id[moved] = trace.span_id[parent[moved]]
+    parent[joined.foreign], parent_id[joined.foreign] = NONE, 0
+    top = topmost_rows(parent)
+    below = np.isin(top, joined.foreign)
+    root_id[below] = trace.span_id[top[below]]
+    served_rows = np.flatnonzero(joined.of != NONE)
+    around = joined.rows[joined.of[served_rows]]
+    is_below = top[served_rows] == top[around]
+    root_id[served_rows[is_below]] = trace.root_id[around[is_below]]
+    remote = {row: remote_parent for row, remote_parent in trace.remote.items() if root_id[row] == trace.root_id[row]}
+    if run:
+        remote |= make_remotes_by_key(trace, joined, run, root_id, remote)
+    return replace(trace, parent_id=parent_id, root_id=root_id, remote=remote)
+
+
+def trace_id_of(run: str, key: str) -> int:
+    """Return the 128-bit trace id for a key in a run, which is the same in all processes."""
+    text = f"{run}\0{key}".encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
+
+
+def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
+    """Return the topmost rows that serve a request but are outside of its tree."""
+    of_parent = np.append(joined.of, NONE)[trace.parent]
+    moves = (joined.of != NONE) & (of_parent != joined.of)
+    moves[joined.rows] = False
+    moves[_rows_above_request(trace, joined)] = False
+    # A span of the request's own tree stays, even if its parent was not kept.
+    own_root = np.append(trace.root_id[joined.rows], 0)[joined.of]
+    moves &= (trace.parent != NONE) | (trace.root_id != own_root)
+    return np.flatnonzero(moves)
+
+
+def _rows_above_request(trace: Columns, joined: Joined) -> Int64s:
+    """Return the rows that serve a request and are above it, so that they cannot move below it."""
+    rows_above = [np.zeros(0, dtype=np.int64)]
+    places, above = np.arange(len(joined.rows)), trace.parent[joined.rows]
+    while (goes_on := above != NONE).any():
+        places, above = places[goes_on], above[goes_on]
+        rows_above.append(above[joined.of[above] == places].astype(np.int64))
+        above = trace.parent[above]
+    return np.asarray(np.concatenate(rows_above))
+
+
+def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
+    """Return the row of each moved row's hand-off span, else the row of its request."""
+    hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
+    keyed = trace.attributes.having(KEY)
+    is_top = np.zeros(len(trace), dtype=np.bool_)
+    is_top[joined.rows] = is_top[moves] = True
+    top = nearest(trace.parent, is_top)
+    keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE) & ~np.isin(keyed, joined.rows)]
+    if not len(keyed) or not len(moves):
+        return hand_offs
+    keyed = keyed[np.lexsort((trace.span_id[keyed], -trace.end_ns[keyed], trace.start_ns[keyed]))]
+    of_keys: dict[tuple[int, object], list[int]] = {}
+    key_of: dict[int, object] = {}
+    for row, place, key in zip(
+        keyed.tolist(), joined.of[keyed].tolist(), trace.attributes.values(KEY, keyed), strict=True
+    ):
+        key_of[row] = key
+        of_keys.setdefault((place, key), []).append(row)
+    is_own = np.isin(top, joined.rows)
+    starts = {pair: trace.start_ns[rows].tolist() for pair, rows in of_keys.items()}
+    for index, (row, place) in enumerate(zip(moves.tolist(), joined.of[moves].tolist(), strict=True)):
+        own_keys: Sequence[object] = [key_of[row]] if row in key_of else joined.keys.get(place, ())
+        before = [
+            candidate
+            for pair in ((place, key) for key in own_keys)
+            if pair in of_keys
+            for candidate in of_keys[pair][: bisect_left(starts[pair], int(trace.start_ns[row]))][-LOOK_BACK:]
+        ]
+        hand_off = _choose_hand_off(trace, before, is_own, int(trace.start_ns[row]))
+        if hand_off is not None:
+            hand_offs[index] = hand_off
+    return hand_offs
+
+
+def _choose_hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
+    """Return the newest of some rows that was open at a time, else the last that had ended in the request's tree."""
+    still_open = [row for row in before if trace.end_ns[row] > at_ns]
+    if still_open:
+        return max(still_open, key=lambda row: (trace.start_ns[row], -trace.end_ns[row], row))
+    ended = [row for row in before if is_own[row]]
+    return max(ended, key=lambda row: (trace.end_ns[row], row), default=None)
+
+
+def _are_cyclic(parent: Int32s) -> Bools:
+    """Return True for rows whose ancestors are cyclic."""
+    above = parent.copy()
+    for _ in range(len(parent).bit_length() + 1):
+        if not (above != NONE).any():
+            break
+        above = np.where(above == NONE, np.int32(NONE), above[above]).astype(np.int32)
+    return np.asarray(above != NONE)
+
+
+def make_remotes_by_key(
+    trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
+) -> dict[int, RemoteParent]:
+    """Return trace ids made from keys: for requests from their first keys, and for roots whose key no request here has.
+    Only the first request with a key gets the key's trace id, because other processes cannot distinguish later ones."""
+    have_traces = {int(root_id[row]) for row in remotes}
+    remote_by_row: dict[int, RemoteParent] = {}
+    used_keys: set[str] = set()
+    for place, keys in sorted(joined.keys.items()):
+        row = int(joined.rows[place])
+        if int(root_id[row]) not in have_traces and keys[0] not in used_keys and root_id[row] == trace.span_id[row]:
+            remote_by_row[row] = RemoteParent(trace_id_of(run, keys[0]), 0)
+        used_keys.update(keys)
+    keyed = trace.attributes.having(KEY)
+    keyed = keyed[(joined.of[keyed] == NONE) & (trace.parent_id[keyed] == 0)]
+    for row, key in zip(keyed.tolist(), trace.attributes.values(KEY, keyed), strict=True):
+        if isinstance(key, str) and key and key not in used_keys and row not in remotes:
+            remote_by_row[row] = RemoteParent(trace_id_of(run, key), 0)
+    return remote_by_row
+
+
+INPUT_TOKENS, OUTPUT_TOKENS = "gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"
+CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.preemptions"
+"""The names of the facts that views show. The presets for engines record them."""
+
+
+def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
+    """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved.
+
+    `requests` are rows ordered by begin, `of` is the index of each row's request among them, and `keys_of` has the keys
+    of requests by index.
+    """
+    rows = trace.attributes.having(FACTS)
+    if not len(rows):
+        return trace
+    places_of: dict[str, list[int]] = {}
+    for place, keys in sorted(keys_of.items()):
+        for key in keys:
+            places_of.setdefault(key, []).append(place)
+    starts = trace.start_ns[requests].tolist()
+    facts_by_request: dict[int, dict[str, Any]] = {}
+    attributes_by_row: dict[int, dict[str, AttributeValue]] = {}
+    for row in rows[np.argsort(trace.end_ns[rows], kind="stable")].tolist():
+        attributes = dict(trace.attributes[row])
+        at_ns, is_known = int(trace.end_ns[row]), True
+        for keep, name, key_of_value, value in _parse_facts(attributes):
+            place = int(of[row])
+            if key_of_value is not None:
+                places = places_of.get(key_of_value, [])
+                began = bisect_right(places, at_ns, key=starts.__getitem__)
+                place = places[began - 1] if began else NONE
+            is_known &= place != NONE
+            if place != NONE:
+                facts = facts_by_request.setdefault(int(requests[place]), {})
+                with suppress(TypeError):  # of values that cannot be added or compared, the first stays
+                    facts[name] = _update_fact(keep, facts.get(name), value)
+        if is_known:
+            attributes_by_row[row] = _drop_fact_lists(attributes)
+    for row, facts in facts_by_request.items():
+        attributes_by_row[row] = {**attributes_by_row.get(row, trace.attributes[row]), **facts}
+    return replace(trace, attributes=override_rows(trace.attributes, len(trace), attributes_by_row))
+
+
+def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
+    """Yield the parts of each fact: its word of `KEEPS`, name, key of the request (None for the span's own one), and
+    value."""
+    for text in _list_fact_texts(attributes):
+        keep, _, name = text.partition(" ")
+        value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
+        if isinstance(keys, (list, tuple)) and isinstance(value, (list, tuple)):
+            yield from ((keep, name, key, part) for key, part in zip(keys, value, strict=False) if isinstance(key, str))
+        elif value is not None:
+            yield keep, name, None, value
+
+
+def _list_fact_texts(attributes: Mapping[str, Any]) -> list[str]:
+    listed = attributes.get(FACTS)
+    return [text for text in listed if isinstance(text, str)] if isinstance(listed, (list, tuple)) else []
+
+
+def _drop_fact_lists(attributes: Mapping[str, AttributeValue]) -> dict[str, AttributeValue]:
+    """Return a span's attributes without the lists of facts, which are now attributes of requests."""
+    names = [text.partition(" ")[2] for text in _list_fact_texts(attributes)]
+    lists = [name for name in names if name + FACT_KEYS in attributes]
+    read_names = {FACTS, *lists, *(name + FACT_KEYS for name in lists)}
+    return {name: value for name, value in attributes.items() if name not in read_names}
+
+
+def _update_fact(keep: str, before: Any, value: Any) -> Any:
+    """Combine the value of a fact with a later one: to the last, the largest, the sum or a list, as `keep` requires."""
+    if keep == "list":
+        return (*(before or ()), value)[:ATTRIBUTE_LIMIT]
+    if before is None or keep == "last":
+        return value
+    return before + value if keep == "sum" else max(before, value)
+
+
+class ProcessRows(NamedTuple):
+    """The facts of a process and its rows, ordered by tree and then by begin.
+
+    `numbers` has the process's own numbers, None if the trace has the same ones. `interruptions` has the spans that
+    interrupt each row, which are not among `rows`.
+    """
+
+    facts: Trace
+    numbers: MergedProcess | None
+    rows: Int64s
+    interruptions: Mapping[int, Sequence[Span]]
+
+
+def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
+    """Yield the rows of each process in a trace that extends the trace of a merge. An additional row belongs to its
+    parent's process."""
+    base = merged.saved.trace.origin
+    process = np.zeros(len(trace), dtype=np.int64)
+    for part in merged.parts:
+        process[part.row[part.is_kept]] = part.process
+    further = np.arange(len(merged.saved.trace.columns), len(trace))
+    process[further] = process[trace.parent[further]]
+    is_interrupting = trace.of_sites(list(map(is_interruption, trace.sites)))
+    order = _sort_by_tree(trace)
+    for number, parts in groupby(merged.parts, attrgetter("process")):
+        process_parts = list(parts)
+        facts = max((part.saved.trace for part in process_parts), key=attrgetter("end_ns"))
+        origin = replace(facts.origin, monotonic_ns=base.monotonic_ns, realtime_ns=base.realtime_ns)
+        threads = {thread_id: name for part in process_parts for thread_id, name in part.saved.trace.threads.items()}
+        rows = order[(process[order] == number) & ~is_interrupting[order]]
+        hits = find_interruptions(trace, rows, np.flatnonzero(is_interrupting & (process == number)))
+        process_numbers = merged.saved.trace.processes[number] if merged.saved.trace.processes else None
+        yield ProcessRows(replace(facts, origin=origin, threads=threads), process_numbers, rows, hits)
+
+
+def _sort_by_tree(trace: Columns) -> Int64s:
+    """Return the rows ordered by root, then by begin, the longer ones first, then by id."""
+    starts, ends = trace.start_ns, trace.end_ns
+    is_later = (starts[1:] > starts[:-1]) | ((starts[1:] == starts[:-1]) & (ends[1:] <= ends[:-1]))
+    if is_later.all():  # then a stable sort by root is enough, in a fifth of the time
+        return np.argsort(trace.root_id, kind="stable")
+    return np.lexsort((trace.span_id, -ends, starts, trace.root_id))
+
+
+def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
+    """Return, for each row of a nested request with a key, the ids of the span around it and of that span's root. A
+    request that already has a link is left out."""
+    origins: dict[int, tuple[int, int]] = {}
+    for place in joined.keys:
+        row = int(joined.rows[place])
+        above, root_id = int(trace.parent[row]), int(trace.root_id[row])
+        if above != NONE and joined.of[above] != NONE and root_id == trace.span_id[row]:
+            outer_root_id = int(trace.root_id[above])
+            if outer_root_id != root_id and LINK not in trace.attributes[row]:
+                origins[row] = int(trace.span_id[above]), outer_root_id
+    return origins
+
+
+def find_interruptions(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
+    """Return the interruptions of each request and each root among some rows of one process."""
+    by_end = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
+    hit = rows[trace.of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
+    if not len(by_end):
+        return {}
+    starts, ends = trace.start_ns[by_end], trace.end_ns[by_end]
+    # Interruptions from `first` on end after the row's begin; none from `last` on begins before the row's end.
+    first = np.searchsorted(ends, trace.start_ns[hit], side="right")
+    last = np.searchsorted(np.minimum.accumulate(starts[::-1])[::-1], trace.end_ns[hit])
+    counts = np.maximum(last - first, 0)
+    row = np.repeat(hit, counts)
+    place = np.arange(len(row)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    is_of_loop = trace.of_sites(list(map(is_blocked_loop, trace.sites)))[by_end]
+    is_hit = starts[place] < trace.end_ns[row]
+    is_hit &= ~is_of_loop[place] | (trace.thread_id[by_end][place] == trace.thread_id[row])
+    spans = spans_of(trace, by_end)
+    hits: dict[int, list[Span]] = {}
+    for hit_row, hit_place in zip(row[is_hit].tolist(), place[is_hit].tolist(), strict=True):
+        hits.setdefault(hit_row, []).append(spans[hit_place])
+    return hits
+
+
+NEWEST = 1_000
+"""The maximum number of interruptions kept per process for spans that have not ended. The oldest are dropped first."""
+
+
+class Interruptions:
+    """Keeps the newest interruptions of one process, to attach them to spans that end later."""
+
+    def __init__(self) -> None:
+        self._newest: list[Span] = []
+
+    def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
+        """Return the rows that are no interruptions, and the interruptions of each, from this trace and earlier
+        ones."""
+        alone = trace.of_sites([is_interruption(site) for site in trace.sites])
+        if alone.any():
+            _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)
+            alone &= (sizes == 1)[trees.reshape(-1)]
+        rows, alone_rows = np.flatnonzero(~alone), np.flatnonzero(alone)
+        extended = with_spans(trace, self._newest)
+        hits = find_interruptions(extended, rows, np.concatenate([alone_rows, np.arange(len(trace), len(extended))]))
+        self._newest = sorted([*self._newest, *spans_of(trace, alone_rows)], key=attrgetter("end_ns"))[-NEWEST:]
+        return rows, hits
