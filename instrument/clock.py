@@ -1,4 +1,4 @@
-"""The clocks of a recording: CLOCK_MONOTONIC times spans, and the wall clock aligns spans of several machines.
+"""The clocks of a recording. Spans are timed by CLOCK_MONOTONIC. The wall clock aligns several machines.
 
 A `Deadline` limits the end of a session. All waits at the end share one `Deadline`, so their time-outs do not add up.
 """
@@ -20,7 +20,7 @@ START_FIELD = 19
 
 
 def pair() -> tuple[int, int]:
-    """Read the monotonic and the wall clock at the same moment, in ns. The most exact of five attempts counts."""
+    """Read the monotonic clock and the wall clock at the same moment, in ns: the most exact pair of five attempts."""
     pairs = []
     for _ in range(5):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
@@ -103,7 +103,7 @@ class Deadline:
         self._end = time.monotonic() + limit_s
 
     def earlier(self, by_s: float) -> Deadline:
-        """Return a deadline `by_s` seconds before this one. The first waits use it to leave time to later ones."""
+        """Return a deadline `by_s` seconds before this one. The first waits use it, so that time remains for others."""
         return Deadline(self._end - time.monotonic() - by_s)
 
     def left_s(self, at_most_s: float = math.inf) -> float:

@@ -64,7 +64,8 @@ class Questions:
             connection.is_broken = True
 
     def _scrape(self, connection: Connection, run: str) -> None:
-        """Make a pair of sockets for a scrape: the exporter answers it on one, and the command reads the other."""
+        """Make a pair of connected sockets for a scrape. The exporter writes the answer to one, and the command reads
+        it from the other."""
         asked_run = next((member for member in self._runs if member.name == run), None)
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -96,7 +97,7 @@ class Questions:
         self._end_if_answered(number)
 
     def inherit_switch(self, process: Process) -> None:
-        """Switch recording on or off in a process that has joined, as a command has switched it in its parent."""
+        """Switch recording on or off in a process that has joined, as a command has done in its parent."""
         parent = next((member for member in process.run.processes if member.pid == process.facts.get("parent")), None)
         if parent is not None and process.switch is None and process.connection is not None:
             process.switch = parent.switch
@@ -135,7 +136,8 @@ STOP_POLL_S = 0.1
 
 
 class Agent:
-    """An agent that listens on `listener`. It serves `run` until that ends, or any process until a signal if None.
+    """An agent that listens on `listener`. It serves `run` until the run ends. If `run` is None, it serves any process
+    until a signal comes.
 
     `folder` has the files for runs' reports, `captures` the captures of vanished processes. `says` is called with each
     message that no process of a run can print.

@@ -145,9 +145,10 @@ MOST_SAVES_PER_CHILD = 64
 
 
 class Saves:
-    """A queue of processes whose recordings children save. `Process.saved` is the path to write.
+    """A queue of processes whose recordings children save.
 
-    `folder` has the processes' notes. `on_saved` is called with each saved process; a failure clears its `saved`.
+    `Process.saved` is the path to write. `folder` has the processes' notes. `on_saved` is called with each process
+    whose recording is saved, or with `saved` cleared after a failure.
     """
 
     def __init__(self, jobs: Jobs, folder: Path, on_saved: Callable[[Process], object]) -> None:
@@ -199,7 +200,7 @@ _MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
 
 @dataclass(eq=False)
 class Child:
-    """A child process that serves the agent, and the agent's end of the connection to it. `begin` starts the child.
+    """A child process that works for the agent, and the agent's end of the connection to it. `begin` starts the child.
 
     `selector` is the one of the agent's event loop. The child calls `serve`, and ends when that returns. `ps` shows the
     first 15 characters of `name`. The agent calls `heard` with each message of the child, `has_ended` at the child's
@@ -393,7 +394,8 @@ def _serve_in_child(connection: socket.socket, serve: Callable[[socket.socket], 
 
 
 def _set_up_child_process(agent: int) -> None:
-    """Have the kernel kill this child when the agent dies, so that its locks are freed. Set `_MALLOC_OPTIONS`."""
+    """Make the kernel kill this child when the agent dies, so that the child's locks are freed. Set
+    `_MALLOC_OPTIONS`."""
     with suppress(ImportError, OSError, AttributeError):
         import ctypes
 

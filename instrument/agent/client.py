@@ -34,7 +34,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A run and its processes, as its agent answered a query, or the `problem` if the agent did not answer.
+    """A run and its processes, as its agent has reported them. If the agent did not answer, `problem` says why.
 
     `folded` counts ended processes that are not in `members`. `unseen` is a sentence on processes that record nothing.
     `name` is the path of the socket while the agent has no run.
@@ -66,7 +66,8 @@ class Asked:
 
     @property
     def none_joined(self) -> str:
-        """A sentence that says no process has joined, "" if one has or the agent did not answer."""
+        """A sentence that says that no process has joined. It is "" if a process has joined, or if the agent did not
+        answer."""
         if self.problem or self.members:
             return ""
         if self.name != str(self.socket):
@@ -76,7 +77,7 @@ class Asked:
 
 @contextmanager
 def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
-    """Yield this user's runs that match `name`. With `memory`, open their recordings until the block ends.
+    """Yield this user's runs that match `name`. With `memory`, open their recordings until the `with` block ends.
 
     `name` is a prefix of a run's name, a service, a process id, or the path of an agent's socket. The default is the
     run in `INSTRUMENT_AGENT`, else all runs. Raises `InstrumentError` if no run matches.

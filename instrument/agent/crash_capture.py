@@ -45,7 +45,7 @@ def save_recording(
 ) -> Mapping[str, Any]:
     """Save the recording behind the descriptor `fd` to a file, and return a summary of what was saved.
 
-    `end_kind` says how a process died; file and summary then name its open spans under `died`. The process ended at
+    `end_kind` says how the process died. File and summary then list its open spans under `died`. The process ended at
     `end_ns`, or at an unknown time after its last row if None. `goodbye` has its costs and losses, which the file gets.
     `copies` are paths of further recordings and Chrome traces; the summary lists the written ones. Raises `TraceError`
     for an invalid recording.
@@ -116,7 +116,7 @@ def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
 
 
 def newest_errors(trace: Trace) -> Mapping[int, tuple[str, str]]:
-    """Return the newest failed span of each span tree, as its error and its name, by the root's id."""
+    """Return, by the id of each span tree's root, the error and the name of the tree's newest failed span."""
     columns, failed = trace.columns, (trace.columns.error >= 0).nonzero()[0]
     failed = failed[columns.end_ns[failed].argsort(kind="stable")]
     roots, errors, sites = (column[failed].tolist() for column in (columns.root_id, columns.error, columns.site))
@@ -148,9 +148,9 @@ def describe_death(
     errors: Mapping[int, tuple[str, str]] | None = None,
     least: str = "",
 ) -> str:
-    """Return a sentence that says how a process died, and in which open requests and spans, newest first.
+    """Return a sentence that says how a process died, and which requests and spans were open, the newest first.
 
-    `errors` has the newest failed span of each tree; the sentence names that of the first request. `least` is put
+    `errors` has the newest failed span of each tree. The sentence names the one of its first request. `least` is put
     before each age, such as "at least " for a process that may have ended long after `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}

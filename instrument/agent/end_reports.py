@@ -29,7 +29,8 @@ from instrument.runtime.environment import PROC
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A function that prints a message for which no process's standard error could be written. None prints nothing."""
+"""A function that prints a message that could not be written to the standard error of any process. None prints
+nothing."""
 
 PIPE_WAIT_MS = 50
 """Milliseconds to wait for room in a full pipe of a process's standard error. Then the rest of the message is cut."""
@@ -59,7 +60,8 @@ def deliver_message(says: Says, run: Run, text: str, process: Process | None = N
 
 
 def _paths_to_stderr(run: Run, target: str) -> Iterator[str]:
-    """Yield paths that open the standard error `target`: those of living processes that have it, then its own."""
+    """Yield paths by which the standard error `target` can be opened: first through living processes that have it open,
+    then its own path."""
     elsewhere = {process.pid for process in run.processes if process.is_elsewhere}
     numbers = {process.pid for process in run.processes if not process.ended_ns} | {run.first}
     for pid in numbers - elsewhere - {0}:
@@ -175,7 +177,7 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
 def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
     """Return the processes of a run that ended under an earlier agent, found by their files in a folder.
 
-    A process with a capture vanished. The end of the others is unknown.
+    A process with a capture has vanished. How the other processes ended is unknown.
     """
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _report_files(folder):
@@ -198,7 +200,7 @@ def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def _safe_name(run: Run) -> str:
-    """Return a run's name with only the characters that file names allow."""
+    """Return a run's name, reduced to the characters that file names allow."""
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
 
@@ -282,9 +284,9 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
 
 
 def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
-    """Remove the report files of an earlier agent whose runs have not joined this agent.
+    """Remove an earlier agent's report files of runs of which no process has joined this agent.
 
-    Pass `says` a line per such run, with the count of processes that no report covers.
+    Pass a line for each such run to `says`, with the number of processes that no report covers.
     """
     living_runs, counts = {_safe_name(run) for run in runs}, Counter[str]()
     for path, of in _report_files(folder):
@@ -314,9 +316,9 @@ def path_of_capture(process: Process, folder: Path | None) -> str:
 
 
 def make_room(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
-    """Remove a service's oldest files next to `saved` until the rest fits into `disk_bytes`.
+    """Remove a service's oldest files in the folder of `saved` until the remaining files fit into `disk_bytes`.
 
-    `saved` and `kept_paths` remain, because a run's report needs them. Return the count of removed files.
+    `saved` and `kept_paths` remain, because a run's report needs them. Return the number of removed files.
     """
     service_part, files = _mask_numbers(saved.name, service), []
     for path in agent_socket.paths_in(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):
@@ -373,7 +375,7 @@ def _describe_status(status: int | None) -> str:
 
 
 def export_loss_line(lost: Mapping[str, int]) -> str:
-    """Return the message that counts a run's spans that reached neither the collector nor the dataset."""
+    """Return the message with the number of a run's spans that reached neither the collector nor the dataset."""
     counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
     return f"instrument: some data of this run has not arrived at its destination: {counts}"
 
@@ -420,7 +422,8 @@ MOST_NAMED_PROCESSES = 12
 class ReportedProcess(NamedTuple):
     """A line of a run's report on one process, or on a group of `processes`. `path` is the recording, "" for none.
 
-    A process `is_notable` if it vanished or failed, `is_reported` if it printed its own report before others joined.
+    A process `is_notable` if it vanished or failed. It `is_reported` if it printed a report of its own before others
+    joined.
     """
 
     name: str
@@ -464,8 +467,8 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into one of bounded size at `into`, and remove the merged files from its folder. Return the path
-    and the count of unreadable files."""
+    """Merge recordings into one of bounded size at `into`, and remove the merged files from that folder. Return the
+    path and the number of unreadable files."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold

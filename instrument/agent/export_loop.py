@@ -40,7 +40,7 @@ CLAIM_RETRY_S = 1.0
 """Seconds between two attempts to take over the gauges of a process that still reads them itself."""
 
 HANG_S = 10.0
-"""Seconds after which the reading of a gauge counts as hanging, and each process gets a note about that."""
+"""Seconds after which the reading of a gauge counts as hanging. Each process then gets a note about it."""
 
 SHORTEST_INTERVAL_NS = 10**6
 """The shortest allowed time between two readings of a gauge, in nanoseconds."""
@@ -258,7 +258,7 @@ class GaugeThread:
 
 
 def why_in_process(pid: int) -> str:
-    """Return why readings here may differ from readings within a process, "" if they cannot.
+    """Return why readings in this process may differ from readings in process `pid`, "" if they cannot differ.
 
     Processes of another container have other devices, control groups and files, even if they share our process ids.
     """
@@ -300,10 +300,10 @@ BUSY_READ_INTERVAL_S = 0.02
 """Seconds between two reads of all recordings while spans wait to be sent."""
 
 MOST_EXPORTERS = 8
-"""The number of exporters (one thread each) from which on an unused exporter is stopped."""
+"""The number of exporters (one thread each) at which unused exporters are stopped."""
 
 MOST_MESSAGE_CHARACTERS = 1000
-"""The maximum number of characters of a warning that the exporter has the agent print."""
+"""The maximum number of characters of a warning that the agent prints for the exporter."""
 
 
 class _AgentLogHandler(logging.Handler):
@@ -478,7 +478,7 @@ class ExportLoop:
             self._exporters.pop(settings).stop(0)
 
     def _note_settled(self, source: Source) -> None:
-        """Store how far the spans of a recording (`source`) have been sent. The sending thread calls this."""
+        """Store up to which row the spans of a recording (`source`) have been sent. The sending thread calls this."""
         for export in list(self._recordings.values()):
             if export.owns_source(source):
                 export.note_sent()

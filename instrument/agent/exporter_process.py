@@ -31,10 +31,10 @@ ELSEWHERE = "the processes of its container are not to be seen from that of the 
 class Exports:
     """The exporter child, with the recordings that it exports and the processes whose gauges it reads.
 
-    A file in `folder` counts ended processes' spans that may be unsent, in case the agent is killed. `fates` counts
-    spans by outcome, and starts with an earlier agent's file. `selector` is the one of the event loop, `send` sends a
-    message to a process. `changed` is called after the export of a recording, `says` with each message about exports.
-    A process whose export fails is sent `unexported`.
+    A file in `folder` has the number of ended processes' spans that may be unsent. It is needed if the agent is killed.
+    `fates` counts spans by outcome, and starts with an earlier agent's file. `selector` is the one of the event loop,
+    `send` sends a message to a process. `changed` is called after the export of a recording, `says` with each message
+    about exports. A process whose export fails is sent `unexported`.
     """
 
     def __init__(
@@ -144,8 +144,8 @@ class Exports:
             self._child.send({"window": process.number, "begin_ns": begin_ns, "end_ns": end_ns})
 
     def flush(self, process: Process) -> None:
-        """Have the child send the spans that a process has recorded so far. Repeated calls to a busy child count
-        once."""
+        """Have the child send the spans that a process has recorded so far. While the child is busy, repeated calls
+        have the effect of one."""
         if process.number in self._recordings:
             self._to_flush.add(process.number)
             if not self._child.has_waiting:
@@ -309,7 +309,8 @@ class Exports:
         self._changed()
 
     def _send_unexported(self, process: Process) -> None:
-        """Notify a process that its recording is not exported, so that it does not wait for that at its exit."""
+        """Notify a process that its recording is not exported, so that the process does not wait for the export at its
+        exit."""
         if exports_spans(process):
             self._send(process, {"unexported": True})
 

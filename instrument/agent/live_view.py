@@ -30,7 +30,7 @@ from instrument.report.section import Section, Text
 from instrument.report.table import number, rough_percent, safe, share
 
 EVEN_RATIO = 0.9
-"""The ratio of the shortest to the longest window of all processes, below which the windows count as uneven."""
+"""The windows of processes are uneven if the shortest is below this fraction of the longest."""
 
 MOST_TABLE_ROWS = 12
 """The maximum number of rows per table of the screen. Further rows are only counted."""
@@ -275,7 +275,8 @@ def _request_rows(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list
 
 
 def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
-    """Return the ended requests by name. The processes' rates, each within its own window, are added."""
+    """Return the ended requests by name. A rate is the sum of the processes' rates, each of which is measured in the
+    process's own window."""
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in sum_topmost_by_name(part, is_request).items():
@@ -291,8 +292,8 @@ def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[in
 
 
 def _site_rows(tally: Tally) -> tuple[Place, ...]:
-    """Return the called sites by self time, the largest first, without interruptions, which are parts of other
-    calls."""
+    """Return the called sites, sorted by self time with the largest first. Interruptions are left out, because they are
+    parts of other calls."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
     sums = [(name, tally.total(places)) for (name, _), places in tally.lines_by(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)

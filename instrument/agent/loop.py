@@ -46,7 +46,7 @@ class Connection:
     def send(self, message: agent_socket.Message, descriptors: Sequence[int] = ()) -> None:
         """Send a packet, or queue it with copies of its descriptors while the socket is full. Raises nothing.
 
-        Packets to a closed end are dropped. Packets that this end had sent before can still be received.
+        If the other end is closed, packets to it are dropped. Packets that it had sent before can still be received.
         """
         if self._is_deaf:
             return
@@ -217,7 +217,8 @@ class EventLoop:
             self.selector.register(connection, selectors.EVENT_READ)
 
     def _handle_joins(self) -> None:
-        """Handle the joins that wait on new connections, because later messages may be about the joining processes."""
+        """Handle the packets on new connections by which processes join. Later messages may be about these
+        processes."""
         self._accept(0)
         for connection in list(self._silent):
             if connection.is_about_to_join():

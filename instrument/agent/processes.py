@@ -32,7 +32,7 @@ _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 _PIDFD_INFO = struct.Struct("=QQ11Ii")
 
 _EXIT_CODE_FIELD = 49
-"""The index of exit_code in `/proc/PID/stat`, counted after the name of the program (man 5 proc)."""
+"""The index of exit_code among the fields after the program's name in `/proc/PID/stat` (man 5 proc)."""
 
 
 def status_of(exit_fd: int, pid: int) -> int | None:
@@ -74,18 +74,17 @@ recording replaces it. It exits by `os._exit(0)` without an open span, as forked
 class Process:
     """A process that has joined its run with a recording. One process has several if it records several times.
 
-    `facts` are the values that the process sent as it joined, `goodbye` those that it sent as it left.
-    `memory` is the descriptor of its recording, `exit_fd` becomes readable at its end; -1 for none.
-    It `hears` commands once its control thread runs. `switch` is the newest command to record or not.
-    `saved` is the file of its recording for the run's report, unfinished while `is_saving`. The process writes it if
-    `saves_itself`. `link` is a symbolic link to it if it is a capture. A process with `is_reported` printed its own
-    report, and has none. `files` are the profile's files that the agent wrote on behalf of the process.
-    `is_missed`: an earlier agent ended before it saved the recording.
-    `is_elsewhere`: the process is in another process namespace, so it counts as living while it is connected.
-    `ended_ns` is 0 while it lives. `status` is its exit status as in `os.waitpid`, None if unknown.
-    `ports` are ports at which it `listened` and got connections but recorded no request; `has_requests` if it did.
-    `number` names it in messages to the exporter.
-    `memory_events` is the file in which its control group counts `oom_kills`, whose count is that at its join.
+    `facts` are the values that the process sent as it joined, `goodbye` those that it sent as it left. `memory` is the
+    descriptor of its recording, `exit_fd` becomes readable at its end; -1 for none. It `hears` commands once its
+    control thread runs. `switch` is the newest command to record or not. `saved` is the file of its recording for the
+    run's report, unfinished while `is_saving`. The process writes it if `saves_itself`. `link` is a symbolic link to
+    that file if the file is a capture. A process with `is_reported` printed its own report, and has none. `files` are
+    the profile's files that the agent wrote on behalf of the process. `is_missed`: an earlier agent ended before it
+    saved the recording. `is_elsewhere`: the process is in another process namespace, so it counts as living while it is
+    connected. `ended_ns` is 0 while it lives. `status` is its exit status as in `os.waitpid`, None if unknown. `ports`
+    are the ports at which it `listened` and got connections without recording a request. It `has_requests` once it has
+    recorded one. `number` names it in messages to the exporter. `memory_events` is the file in which its control group
+    counts kills for lack of memory. `oom_kills` is the count at the time of its join.
     """
 
     run: Run
@@ -209,10 +208,10 @@ class Run:
         return any(process.pid == self.first and process.goodbye is not None for process in self.processes)
 
     def is_last(self, leaving: Process) -> bool:
-        """Return True if a leaving process is to print the run's report, because no other process could do it later.
+        """Return True if a leaving process must print the run's report, because no other process could print it later.
 
-        Another living process could if it has recorded, or if it is the run's first process. If the standard error of
-        the leaving process is not the run's, the agent prints the report.
+        Another living process could if it has recorded spans, or if it is the run's first process. If the leaving
+        process has another standard error than the run, the agent prints the report.
         """
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False
@@ -243,7 +242,7 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def exit_fd_of_another(variable: str, value: str) -> int:
-    """Find a process that has `variable` with this value in its environment, apart from this one and its children.
+    """Find a process, other than this one and its children, that has `variable` with this value in its environment.
 
     Return a descriptor that becomes readable at its end, -1 for none. A process that has overwritten its environment is
     not found.
@@ -298,9 +297,9 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
 
 
 def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """Return ended processes of an earlier agent whose ends nobody has reported, from their notes.
+    """Return, from their notes, the ended processes of an earlier agent whose ends nobody has reported.
 
-    `run_of` returns the run of a name. Processes that have joined this agent are left out.
+    `run_of` returns the run with a name. Processes that have joined this agent are left out.
     """
     processes = []
     for facts, pid, started in _notes(folder):
@@ -329,7 +328,8 @@ def awaits_others(folder: Path, run: Run) -> bool:
 
 
 def noted_processes(folder: Path) -> tuple[int, int, list[str]]:
-    """Count the living and the ended processes with notes. Return both, and the folders of ended ones' recordings."""
+    """Return the numbers of living and of ended processes with notes, and the folders with the ended processes'
+    recordings."""
     living, ended, folders = 0, 0, dict[str, None]()
     for facts, pid, started in _notes(folder):
         if _is_running(pid, started):

@@ -49,7 +49,8 @@ MOST_SELF_SAVED_ROWS = 10_000
 """The maximum number of spans that an exiting process saves itself. The agent saves a larger recording."""
 
 MOST_ENDED = 16
-"""The number of ended processes per run from which on the older half of them is merged into totals without spans."""
+"""The maximum number of ended processes per run whose spans are kept. Beyond it, the older half is merged into totals
+without spans."""
 
 NONE_JOINED_S = 10.0
 """Seconds after a run's start at which the agent reports that no process has joined."""
@@ -217,8 +218,8 @@ class Runs:
     # ---------------------------------------------------------------- who leaves
 
     def handle_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
-        """Answer a leaving process: the answer has it save its recording, or print the run's report if it is the
-        last."""
+        """Answer the goodbye of a process. The answer asks it to save its recording or, if it is the last process, to
+        print the run's report."""
         connection, run = process.connection, process.run
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
@@ -284,7 +285,8 @@ class Runs:
             self._note_ended(process, GOODBYE)
 
     def note_closed(self, connection: Connection) -> None:
-        """Note that a connection is closed. If its process waited for the run's report, print the report here."""
+        """Handle the end of a connection. If its process was waiting for the run's report, the agent prints the
+        report."""
         process = self._members.pop(connection, None)
         if process is not None and process.connection is connection:
             process.connection, process.hears = None, False
@@ -320,7 +322,8 @@ class Runs:
         self._report_unrecorded(process, "")
 
     def _report_unrecorded(self, process: Process, reason: str) -> None:
-        """Print why a process recorded no requests although it got connections, unless its own report says it."""
+        """Print why a process recorded no requests although it got connections, unless the process's own report says
+        so."""
         if reason and process.facts.get("report"):
             return
         is_asked = process.facts.get("asks_for_requests", True)
@@ -470,9 +473,9 @@ class Runs:
         self._changed()
 
     def _awaits_another(self) -> bool:
-        """Return True if a living process of the agent's own run may still join, and watch for its end.
+        """Return True if a living process of the agent's own run may still join, and watch for the end of that process.
 
-        It is, for example, a daemon that outlives its starter, or a shell that will execute Python.
+        Examples are a daemon that outlives its starter, and a shell that will execute Python.
         """
         if self._another_fd < 0:
             self._another_fd = exit_fd_of_another(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))

@@ -23,11 +23,11 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
 
 SCRAPE_TIMEOUT_S = 10.0
-"""Seconds in which the request of a scrape must arrive, and then seconds in which its answer must be ready."""
+"""Seconds within which the request of a scrape must arrive, and seconds within which the answer must then be ready."""
 
 MOST_SEPARATE, MOST_SUMS = 16, 64
-"""The maximum number of ended processes with separate totals, because another exporter may read their recordings again.
-Older totals are summed per scope and service, in at most `MOST_SUMS` sums."""
+"""The maximum number of ended processes with separate totals, which are needed if another exporter reads their
+recordings again. Older totals are summed per scope and service, in at most `MOST_SUMS` sums."""
 
 ENDED_METRICS_FILE = "metrics.ended"
 

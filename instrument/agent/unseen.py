@@ -39,17 +39,17 @@ _MOST_NEW_IDS = 500
 _INTERPRETER = re.compile(r"(?:python|pypy)[\d.]*t?")
 _OPTIONS = re.compile(rb"-([A-Za-z]*?)([WXmc]|$)(.*)")
 _AUTOSTART = b"/instrument/sessions/autostart"
-"""The end of the PYTHONPATH entry with our `sitecustomize`. The begin differs between installations."""
+"""The end of the PYTHONPATH entry with our `sitecustomize`. Its beginning differs between installations."""
 _ENTRY = os.fsencode(Path(__file__).with_name("entry.py"))
 _OFF = (b"off", b"0", b"false", b"no")
 
 
 @dataclass(eq=False)
 class Unseen:
-    """A count of a run's Python processes without a session, by reason.
+    """A counter of a run's Python processes without a session, by reason.
 
-    `_first` is the run's first process; for 0 nothing is counted. `_joined()` returns the ids of the processes that
-    have joined.
+    `_first` is the run's first process. If it is 0, nothing is counted. `_joined()` returns the ids of the processes
+    that have joined.
     """
 
     _loop: EventLoop
@@ -134,7 +134,7 @@ class Unseen:
                     self._family[pid] = now, why
 
     def _why_no_session(self, process: Path, words: list[bytes]) -> str:
-        """Return the reason why a process has no session, "" if it has one or is no Python process."""
+        """Return the reason why a process has no session. Return "" if it has one, or if it is not a Python process."""
         if not _INTERPRETER.fullmatch((process / "exe").readlink().name) or _ENTRY in words:
             return ""
         options = iter(words[1:])
@@ -244,9 +244,9 @@ class ConnectionWatch:
         self._loop.call_later(wait_s, lambda: self._check_ports(process))
 
     def note_ports(self, process: Process, by_table_of_s: float = 0.0) -> None:
-        """Note the ports at which a process has had connections, including ports that it has closed.
+        """Store the ports at which a process has had connections, including ports that it has closed.
 
-        The system's table of connections is read again if this process has used the last copy, or if that is older
+        The system's table of connections is read again if the last copy was used for this process already, or is older
         than `by_table_of_s`.
         """
         folder = PROC / str(process.pid)

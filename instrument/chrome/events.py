@@ -31,11 +31,11 @@ DEEPEST = 900
 """The maximum depth of nested JSON brackets that is read."""
 
 MOST_TRIES = 4
-"""The maximum number of closing brackets that are tried as a value's end, from the last bracket backwards."""
+"""The maximum number of closing brackets, from the last one backwards, that are tried as the end of a value."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""The number of bytes of a value that are decoded first, and the number of bytes at a text's end that may be a cut
-token."""
+"""The number of bytes of a value that are decoded first, and the number of bytes at the end of a text that may be an
+incomplete token."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
 
@@ -48,7 +48,8 @@ Value = TypeVar("Value")
 
 
 class LeftOut:
-    """Counts the omissions and changes in reading a file by reason, with the first place of each reason."""
+    """Counts what was left out or changed while a file was read, by reason, with the first place in the file for each
+    reason."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
@@ -137,7 +138,8 @@ class JsonText:
 
     def values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
         """Take the available complete values of a list, at least one. Return them decoded, and as text. The decoded
-        result is None if a value is damaged. If the last value is incomplete, the text is all that remains."""
+        result is None if a value is damaged. If the list's last value is incomplete, the text has all that remains of
+        the file."""
         if len(self._text) - self._at < BLOCK_BYTES:
             self._more()
         while True:
@@ -216,7 +218,7 @@ def find_ends(text: bytes | memoryview) -> Iterator[int]:
 Int64 = Annotated[int, msgspec.Meta(ge=-INT64, le=INT64 - 1)]
 
 EXACT_US = 1 << 42
-"""The time in microseconds above which a float cannot distinguish neighbouring nanoseconds."""
+"""The time in microseconds above which a float cannot represent each nanosecond."""
 
 NO_ARGUMENTS = msgspec.Raw(b"{}")
 
@@ -248,7 +250,7 @@ class TraceEvent(msgspec.Struct, gc=False):
 
 
 class TimedEvent(TraceEvent, gc=False):
-    """An event whose times are numbers, NaN where it has none."""
+    """An event whose times are numbers, NaN for a missing time."""
 
     ts: float = np.nan
     dur: float = np.nan
@@ -262,7 +264,7 @@ class ExactEvent(TraceEvent, gc=False):
 
 
 class Remote(msgspec.Struct, omit_defaults=True):
-    """A span's parent in another process, as the file has it."""
+    """A span's parent in another process, in the form in which the file stores it."""
 
     trace_id: str
     span_id: str
@@ -420,7 +422,8 @@ def _floats(time: Callable[[TraceEvent], float], events: Sequence[TraceEvent]) -
 
 
 def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEvent]:
-    """Return the events of a text with damaged events. An irreparable event becomes an empty one."""
+    """Return the events of a text in which some events are damaged. An event that cannot be repaired becomes an empty
+    one."""
     events: list[TraceEvent] = []
     for chunk, is_whole in _chunks(text):
         number = first + len(events)

@@ -47,7 +47,7 @@ DEVICE_PIDS = SPARE_TIDS = 1 << 31
 lanes get thread ids."""
 
 DEEPEST = 511
-"""The maximum depth of slices in a lane. Perfetto draws the 513th level at the top, and the 512th looks the same."""
+"""The maximum depth of slices in a lane. Perfetto draws deeper slices at the top of the lane."""
 
 
 # Processes
@@ -182,10 +182,10 @@ class _Lanes:
 
 
 def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
-    """Return each slice's lane number in its group, from 1, and the slice around it in that lane, or `NONE`.
+    """Return the number of each slice's lane in its group, from 1, and the slice around it in that lane, or `NONE`.
 
-    Each thread, task or stream is a group. Slices are in the order of begin, the longer ones first. `above` is each
-    slice's caller, `NONE` without one. A slice that is not `deep` has fewer than `DEEPEST` ancestors.
+    Each thread, task or stream is a group. Slices are sorted by start time, then by length with the longest first.
+    `above` is each slice's caller, `NONE` without one. A slice that is not `deep` has fewer than `DEEPEST` ancestors.
     """
     number = np.ones(len(groups), dtype=np.int64)
     if not len(groups):
@@ -239,7 +239,8 @@ class Spans:
         self.process = processes.numbers_of(self.thread_id)
 
     def groups(self) -> Int64s:
-        """Return a number per span, from 0, that identifies its thread, or its task within a tree of a process."""
+        """Return a number from 0 for each span. It identifies the span's thread, or the span's task within a tree of a
+        process."""
         threads, groups = ranked(self.thread_id)
         slices = np.flatnonzero(self.is_async)
         if not len(slices):
@@ -301,9 +302,8 @@ def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
 class BatchMarks:
     """Marks on the lanes of requests at the begins of their batches. An arrow leads from the batch to each mark.
 
-    Arrows do not lead from requests to their batch, because a slice has one bind id only. `batch` and `request` are
-    indices of spans, one pair for each request that is open when the batch begins. `left_out` counts all other
-    requests.
+    No arrow leads from a request to its batch, because a slice has only one bind id. `batch` and `request` are indices
+    of spans, one pair for each request that is open when the batch begins. `left_out` counts all other requests.
     """
 
     def __init__(self, spans: Spans) -> None:
@@ -326,7 +326,7 @@ class BatchMarks:
         self.batch, self.request = batch[order], request[order]
 
     def leave_out(self, tied: Sequence[int]) -> None:
-        """Leave out the arrows of tied batches, as another arrow uses their only bind id."""
+        """Leave out the arrows of batches whose only bind id another arrow uses."""
         is_tied = np.isin(self.batch, tied)
         self.left_out += int(is_tied.sum())
         self._keep_pairs(self.batch, self.request, ~is_tied)
@@ -335,10 +335,10 @@ class BatchMarks:
 class Arrows:
     """The arrows of a file's spans and intervals that the format can express.
 
-    Complete events have arrows as events: from callers to `called` spans, and to `launched` intervals. Async slices
-    need a bind id, and a slice has one only. A span's own intervals have precedence, then the spans that it called.
-    `binds` has the source of the arrow of each tied span by the span's index, `ties` that of each tied interval.
-    `left_out` counts the arrows that are not drawn.
+    Complete events have arrows as events: from callers to `called` spans, and to `launched` intervals. Arrows of async
+    slices need a bind id, and a slice has only one. It is used for the span's own intervals, else for the spans that it
+    called. `binds` has the source of the arrow of each tied span by the span's index, `ties` that of each tied
+    interval. `left_out` counts the arrows that are not drawn.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:

@@ -87,7 +87,7 @@ def _read_shape(sizes: object) -> Shape:
 
 
 def _count_product(first: Shape, second: Shape) -> int:
-    """Return the operations of a batch of matrix products, or of products with a vector."""
+    """Return the number of operations of a batch of products: matrix by matrix, or matrix by vector."""
     *batch, rows, inner = first
     *other_batch, inner_too, columns = second if len(second) > 1 else (*second, 1)
     if inner != inner_too or batch != other_batch:
@@ -134,7 +134,8 @@ def _count_convolved(source: Shape, weight: Shape, size: Shape) -> int:
 
 
 def _read_numbers(value: str, dimensions: int) -> list[int]:
-    """Return a number per dimension. A single number applies to all of them. Raises `ValueError` for other text."""
+    """Return a number for each dimension. A single number applies to all dimensions. Raises `ValueError` for any other
+    text."""
     match = _NUMBERS.fullmatch(value)
     if match is None or not match[1]:
         raise ValueError("there are no numbers")
@@ -167,7 +168,8 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _attention_formula(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _attention_formula(backward=True) for name in _ATTENTION},
 }
-"""The functions that count the operations of a call from its shapes and values, by the name of torch's operator."""
+"""The functions that count the operations of a call from the shapes and values of its arguments, by the name of torch's
+operator."""
 
 
 OPERATOR = "cpu_op"
@@ -194,8 +196,8 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""`ABSOLUTE_US` is the lowest time in microseconds that shows that a file's times count from 1970. Then slices at time
-0 are invalid. Up to `MOST_AT_ZERO` slices at time 0 wait for such a time."""
+"""`ABSOLUTE_US` is a time in microseconds. If a file has later times, its times count from 1970, and slices at time 0
+are invalid. Up to `MOST_AT_ZERO` slices at time 0 wait until such a time is read."""
 
 
 class _Facts(NamedTuple):
@@ -561,7 +563,7 @@ class ForeignSlices:
         return trace
 
     def _collect_kernels(self, rows: Rows) -> KernelColumns:
-        """Return the device work by start, each with the call that launched it."""
+        """Return the device work sorted by start time, each with the call that launched it."""
         numbers = column(self._work_numbers).reshape(-1, 6)
         works, firsts = by_first_sight(numbers[:, 0])
         used = [list(self._work)[number] for number in numbers[firsts, 0].tolist()]
@@ -577,7 +579,8 @@ class ForeignSlices:
         return KernelColumns(tuple(names), tuple(kinds), name, kind, *numbers_of)
 
     def _add_flops(self, parent: Int32s, rank: Int32s) -> None:
-        """Add the number of operations to slices as an attribute. Of nested operators only the outermost gets it."""
+        """Add the number of operations to slices as an attribute. Of nested operators, only the outermost gets the
+        attribute."""
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and flops_in(json.loads(text)) > 0
@@ -592,8 +595,8 @@ class ForeignSlices:
 
 _VALUES = frozenset((str, int, float, bool))
 _LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
-"""A regular expression for a list and its key, after another key of arguments without escapes. No match begins within a
-text, because a comma, a colon or a bracket follows the end of each text."""
+"""A regular expression for a list and its key. It is for arguments without escapes, and the list follows another key.
+No match begins within a text, because a comma, a colon or a bracket follows the end of each text."""
 
 
 def are_attributes(args: bytes) -> bool:
@@ -614,7 +617,7 @@ _NO_NUMBER = UNTOLD + 1
 
 
 class _WorkArguments(msgspec.Struct, gc=False):
-    """The arguments of device work and of its launches. Paddle has a key of its own for correlation numbers."""
+    """The arguments of device work and of its launches. Paddle's traces have another key for correlation numbers."""
 
     correlation: Int64 = UNTOLD
     paddles: Int64 = msgspec.field(default=UNTOLD, name="correlation id")

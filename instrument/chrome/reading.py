@@ -37,7 +37,8 @@ LIMIT_KEYS = 1000
 """The maximum number of a trace's top-level keys besides its events."""
 
 LIMIT_BACKWARD = 1000
-"""The maximum number of spans that begin before their parent. With more, as in a damaged file, views take too long."""
+"""The maximum number of spans that begin before their parent. A file with more is damaged, and its views would take too
+long."""
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:

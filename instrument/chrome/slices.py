@@ -210,8 +210,8 @@ class Slices:
 def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
     """Return the parent of each row, `NONE` without one.
 
-    Rows are in the order of begins. A parent is the last row on the same line that began earlier and ends later, or up
-    to `rounding_ns` earlier. A row that crosses another is no child of it. A range of torch.profiler with stacks
+    Rows are sorted by start time. A parent is the last row on the same line that began earlier and ends later, or ends
+    at most `rounding_ns` earlier. A row that crosses another is no child of it. A range of torch.profiler with stacks
     crosses calls: it begins within one call of Python (`__enter__`) and ends within another.
     """
     parent_of_nested = _parents_of_nested(start_ns, end_ns, line)
@@ -413,7 +413,7 @@ def _roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
-"""The bytes that a flat JSON object of texts and numbers can have after its first `{`."""
+"""The bytes that may follow the first `{` of a flat JSON object of texts and numbers."""
 
 
 def _refuse_attributes(text: bytes) -> None:

@@ -42,7 +42,7 @@ REQUESTS = 2
 """The uuid of the parent track of requests. The track has no process, so Perfetto shows it before all processes."""
 
 FURTHER_THREADS, OTHER_TASKS, HOST_COUNTERS, DEVICES = range(4)
-"""The ranks by which Perfetto orders the tracks below the threads of a process."""
+"""The numbers by which Perfetto orders the tracks that it shows below the threads of a process."""
 
 LIMIT_PID = 1 << 31
 """The first number above all process and thread ids."""
@@ -139,7 +139,7 @@ class _Packets:
         return number
 
     def _make_begin(self, site: Site, *, on_device: bool = False) -> Any:
-        """Return the common part of the begins of a site's slices."""
+        """Return the part that the begin events of a site's slices have in common."""
         is_layer = site.kind == "layer" and site.instance
         name, kind = clean(site.instance if is_layer else site.name), "device" if on_device else clean(site.kind)
         event = self._pb.TrackEvent(
@@ -356,9 +356,10 @@ def _set_value(annotation: Any, value: Any) -> None:
 
 
 def _order_edges(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
-    """Yield the begins and ends of slices, lane by lane: the slice's index, is_begin, and is_first of a lane.
+    """Yield the begin and end events of slices, lane by lane: the slice's index, True for a begin, and True for the
+    first event of a lane.
 
-    Begins and ends at one time are in the order of nesting, which viewers need.
+    Events at the same time are in the order of nesting, which viewers need.
     """
     is_first = np.zeros(len(lane), dtype=np.bool_)
     is_first[firsts] = True
@@ -376,7 +377,8 @@ def _order_edges(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple
 class _Arrows:
     """Arrows from a span to its work on another thread, task or device, and from a request to its batches.
 
-    Arrows are numbered from 1, those that leave a span consecutively. An arrow into the past is left out.
+    Arrows are numbered from 1, and those that begin at one span have consecutive numbers. An arrow into the past is
+    left out.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:

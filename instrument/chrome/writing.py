@@ -178,8 +178,9 @@ class Drawing:
     def _collect_span_facts(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
         """Return the columns of `Arguments` after the id, each with a mask of the slices that have the number.
 
-        A slice has its parent if that is not the slice around it, and its root if it differs from the parent's. The
-        first slice of a lane has its task. Times are included if they differ from the total.
+        A slice has its parent's id if the parent is not the slice around it, and its root's id if it differs from the
+        parent's root. The first slice of a lane has the id of its task. Times are included if they differ from the
+        total.
         """
         spans = self._spans
         trace, row = spans.trace, spans.row
@@ -255,7 +256,8 @@ class Drawing:
         return [events[at] for at in order.tolist()]
 
     def _make_arrow_columns(self, sources: Sequence[int | None], places: Iterable[int]) -> tuple[Iterable[Any], ...]:
-        """Return the columns `bind_id`, `flow_out` and `flow_in` of slices, by the source of each slice's arrow."""
+        """Return the columns `bind_id`, `flow_out` and `flow_in` of slices. `sources` has the source of each slice's
+        arrow."""
         if not any(source is not None for source in sources):
             return NOT, NOT, NOT
         pairs = list(zip(sources, places, strict=True))
@@ -435,8 +437,8 @@ def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: s
 
 
 def _make_lane_names(board: Board, counted: set[int], trace: Trace, of_batches: set[int]) -> Iterator[DrawnEvent]:
-    """Yield the names of all lanes and devices. Threads of batches come first, others in the order of the trace's
-    threads."""
+    """Yield the names of all lanes and devices. Threads of batches come first, then the other threads in the order of
+    the trace."""
     order = sorted(trace.threads, key=lambda thread_id: thread_id not in of_batches)
     rank_by_id = {thread_id: position for position, thread_id in enumerate(order)}
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}

@@ -95,7 +95,7 @@ def add(verbs: Verbs) -> None:
 
 
 def compare(options: argparse.Namespace, host: list[str]) -> int:
-    """Print what changed. Returns the exit code of the gate."""
+    """Print the changes. Returns the exit code of the gate."""
     baseline = Path(options.baseline) if options.baseline else None
     if len(options.sides) != (1 if baseline else 2):
         names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
@@ -140,7 +140,7 @@ def compare(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
-    """Read one side of the comparison: its run or, with `--all`, each of its runs."""
+    """Read the recordings before or after the change: one run or, with `--all`, each of several runs."""
     from instrument.report.view import Recording
 
     def say(sentence: str) -> None:

@@ -142,7 +142,7 @@ def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
-    """Return, by pid, the answers of this user's processes that an agent knows."""
+    """Send a request to this user's processes that an agent knows. Return their answers by pid."""
     answers: dict[str, Answer | None] = {}
     try:
         with client.find_runs(options.run if options.pid is None else str(options.pid)) as runs:
@@ -160,7 +160,7 @@ def _ask_processes(request: Request, options: argparse.Namespace) -> dict[str, A
 
 
 def _is_selected(member: client.Member, options: argparse.Namespace) -> bool:
-    """Return True if the options select a process: by its profile's file or by --pid, or because they name neither."""
+    """Return True if the options select a process by its profile's file or by --pid, or if they name neither."""
     if not options.profile or options.pid is not None:
         return True
     try:

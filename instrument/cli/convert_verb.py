@@ -106,7 +106,7 @@ def form_of(target: Path) -> str:
 
 
 def write_or_explain(target: Path, action: Callable[[], object]) -> None:
-    """Call `action`, which writes a file. Raises the system's refusal as a `TraceError` with the file's name."""
+    """Call `action`, which writes a file. If the system refuses that, raise a `TraceError` with the file's name."""
     try:
         action()
     except OSError as problem:
@@ -116,8 +116,8 @@ def write_or_explain(target: Path, action: Callable[[], object]) -> None:
 def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
     """Write the tables of all files to a dataset's folder, and print the paths of its files.
 
-    A second conversion replaces the files of the first. An output that ends in `.parquet` is a single file, which has
-    only the table of spans.
+    A second conversion replaces the files of the first one. An output that ends in `.parquet` is a single file, which
+    has only the table of spans.
     """
     from hashlib import blake2b
 
@@ -153,7 +153,7 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
-    """Write files as OTLP, by wall clock time. Each process is a resource. A request's tree may span several."""
+    """Write files as OTLP, in wall clock time. Each process is a resource, and a request may have spans in several."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.packed_spans import SpanIds, SpanPacker
     from instrument.otlp.service_sdk import resource_of

@@ -1,4 +1,4 @@
-"""The verb `init` observes a service and writes a first profile for it."""
+"""`instrument init`: observe a service, and write a first profile for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ END_S = 30.0
 """The seconds after SIGTERM in which the command must end before it is killed."""
 
 OTHERS_S = 5.0
-"""Seconds after the command's end until its other processes must have reported what they observed."""
+"""Seconds after the command's end in which its other processes must have reported their observations."""
 
 OBSERVING = """\
 service: init
@@ -115,7 +115,7 @@ def _write_profile(path: Path, text: str, *, replaces: bool) -> None:
 
 
 def _observe_command(words: list[str], for_ns: int | None, *, to_stderr: bool) -> tuple[Observation, int]:
-    """Run a command and record its own functions. Return what its processes observed, and its exit code."""
+    """Run a command and record its own functions. Return the observations of its processes, and its exit code."""
     if OFF:
         raise InstrumentError(f"init: the environment has {OFF}, so the command would not be observed; unset it")
     names = own_modules(words, Path.cwd())
@@ -149,7 +149,7 @@ def _observe_command(words: list[str], for_ns: int | None, *, to_stderr: bool) -
 
 
 def _await_command(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
-    """Wait until a command ends, and end it after `for_ns`. Returns its exit code, and True if it had to be ended."""
+    """Wait until a command ends, or end it after `for_ns`. Return its exit code, and True if it had to be ended."""
     try:
         return child.wait(None if for_ns is None else for_ns / 1e9), False
     except subprocess.TimeoutExpired:

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 LEAST_BYTES = 500_000_000
-"""The smallest memory limit, in bytes, of a command that reads files. Large files raise it."""
+"""The smallest memory limit, in bytes, of a command that reads files. Large files raise the limit."""
 
 COMMAND_BYTES = 150_000_000
-"""Bytes that a command uses before it reads files. If the calling program uses more, the difference is added."""
+"""Bytes that a command uses before it reads files. If the calling program uses more, the limit is higher."""
 
 SHARE_OF_DATA = 0.9
 """The share of the memory limit that is set as RLIMIT_DATA, which does not count libraries and stacks."""
@@ -45,9 +45,10 @@ def limit_bytes(files: Sequence[str]) -> int:
 
 @contextmanager
 def limit_memory(verb: str, files: Sequence[str], asked_bytes: int | None) -> Iterator[None]:
-    """Limit the memory of the process, to what the user asks for or by the sizes of the trace files.
+    """Limit the memory of the process within a block.
 
-    Raises `InstrumentError` in the block if the files need more, as malicious or very large ones do.
+    The user may set the limit, else it depends on the sizes of the trace files. Raises `InstrumentError` in the block
+    if the files need more memory, as malicious or very large files do.
     """
     bound = asked_bytes or limit_bytes(files)
     limit = int(bound * SHARE_OF_DATA) + max(0, _used_bytes() - COMMAND_BYTES)
@@ -94,7 +95,7 @@ CLOCKS = ("monotonic", WALL)
 CLOCK = "wall: join files of several machines by the time of day, even if the accuracy of the clocks is unknown"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
-"""The suffixes of the files that are read in a folder. Of files that differ only in the suffix, the first is read."""
+"""The suffixes of files that are read in a folder. If files differ only in the suffix, the first one here counts."""
 
 
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:
@@ -109,9 +110,10 @@ def find_files(verb: str, options: argparse.Namespace) -> list[str]:
 
 
 def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
-    """Return the files that paths mean. A folder means its files of `run`, of the newest run, or all (`is_of_all`).
+    """Return the files that paths name.
 
-    `say` is called with a sentence on the runs that are left out.
+    A folder means its files of `run`, of its newest run or, with `is_of_all`, for all its files. `say` is called with a
+    sentence on the runs that are left out.
     """
     files: list[str] = []
     for path in paths:
@@ -178,7 +180,7 @@ def read_saved(path: str) -> Saved:
 def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
     """Add the arguments that name files, and the options for merging and for memory.
 
-    `runs` is the help on arguments that are no files. If it is given, no argument is required.
+    `runs` is the help text on arguments that do not name files. If it is given, no argument is required.
     """
     parser.add_argument("traces", nargs="*" if runs else "+", metavar="FILE", help=f"{FILES}{runs}")
     several = parser.add_mutually_exclusive_group()
@@ -194,7 +196,7 @@ def add_files(parser: argparse.ArgumentParser, runs: str = "") -> None:
 
 
 def load_libraries() -> None:
-    """Import all libraries that read files before memory is limited, because imports may fail within the limit."""
+    """Import all libraries that read files. Memory is limited afterwards, because imports may fail within the limit."""
     # Nothing here multiplies matrices, and each of OpenBLAS's threads takes bounded memory.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from instrument.chrome import reading  # noqa: F401
@@ -243,7 +245,7 @@ class FilesOfRun:
 
 
 def group_runs(files: Mapping[str, Trace]) -> list[FilesOfRun]:
-    """Return the runs of some files, the newest last. Files that name no run are grouped by process and time."""
+    """Return the runs of the given files, the newest last. Files that name no run are grouped by process and time."""
     runs: list[tuple[FilesOfRun, set[object]]] = []
     for path, facts in sorted(files.items(), key=lambda item: item[1].origin.realtime_of(item[1].start_ns)):
         newest = max([part.facts for part in facts.processes] or [facts], key=attrgetter("end_ns"))

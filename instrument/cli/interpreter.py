@@ -76,7 +76,7 @@ def _is_in_foreground() -> bool:
 
 
 class Command(NamedTuple):
-    """The `words` that run a user's command, and a `note` on what of it is not recorded, "" if all is."""
+    """The `words` that run a user's command, and a `note` on the parts that are not recorded, "" if all parts are."""
 
     words: list[str]
     note: str = ""
@@ -148,9 +148,10 @@ _SERVERS = frozenset(("uvicorn", "gunicorn", "hypercorn", "granian", "flask", "f
 
 
 def name_service(words: Sequence[str]) -> str:
-    """Return the name of the service: of its project, else of its app, module, script or folder.
+    """Return the name of the service.
 
-    General names, such as `app` and `main`, are used only if there is no other.
+    It is the name of the project or, without one, of the app, module, script or folder. General names, such as `app`
+    and `main`, are used only if there is no other name.
     """
     project = Path("pyproject.toml")
     if project.is_file():

@@ -60,9 +60,9 @@ class LoadedTrace:
         return request_life(self.recording, key, Options.of(options))
 
     def explain(self, request: str | None = None, **choice: Any) -> Explanation:
-        """Return the cause of a slow request: of the one with a key, else of the slowest one, or of a window.
+        """Return the cause of the time of a slow request (by key, else the slowest one) or of a window.
 
-        `choice` has `endpoint`, `since_ns` and `until_ns`. With `slowest=None` a time explains the whole window.
+        `choice` has `endpoint`, `since_ns` and `until_ns`. With `slowest=None` a time selects a whole window.
         """
         from instrument.report.explanation import RequestChoice, explain
         from instrument.report.view import Options
@@ -120,9 +120,9 @@ def load(
 ) -> LoadedTrace:
     """Read recordings and Chrome traces, or a folder of them, as one trace: `instrument.load("traces").spans`.
 
-    Of a folder the files of `run` are read, else of its newest run, or with `all_runs` all files. `clock` is as in
-    `instrument report`. `frames` names the library of data frames, by default the first of `FRAMES` that is installed.
-    Raises `TraceError` for unreadable files.
+    If `path` is a folder, the files of `run` are read, else those of its newest run or, with `all_runs`, all files.
+    `clock` is as in `instrument report`. `frames` names the library of data frames, by default the first of `FRAMES`
+    that is installed. Raises `TraceError` for unreadable files.
     """
     if not paths:
         raise InstrumentError("load: there is no path; give a file or a folder")
@@ -132,7 +132,8 @@ def load(
 
 
 def compare(before: Source | Sources, after: Source | Sources, **options: Any) -> Comparison:
-    """Compare two sides, such as `instrument.compare("before", "after")`. Each is a path, a trace, or a list of runs.
+    """Compare recordings before and after a change, such as `instrument.compare("before", "after")`. Each argument is a
+    path, a trace, or a list of runs.
 
     The options are those of `instrument.summary`. It needs `instrument-sdk[compare]`.
     """

@@ -130,7 +130,7 @@ def report(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _read_named_run(options: argparse.Namespace) -> RunRead | None:
-    """Read the running service that is named instead of files: by `--run` alone, or by a name that no file has."""
+    """Read the running service that the options name in place of files: by `--run`, or by a name that no file has."""
     names = options.traces or [options.run]
     if options.traces and (options.run or len(names) > 1 or "/" in names[0] or Path(names[0]).exists()):
         return None

@@ -1,8 +1,9 @@
 """The verb `run` starts a service under a profile.
 
-It replaces its own process by the service. But in a container it may be the first process, whose end ends all others.
-There it starts the service as a child in its own process group, gives it the terminal, and stays as parent of service
-and agent. It forwards signals to the service, reaps orphaned children, and exits with the service's exit code.
+It replaces its own process by the service. But in a container it may be the first process, and all others end with that
+one. In this case it starts the service as a child in a process group of its own, gives it the terminal, and remains the
+parent of service and agent. It forwards signals to the service, reaps orphaned children, and exits with the service's
+exit code.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _name_run() -> str:
-    """Return a new name for this run. If a run encloses it, wait until their names, which contain the time, differ."""
+    """Return a new name for this run, with the time. Inside another run, wait until the names of both runs differ."""
     while (name := environment.new_run()) == os.environ.get(environment.RUN_VARIABLE):
         time.sleep(0.05)
     return name
@@ -160,7 +161,8 @@ def _describe_variables(profile: Profile) -> list[str]:
 
 
 def _describe_files(profile: Profile) -> Iterator[str]:
-    """Yield sentences on when files are written, and on the commands that show the service before."""
+    """Yield sentences on the time at which files are written, and on the commands that show the service before that
+    time."""
     writes_traces = profile.export.chrome is not None or profile.export.recording is not None
     if writes_traces:
         yield "trace files are written as each process ends"

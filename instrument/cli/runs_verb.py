@@ -166,7 +166,7 @@ def save_run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 class RunRead(NamedTuple):
-    """A run, the recordings of its processes up to now, and the number of processes that have ended without one."""
+    """A run, the recordings of its processes up to now, and the number of ended processes without a recording."""
 
     name: str
     read: list[Saved]

@@ -1,7 +1,8 @@
 """A substitute for the profiler of Paddle's fluid: ``start_profiler("All", "OpDetail")``, ``stop_profiler("total")``.
 
 Differences: the profiler neither synchronises a device nor launches a kernel. With the state `All`, the column Total is
-the union of host and device time, not their sum. `profile_path` becomes a Chrome trace. A running session is used.
+the union of host and device time, not their sum. The file at `profile_path` is a Chrome trace. If a session is already
+running, it is used.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
 
 
 def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
-    """Stop recording, if it is on. Print a report of all threads and of each, and write a Chrome trace."""
+    """Stop recording, if it is on. Print a report on all threads together and on each, and write a Chrome trace."""
     global _run
     _check_choices(sorted_key=(sorted_key or "default", SORTED_KEYS))
     with _lock:
@@ -96,7 +97,7 @@ def _report_text(recording: Recording, options: Options) -> str:
 
 
 def reset_profiler() -> None:
-    """Drop the spans up to now, such as those of the first iterations. Of open spans, the time from now on counts."""
+    """Drop the spans up to now, such as those of the first iterations. An open span counts from now on."""
     with _lock:
         if _run is not None:
             _run.since_ns, _run.counts_all = time.monotonic_ns(), False

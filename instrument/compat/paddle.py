@@ -166,7 +166,7 @@ class RecordEvent:
 
 
 class _Exporter(InBackground):
-    """A writer of windows in the background. A handler may also call it with a profiler: it then writes at once."""
+    """A writer of windows in the background. If a handler of the user calls it with a profiler, it writes at once."""
 
     def __call__(self, ready: Profiler | Window) -> object:
         window = ready.window if isinstance(ready, Profiler) else ready
@@ -174,7 +174,7 @@ class _Exporter(InBackground):
 
 
 def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
-    """Return a handler that writes a Chrome trace per window, named by worker or service, by process and window."""
+    """Return a handler that writes a Chrome trace per window. Worker or service, process and window name the file."""
     return _Exporter(chrome_files(dir_name, worker_name))
 
 
@@ -189,7 +189,7 @@ class Profiler(_Profiler):
     """A substitute for `paddle.profiler.Profiler`, which passes its arguments on to `instrument.Profiler`.
 
     `targets` default to host and GPU. In a `scheduler` ``(start, end)`` a start below 0 counts as 0. `on_trace_ready`
-    gets this object, whose `window` is the recorded one. If a handler calls `stop`, recording stops after the step.
+    gets this object, whose `window` is the recorded window. If a handler calls `stop`, recording stops after the step.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ def _views_text(
     time_unit: str,
     views: SummaryView | Iterable[SummaryView] | None,
 ) -> str:
-    """Return the text of the views in Paddle's order, by default of all. Memory is left out if none was profiled."""
+    """Return the text of the given views, by default of all, in Paddle's order. Memory is left out if not profiled."""
     if views is None:
         hidden = () if recording.trace.allocations else (SummaryView.MemoryView,)
         views = [view for view in SummaryView if view.value in VIEWS and view not in hidden]

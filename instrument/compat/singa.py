@@ -2,11 +2,12 @@
 
 Verbosity 0 prints nothing, and 1 prints the times of forward and backward. Verbosity 2 prints a line per operator in
 the order of execution, and 3 only operators of communication. An iteration begins with the first forward after a
-backward or an optimizer. Without these, each forward begins one. `EndIteration`, which SINGA lacks, marks the ends of
-iterations instead. Differences: the profiler neither uses nor synchronises a device; it times spans. Averages are over
-the timed iterations, whose number is printed. Backward excludes the optimizer and gaps, which the view `phases` shows.
-A missing phase prints `-`. If no session runs, one begins with the profile in `INSTRUMENT_PROFILE`, else with phases,
-layers, communication and copies. If torch is imported, torch.profiler records operators until the first print.
+backward or an optimizer. Without these, each forward begins one. A program may instead mark the ends of iterations by
+`EndIteration`, which SINGA lacks. Differences: the profiler neither uses nor synchronises a device; it times spans.
+Averages are over the timed iterations, whose number is printed. Backward excludes the optimizer and gaps, which the
+view `phases` shows. A missing phase prints `-`. If no session runs, one begins with the profile in
+`INSTRUMENT_PROFILE`, else with phases, layers, communication and copies. If torch is imported, torch.profiler records
+operators until the first print.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class Device:
 
 
 def _split_iterations(trace: Trace) -> list[Step]:
-    """Split a trace into iterations: at each forward after a backward or an optimizer, or else at each forward."""
+    """Split a trace into iterations: at each forward that follows a backward or an optimizer. Without these, split it
+    at each forward."""
     by_thread: dict[int, list[tuple[Span, str]]] = {}
     for span in trace.spans:
         phase = phase_of(span.site)
@@ -161,7 +163,8 @@ def _split_iterations(trace: Trace) -> list[Step]:
 def _mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
     """Return the mean times of operators in the order of execution, and the number of timed iterations.
 
-    A key has an operator's name, kind and number of earlier calls in the iteration. Times include operators inside.
+    A key has an operator's name, its kind, and the number of its earlier calls in the iteration. Times include inner
+    operators.
     """
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {
@@ -190,7 +193,7 @@ def _mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], 
 
 
 def _is_printed(span: Span, by_id: Mapping[int, Span]) -> bool:
-    """Return True if the report has a line for an operator. It has none for layers and operators inside others."""
+    """Return True if the report has a line for an operator. Layers, and operators inside other operators, have none."""
     if not is_operator(span.site):
         return span.site.kind in IN_ORDER and span.site.kind != "layer"
     around = [outer.site for outer in _ancestors(span, by_id) if is_operator(outer.site)]

@@ -56,7 +56,7 @@ _BOOLS: Mapping[str, bool] = {
 
 
 class Flags:
-    """Theano's flags as attributes. To set an unknown flag only logs a warning."""
+    """Theano's flags as attributes. Setting an unknown flag only logs a warning."""
 
     def __init__(self, prefix: str = "", **values: Any) -> None:
         vars(self).update(values, _prefix=prefix)
@@ -158,7 +158,7 @@ class ProfileStats:
 
 _profiles: list[ProfileStats] = []
 _function_counts: Counter[tuple[object, ...]] = Counter()
-"""The number of functions with the same site. From the second on, a function has its number in its name."""
+"""The number of functions with the same site. From the second function on, its number is added to its name."""
 
 _lock = threading.RLock()
 
@@ -183,7 +183,7 @@ class _TorchRun:
             self._since_ns = time.monotonic_ns()
 
     def end(self) -> Tally:
-        """End torch.profiler. Return the tally of the calls while it was on, with torch's operators."""
+        """End torch.profiler. Return the tally of the calls while torch.profiler was on, with torch's operators."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None
@@ -249,7 +249,7 @@ def function(
 
 
 def _attach_profile(target: Any, stats: ProfileStats) -> Any:
-    """Set the function's attribute `profile`, and return it. Wrap it first if it takes none, like a bound method."""
+    """Set the attribute `profile` of a function, and return the function, wrapped first if it takes no attributes."""
     try:
         target.profile = stats
     except (AttributeError, TypeError):
@@ -350,7 +350,7 @@ def _refuse_trace() -> Trace:
 
 
 def _tally_below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
-    """Return the part of a tally inside calls of the sites. Its call paths begin at such a call, or with `root`."""
+    """Return the part of a tally inside calls of the sites. Call paths begin with such a call, or with `root`."""
     keys_of_sites = {site.key for site in sites}
 
     def below(path: CallPath) -> CallPath | None:

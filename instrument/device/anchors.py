@@ -23,7 +23,8 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The maximum readings per anchor, polls per reading and ns per reading. A device that exceeds one of them is busy."""
+"""The maximum readings per anchor, polls per reading, and ns per reading. A device that exceeds one of the limits is
+busy."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -40,10 +41,11 @@ DRIFT = OSCILLATORS + SLEW
 """The maximum drift of a device's clock from the host's that is assumed until a second anchor measures it."""
 
 WANDER = 10e-6
-"""The maximum change, within seconds, of the ratio of two oscillators' rates (10 ppm). Temperature causes it."""
+"""The maximum change, within seconds, of the ratio of two oscillators' rates (10 ppm). Changes of temperature cause
+it."""
 
 JUMP = 2e-3
-"""The deviation of a clock's rate from 1 above which the clock was set or stopped. Drift is smaller."""
+"""A clock was set or stopped if its rate deviates from 1 by more than this. Drift is smaller."""
 
 READINGS = 3
 
@@ -54,7 +56,7 @@ _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
 
 class AnchoredMoment(NamedTuple):
-    """The host time of an event, with its uncertainty. `near` is True within `FARTHEST_NS` of an anchor."""
+    """The host time of an event, with its uncertainty. `near` is True if an anchor is at most `FARTHEST_NS` away."""
 
     at_ns: int
     uncertainty_ns: int
@@ -62,8 +64,8 @@ class AnchoredMoment(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """A linear clock for events after the newest anchor: it begins at `host_ns`, and adds `rate` host ns per device ns.
-    A time has the uncertainty `uncertainty_ns`, plus `wander` for each device ns."""
+    """A linear clock for events after the newest anchor. It begins at `host_ns`, and adds `rate` host ns per device ns.
+    The uncertainty of a time is `uncertainty_ns`, plus `wander` per device ns since the anchor."""
 
     host_ns: int
     rate: float
@@ -90,8 +92,8 @@ class Lead(NamedTuple):
 class Anchor:
     """An event with a known host time. `rate` is the host ns per device ns up to the next anchor, 0 without one.
 
-    `lead` is the lead of the host's clock over the raw clock, `lead_rate` the lead's gain per ns up to the next anchor.
-    `bend_ns` is the difference of that gain from the gain at the earlier rate.
+    `lead` is the lead of the host's clock over the raw clock, and `lead_rate` the growth of that lead per ns up to the
+    next anchor. `bend_ns` is by how much this growth differs from the growth at the earlier rate.
     """
 
     event: Any
@@ -133,8 +135,8 @@ class Anchors:
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
     def renew(self) -> int:
-        """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error. A
-        burst ends with the first event that does not happen in time, because its queue is busy."""
+        """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error. The
+        readings end with the first event that does not happen in time, because the device's queue is busy then."""
         driver = self._driver
         if self._stream is None:
             error, self._stream = driver.new_stream()
@@ -220,7 +222,8 @@ class Anchors:
         return 0
 
     def _note_lead(self, before: Anchor, anchor: Anchor) -> None:
-        """Note the host clock's gain on the raw clock per ns between two anchors, and the change of that rate."""
+        """Store how much the host's clock gained on the raw clock per ns between two anchors, and the change of that
+        rate."""
         passed_ns = anchor.lead.at_ns - before.lead.at_ns
         if passed_ns <= 0:
             return
@@ -301,7 +304,8 @@ class Anchors:
         return 1.0, DRIFT, False
 
     def least_ns(self) -> tuple[int, int]:
-        """Return the driver's error, and the shortest ns between two events without work in between."""
+        """Return the driver's error, and the shortest measured time in ns between two events without work in
+        between."""
         driver = self._driver
         least_ns = 0
         while len(self._spare) < 2:

@@ -30,8 +30,8 @@ from instrument.runtime.faults import FAULTS
 T = TypeVar("T")
 
 Reading = Callable[[int, int, int], tuple[int, int, int]]
-"""A function that records an event and polls for it. It maps (event, stream, most ns) to (the driver's error, host time
-before the record, host time after the event)."""
+"""A function that records an event and polls for it. Its arguments are event, stream, and maximum ns. It returns the
+driver's error, the host time before the record, and the host time after the event."""
 
 CAPTURING = 1_000_000
 """The result, in place of a driver's error, for a stream that a graph captures. Nothing was recorded then."""
@@ -42,7 +42,8 @@ UNKNOWN = 999
 NO_CONTEXT = 201
 BAD_HANDLE = 400
 LEGACY, PER_THREAD = 1, 2
-"""The second handles of two streams: the legacy default stream, and the calling thread's own default stream."""
+"""The handles by which two streams are also known: the legacy default stream, and the calling thread's own default
+stream."""
 
 CAPTURE_ERRORS = frozenset(range(900, 909))
 """The driver's errors about a running capture, after which the device still works."""
@@ -70,8 +71,9 @@ def why_absent() -> str:
 
 
 def misfit(bindings: str, driver: int) -> str:
-    """Return, as a sentence, the reason why bindings do not fit a driver, with the remedy; "" if they fit. `bindings`
-    is a version, "" for none. `driver` is the newest CUDA of the driver, 13010 for 13.1, 0 if unknown."""
+    """Return a sentence that says why bindings do not fit a driver, and what to do. Return "" if they fit. `bindings`
+    is a version, "" for none. `driver` is the newest CUDA version that the driver supports, such as 13010 for 13.1, 0
+    if unknown."""
     if not bindings:
         return "cuda-bindings is not installed; install instrument-sdk[cuda]"
     major = int(bindings.partition(".")[0])
@@ -179,7 +181,7 @@ class CudaDriver:
 
     def _call_driver(self, function: Callable[..., tuple[Any, ...]], *arguments: Any) -> tuple[int, Any]:
         """Call a function of the bindings. Return the driver's error, and the value if there is one. The bindings raise
-        for an error number of a newer driver that they do not know."""
+        an exception for an error number of a newer driver that they do not know."""
         try:
             error, *values = function(*arguments)
         except (KeyError, ValueError) as unknown:
@@ -230,7 +232,8 @@ class CudaDriver:
             self.pop()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Run a call that creates driver objects on a thread of the service, without breaking a graph's capture."""
+        """Run a call that creates driver objects on a thread of the service. It does not break the capture of a
+        graph."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
         error, mode = self._call_driver(exchange, driver.CUstreamCaptureMode(_RELAXED))
@@ -292,8 +295,8 @@ class CudaDriver:
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Return the error, the length and the begin in ns of each pair of events, up to the first pair that has not
-        ended. The begin counts from the event `anchor`, and is 0 without an anchor."""
+        """Return the error, the length and the start in ns of each pair of events, up to the first pair that has not
+        ended. The start counts from the event `anchor`, and is 0 without an anchor."""
         events = [int(event) for pair in pairs for event in pair]
         lengths = self._measure(0 if anchor is None else int(anchor), events)
         return [(error, round(device_ms * 1e6), round(offset_ms * 1e6)) for error, device_ms, offset_ms in lengths]
@@ -382,7 +385,8 @@ class NumbaStreams:
         return getattr(self._thread, "stream", None)
 
     def install(self, numba_cuda: Any) -> Callable[[], None]:
-        """Note streams from now on. Return the undo. A numba without these functions is left alone."""
+        """Note streams from now on. Return a function that undoes this. A version of numba without the needed functions
+        is left unchanged."""
         name = numba_cuda.__name__
         kernel = getattr(sys.modules.get(f"{name}.dispatcher"), "_Kernel", None)
         driver = sys.modules.get(f"{name}.cudadrv.driver")
@@ -398,7 +402,7 @@ class NumbaStreams:
         return undo
 
     def _wrap_to_note(self, owner: Any, name: str, place: int) -> Callable[[], None]:
-        """Wrap a function so that it first notes its stream, the argument at index `place`."""
+        """Wrap a function so that it first notes its stream, which is the argument at index `place`."""
         function, thread, default = getattr(owner, name), self._thread, self._default
 
         @functools.wraps(function)

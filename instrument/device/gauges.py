@@ -51,8 +51,8 @@ class TorchMemory:
         self._began = False
 
     def read(self, rarely: bool) -> list[tuple[int, Values]]:
-        """Return the gauges of each device that torch uses, at the first call and at calls with `rarely`. Return none
-        otherwise."""
+        """Return the gauges of each device that torch uses, at the first call and at calls with `rarely`. Return an
+        empty list at other calls."""
         torch = sys.modules.get("torch")
         native: Any = getattr(torch, "_C", None)
         stats_of = getattr(native, "_cuda_memoryStats", None)
@@ -83,7 +83,7 @@ RARELY_NS = 10 * 10**9
 processes took 4.5 ms in a measurement. At every 25 ms this delayed the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
-"""The minimum ns from the newest reading of a share or a rate to one more reading at the session's end."""
+"""The minimum ns between the newest reading of a share or a rate and an additional reading at the session's end."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -97,8 +97,9 @@ _Read = Callable[[int, bool], bool]
 class GaugeSources:
     """Reads the gauges of this process or of another one, as the profile's `device` selects them.
 
-    `keep` receives each reading. One thread calls all methods except `prepare`, `gpus` and `notes`. It has the lock
-    `inside` while it calls NVML or torch's allocator. `environ` has the variables of the process that select its GPUs.
+    `keep` receives each reading. One thread calls all methods except `prepare`, `gpus` and `notes`. This thread has the
+    lock `inside` while it calls NVML or torch's allocator. `environ` has the variables of the process that select its
+    GPUs.
     """
 
     _is_spoilt = False
@@ -352,8 +353,8 @@ class Gauges(GaugeSources):
             self.reasons.append(f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left")
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Drop the parent's readings and begin again, or with `begins=False` only prepare to. The child does not close
-        the parent's handles, because the driver would close them for the parent, too."""
+        """Drop the parent's readings and begin to read again. With `begins=False`, only prepare for that. The child
+        does not close the parent's handles, because the driver would close them for the parent, too."""
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
         self._begin(self._settings)

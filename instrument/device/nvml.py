@@ -44,7 +44,8 @@ GPM_METRICS: dict[str, tuple[str, float]] = {
     "nvlink_sent": ("NVLINK_TOTAL_TX_PER_SEC", MIB),
     "nvlink_received": ("NVLINK_TOTAL_RX_PER_SEC", MIB),
 }
-"""The gauges that GPM measures (GPUs from Hopper on), each with NVML's name and the factor to our unit."""
+"""The gauges that GPM measures (GPUs from Hopper on), each with its name in NVML and the factor that converts it to our
+unit."""
 
 Values = dict[str, float | None]
 
@@ -228,7 +229,7 @@ class Nvml:
         return values
 
     def _stop_failed(self, nvml: Any, gpu: Gpu, device: NvmlDevice, names: Sequence[str], error: Exception) -> None:
-        """Stop reading what a failed call read: all gauges, those of one GPU, or those of the call, depending on the
+        """Stop reading gauges after a failed call: all gauges, those of one GPU, or those of the call, depending on the
         error."""
         code = getattr(error, "value", nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         if code == nvml.NVML_ERROR_UNINITIALIZED:
@@ -291,7 +292,7 @@ class Nvml:
         return {"memory_of_process": sum(sizes) if sizes else None}
 
     def _read_gpm(self, nvml: Any, device: NvmlDevice, now_ns: int) -> Values:
-        """Read the device's performance counters since the last sample, nothing if that sample is too recent."""
+        """Read the device's performance counters since the last sample. Read nothing if that sample is too recent."""
         handle = device.handle if device.parent is None else device.parent
         if not device.gpm:
             if not nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
@@ -399,8 +400,8 @@ def _find_instances(nvml: Any, handle: Any) -> Sequence[NvmlDevice]:
 
 
 def _read_memory_info(nvml: Any, device: NvmlDevice) -> Any:
-    """Read the memory by the second version of NVML's call, which omits the driver's own memory as nvidia-smi does,
-    else by the first."""
+    """Read the memory by the second version of NVML's call, which leaves out the driver's own memory as nvidia-smi
+    does. If it is missing, use the first version."""
     if "v2" not in device.absent:
         try:
             return nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)

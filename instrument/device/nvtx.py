@@ -22,7 +22,8 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""The maximum number of sites with an own NVTX name, as a tool never frees a name. Further sites share one per kind."""
+"""The maximum number of sites with an NVTX name of their own, because a tool never frees a name. Further sites share
+one name per kind."""
 
 Begin = Callable[[Any, Any, int], Any]
 """A function that begins to time a span: (site, attributes, span id) -> pair or None."""
@@ -41,7 +42,7 @@ class Ranges:
         self.reason = ""
 
     def install(self) -> Callable[[], None]:
-        """Open a range for each span from now on, if a tool is attached. Return the undo."""
+        """Open a range for each span from now on, if a tool is attached. Return a function that undoes this."""
         if not os.environ.get(VARIABLE):
             return _nothing
         try:
@@ -132,7 +133,8 @@ class Range:
             self._pair.resume()
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """End the range of an ended span. `ring` has the span's row, and `index` is its node in the tally."""
+        """End the range of an ended span. `ring` has the span's row. `index` is the node of the span's call path in the
+        tally."""
         self._end()
         if self._pair is not None:
             self._pair.end(ring, index, span_id, start_ns, end_ns)

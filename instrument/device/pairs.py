@@ -20,8 +20,7 @@ from instrument.runtime.cheap_start import NamedTuple
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The number of streams in a context above which the state of idle streams is dropped. At most this many streams
-remain."""
+"""The maximum number of streams per context whose state is kept. Beyond it, the state of idle streams is dropped."""
 
 
 class Times(Protocol):
@@ -50,11 +49,11 @@ class DeferredTimes(NamedTuple):
 class Pair:
     """A pair of events from a context's pool, before and after a span's work on a stream.
 
-    The recorder refers to an open span's first pair, the `whole`. A generator has a further pair for each later step,
-    which refers to the `whole`. The `whole` returns to the pool last. The span's threads count `begun` pairs, the
-    resolver `taken` ones. An ended span's device time is counted with its last pair. Host times are 0 until known. A
-    `handle` may be reused for another stream, but the number `stream` is unique. `thread_id` is set for a handle that
-    means another stream on each thread.
+    The recorder refers to an open span's first pair, which is called the `whole`. A generator has a further pair for
+    each later step, which refers to the `whole`. Of a span's pairs, the `whole` returns to the pool last. The span's
+    threads count `begun` pairs, the resolver `taken` ones. An ended span's device time is counted with its last pair.
+    Host times are 0 until known. A `handle` may be reused for another stream, but the number `stream` is unique.
+    `thread_id` is set for a handle that means another stream on each thread.
 
     A span that may use several streams has a pair on each. The `side_pairs` begin and end with the first pair, and all
     their intervals are `deferred` until the span's end.
@@ -100,7 +99,8 @@ class Pair:
             self.timer.begin_again(self)
 
     def end(self, ring: Any, index: int, span_id: int, start_ns: int, end_ns: int) -> None:
-        """Note the row of an ended span, with its ring and node. The node is -1 if another span has its time."""
+        """Store the row of an ended span, with its ring and node. The node is -1 if the time counts for another
+        span."""
         self.span_id = span_id
         self.row = (ring, index, start_ns, end_ns)
         pair = self.running
@@ -130,7 +130,7 @@ class Pair:
 
 
 class Untimed:
-    """A substitute for the pair of a span that cannot be timed. The label has the reason."""
+    """A substitute for the pair of a span that cannot be timed. The label says why."""
 
     __slots__ = ("_at_ns", "_label", "_place", "_timer")
 
@@ -223,13 +223,13 @@ class Context:
 
 
 STALE_NS = 10**6
-"""The uncertainty in ns above which an interval is `stale`, if the uncertainty is also above a tenth of the length."""
+"""An interval is `stale` if its uncertainty exceeds this many ns and also a tenth of its length."""
 
 LAUNCH_NS = 20_000
 """The maximum ns from a span's end to the end of a launch-bound device interval. A launch takes 3 to 10 us."""
 
 SHORT = 20
-"""The length, in multiples of an empty interval, below which an interval is launch-bound. At this length the events
+"""An interval is launch-bound if it is shorter than this multiple of an empty interval. At that length, the events
 themselves take 5 %."""
 
 RECENT = 256
@@ -237,8 +237,8 @@ RECENT = 256
 merged."""
 
 Answer = tuple[int, int, "int | None"]
-"""The measurement of a pair: the driver's error, the length in ns, and the ns from the newest anchor to the begin, None
-if unknown."""
+"""The measurement of a pair: the driver's error, the length in ns, and the ns from the newest anchor to the pair's
+start. The last one is None if unknown."""
 
 _by_begin = attrgetter("begin_ns")
 
@@ -253,7 +253,7 @@ class Placing:
     def put_in_order(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
-        """Place the pairs that have begun on a stream, each after all earlier events."""
+        """Compute the host times of the pairs that have begun on a stream. Each pair comes after all earlier events."""
         times = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
         if not times:
             return
@@ -369,10 +369,10 @@ class Placing:
     def _place(
         self, context: Context, pair: Pair, offset_ns: int | None, ahead: Ahead | None, now_ns: int
     ) -> AnchoredMoment | None:
-        """Place the begin of a pair `offset_ns` after the newest anchor, but not before its record on the host.
+        """Return the host time at which a pair began, `offset_ns` after the newest anchor.
 
-        `ahead` is the clock after that anchor, if it is known. `now_ns` is later than all events that have happened.
-        Returns None for an error of the driver.
+        It is not before the time at which the host recorded the event. `ahead` is the clock after that anchor, if it is
+        known. `now_ns` is later than all events that have happened. Returns None for an error of the driver.
         """
         anchors = context.anchors
         anchor = anchors.newest_event

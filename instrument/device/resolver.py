@@ -30,7 +30,7 @@ CHUNK = 256
 """The minimum number of pairs that are added to a pool at a time. A pool with fewer free pairs is doubled."""
 
 LOW = 64
-"""The number of free pairs in a pool at which the resolver is woken early."""
+"""The resolver is woken early if a pool has only this many free pairs."""
 
 POOL_LIMIT = 8_192
 """The maximum number of pairs per context. The events of a pair take some hundred bytes. A span without a free pair
@@ -38,18 +38,19 @@ gets no device time."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
-"""The shortest and the longest pause in seconds between two polls for events. A poll takes the interpreter's lock from
-a busy service: for 20 us plus 4 us a pair on an idle machine, for over 0.5 ms if cores must wake up. So polls are few,
-and each reads many pairs."""
+"""The shortest and the longest pause in seconds between two polls for events. A poll holds the interpreter's lock,
+which a busy service needs: 20 us plus 4 us per pair on an idle machine, over 0.5 ms if cores must wake up. So polls are
+rare, and each reads many pairs."""
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
-"""`ANCHOR_NS` is the time in ns between two anchors, `ANCHOR_PAUSE_NS` the first pause in ns after a failed try on a
-busy device. Each further try doubles the pause."""
+"""`ANCHOR_NS` is the time in ns between two anchors. `ANCHOR_PAUSE_NS` is the pause in ns after the first failed
+attempt on a busy device. Each further attempt doubles the pause."""
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""Seconds between two polls for the next end on a busy device (`WATCH_S`), and the maximum number of polls in a row."""
+"""Seconds between two polls for the end of the next pair on a busy device (`WATCH_S`), and the maximum number of such
+polls in a row."""
 
 MEASURED_AT_ONCE = 1000
 """The maximum number of pairs measured in one call of the driver, which takes a millisecond."""
@@ -59,10 +60,12 @@ DEFERRED_LIMIT = 512
 earlier, because a generator may run for days."""
 
 INTERRUPTED = -2
-"""The value that replaces a driver's error if a signal handler raised. The event's state is then unknown."""
+"""The value that replaces the driver's error if a signal handler raised an exception. The event's state is then
+unknown."""
 
 ROW_NS = 10**7
-"""The maximum ns between a span's end and the record of its second event. Newer spans may have no device time yet."""
+"""The maximum ns between a span's end and the record of its second event. A span that ended less than this ago may have
+no device time yet."""
 
 NOTE_NS = 2 * 10**7
 """Nanoseconds between two writes of the settled time. All spans that ended before the settled time have device
@@ -79,7 +82,7 @@ _by_end = attrgetter("end_ns")
 
 
 def _end_time(pair: Pair) -> int:
-    """Return the host time of a span's end, else that of its pair's end, 0 or less without an end."""
+    """Return the host time of a span's end, else that of its pair's end. Without an end, the result is 0 or less."""
     row = None if pair.whole is None else pair.whole.row
     return pair.end_ns if row is None else row[3]
 
@@ -310,9 +313,9 @@ class Resolver:
             self.count_error(context, error)
 
     def watch(self) -> bool:
-        """Watch the next ends on devices that are too busy for anchors.
+        """Poll for the end of the next pair on devices that are too busy for anchors.
 
-        Return True if an end was observed. Such an end can serve as an anchor if it is read at once.
+        Return True if an end was observed. It can serve as an anchor if it is read at once.
         """
         watched = [self._watch_context(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
@@ -409,10 +412,10 @@ class Resolver:
         return moved
 
     def _adopt_end(self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]) -> list[Answer]:
-        """Use the end that was just observed as an anchor, on a device that is too busy for anchors.
+        """Use the end of a pair that was just observed as an anchor, on a device that is too busy for anchors.
 
-        The end happened after its record, after the last poll that did not find it, and before now. Returns the answers
-        without offsets from an older anchor.
+        The end happened after its event was recorded, after the last poll that did not find it, and before now. Return
+        the answers without offsets from an older anchor.
         """
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:

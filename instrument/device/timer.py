@@ -143,7 +143,7 @@ class Timer:
             raise
 
     def _find_streams(self, site: Site | None, attributes: Any) -> Sequence[Stream]:
-        """Return the streams on which the work of a span may run, none if no device is in use.
+        """Return the streams on which the work of a span may run, () if no device is in use.
 
         A span with a known framework and devices uses that framework's current streams on them. Any other span uses the
         current stream of each framework.

@@ -36,10 +36,10 @@ raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
 
 
 class Timing:
-    """Switches device times on and off for one session. A timer is made once the service imports a library that uses a
-    device.
+    """Switches device times on and off for one session.
 
-    `reason` is the reason, in one line, why device time is missing or costs more, else "".
+    A timer is made once the service imports a library that uses a device. `reason` says in one line why device time is
+    missing or costs more, "" otherwise.
     """
 
     _numba: cuda.NumbaStreams
@@ -66,7 +66,8 @@ class Timing:
         return Timer(driver, self.intervals, RECORDER, RECORDER.now_ns, raw_clock)
 
     def install(self) -> Callable[[], None]:
-        """Time spans from now on, or after the import of a library that uses a device. Return the undo."""
+        """Time spans from now on, or after the import of a library that uses a device. Return a function that undoes
+        this."""
         self._undo_imports = imports.install(MODULES.__contains__, self.imported)
         for name in MODULES:
             module = sys.modules.get(name)
@@ -163,7 +164,8 @@ class Timing:
         return RECORDER.now_ns() if self.timer is None else self.timer.resolver.settled_ns()
 
     def await_settled(self, at_ns: int, end_s: float) -> None:
-        """Wait until `at_ns` is settled, at most until `time.monotonic()` is `end_s`. Note it in the recording."""
+        """Wait until `at_ns` is settled, at most until `time.monotonic()` is `end_s`. Write the settled time into the
+        recording."""
         resolver = None if self.timer is None else self.timer.resolver
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
             settled_ns = resolver.settled_ns()
@@ -175,7 +177,7 @@ class Timing:
 
     @property
     def pair_ns(self) -> float:
-        """The nanoseconds that a pair takes on the thread that records it."""
+        """The nanoseconds that recording a pair takes on its thread."""
         return 0.0 if self.timer is None else self.timer.resolver.pair_ns
 
     def cost_ns(self) -> tuple[float, int]:

@@ -68,9 +68,9 @@ _kept: dict[int, Any] = {}
 
 
 class TorchDriver:
-    """The driver through a torch that was built for CUDA or ROCm.
+    """The driver, used through a torch that was built for CUDA or ROCm.
 
-    Raises `ImportError` for a torch that is too old, `OSError` if a thread cannot be kept from disturbing captures.
+    Raises `ImportError` for a torch that is too old. Raises `OSError` if our thread would disturb captures of graphs.
     """
 
     default_stream = 0
@@ -156,7 +156,8 @@ class TorchDriver:
         return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Run a call that creates driver objects on a thread of the service, without breaking a graph's capture."""
+        """Run a call that creates driver objects on a thread of the service. It does not break the capture of a
+        graph."""
         mode = ctypes.c_int(_RELAXED)
         error = self._exchange_mode(ctypes.byref(mode))
         try:
@@ -195,7 +196,7 @@ class TorchDriver:
     def bind(self, context: int) -> int:
         """Make a context's device permanently current on the calling thread, in a mode that breaks no capture.
 
-        Otherwise a query of an event would create a context on the first device.
+        Without this, a query of an event would create a context on the first device.
         """
         try:
             self._exchange(context - 1)

@@ -1,7 +1,7 @@
 """Functions that analyse the dataset of many hosts in PySpark, Ray Data or DuckDB.
 
 They share their code with `instrument report`, `explain` and `compare`. Each function takes Arrow tables with the rows
-of one run and returns an Arrow table. A request that several hosts served is joined by its key.
+of one run and returns an Arrow table. The spans of a request that several hosts served are joined by its key.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def requests(spans: Any, intervals: Any = None) -> Any:
 
 
 def recording(spans: Any, **tables: Any) -> Recording:
-    """Return a recording, as views and `explain` take it, from spans and further `tables` such as `intervals`."""
+    """Return a recording for views and for `explain`, made from spans and further `tables`, such as `intervals`."""
     return Recording.of_saved(graft(_merge_tables(spans=spans, **tables).merged.saved))
 
 
@@ -121,7 +121,8 @@ def explanations(spans: Any, most: int = 10) -> Any:
 def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
     """Return the call paths whose time changed between two versions, as `instrument compare` finds them.
 
-    `before` and `after` each have a table of spans per run. Several runs of a version show how much equal runs differ.
+    `before` and `after` each have a table of spans per run. With several runs of a version, the differences between
+    equal runs are known.
     """
     recordings = [[recording(spans) for spans in side] for side in (before, after)]
     rows = compare(recordings[0], recordings[1], Options()).changes if all(recordings) else ()

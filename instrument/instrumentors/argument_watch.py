@@ -2,8 +2,9 @@
 
 The first calls of each function are examined. A key may be a number or text with a name such as `request_id`, or an
 object of the service's classes. Items of sequences and mappings are examined, too. A value is noted under the path by
-which a rule would read it. Values leave the process only as keyed digests. Equal digests show that two functions or
-processes handle the same request. No code of the service runs: no properties, `__getattr__` or iterators.
+which a rule would read it. Values leave the process only as keyed digests. If digests are equal, two functions or
+processes handle the same request. The examination runs no code of the service, such as properties, `__getattr__` or
+iterators.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The environment variable with the secret key of the digests. Each `instrument init` makes a new key."""
 
 LOOKS = 1000
-"""The number of first calls of each function that are examined."""
+"""The number of calls of each function that are examined, from the first on."""
 
 ITEMS = 64
 """The maximum number of items to examine in a sequence or mapping."""
 
 DIGESTS = 4096
-"""The maximum number of digests per path. It is also the maximum number of objects that get a number as key."""
+"""The maximum number of digests for each path, and the maximum number of objects that get a number as their key."""
 
 ATTRIBUTES = 60
 """The maximum number of attributes to examine in an object."""
 
 NAME_LENGTH = 64
-"""The maximum length of a name in characters. A longer key of a mapping is not taken for a name."""
+"""The maximum length of a name in characters. A longer key of a mapping does not count as a name."""
 
 ID = re.compile(
     r"^(?:.*_)?(?:request|req|job|task|call|sequence|seq|message|msg|query|prompt|correlation)_?(?:id|key)s?$"
@@ -65,9 +66,10 @@ _SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
 
 @dataclass(slots=True)
 class SeenPath:
-    """The values seen at one path. `many` is True if a call has several. `looks` counts the calls with a value.
+    """The values that calls had at one path.
 
-    `items` counts the values, and `largest` is the maximum per call. `weights` is the path of the weights.
+    `many` is True if a call has several values. `looks` counts the calls with a value. `items` counts the values, and
+    `largest` is the maximum number of values in a call. `weights` is the path of the weights.
     """
 
     many: bool
@@ -85,7 +87,7 @@ class SeenPath:
 
 
 class ArgumentWatch:
-    """The values seen in arguments and results of this process's calls. `spent_ns` is the time that it took.
+    """The values of arguments and results in this process's calls. `spent_ns` is the time to examine them.
 
     `is_own` returns True for the name of a module of the service.
     """
@@ -105,7 +107,7 @@ class ArgumentWatch:
         self.spent_ns = 0
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """Return the seen values as JSON values, by the function's label and by path."""
+        """Return the observed values as JSON values, by the function's label and by path."""
         return {
             label: {path: values.facts() for path, values in sorted(paths.items())}
             for label, paths in sorted(self._seen.items())
@@ -113,7 +115,8 @@ class ArgumentWatch:
         }
 
     def examine(self, function: Callable[..., Any], label: str) -> tuple[Attributes | None, Results | None]:
-        """Return two functions, which examine the arguments and the result of each call of a function, or None.
+        """Return a function that examines the arguments of each call, and one that examines the result. Either may be
+        None.
 
         Functions that read no attribute and call only builtins are skipped: they are called most often, and their
         examination would take several times as long as the call.
@@ -151,7 +154,7 @@ class ArgumentWatch:
             self._examine_value(paths, RETURN, value)
 
     def _examine_value(self, paths: dict[str, SeenPath], path: str, value: Any, *, inside: bool = True) -> None:
-        """Note the keys of requests in the value at a path, and in the value's attributes."""
+        """Store the keys of requests in the value at a path, and in the value's attributes."""
         kind = type(value)
         if kind in (str, int):
             if _is_id(path) and len(str(value)) <= 256:

@@ -1,10 +1,10 @@
 """Read the values that a rule names in a call's arguments and result: attributes and gauges.
 
 A value has a path such as `request.params.n`: a parameter, or `return` for the result, then attributes or keys of
-mappings. Only values that a rule names are recorded, and only code of their classes runs. An attribute is a value (a
-number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (a class name). A gauge is a number, such
-as the length of a queue, and is read at most once per interval. `instrument.recorder.own_numbers` stores it. Reading
-never raises. Unreadable values are counted and logged.
+mappings. Only values that a rule names are recorded. Reading them runs no code of the service except that of their
+classes. An attribute is a value (a number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (a
+class name). A gauge is a number, such as the length of a queue, and is read at most once per interval.
+`instrument.recorder.own_numbers` stores it. Reading never raises. Unreadable values are counted and logged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LEFT_OUT:  # noqa: N801 - a mark, and no class of anything
 
 
 class Parameter(NamedTuple):
-    """A parameter of a function: its name, its position (-1 if it is keyword-only) and its default."""
+    """A parameter of a function: its name, its position (-1 for a keyword-only parameter) and its default value."""
 
     name: str
     position: int
@@ -44,7 +44,7 @@ class Parameter(NamedTuple):
 
 
 def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
-    """Return a function's parameter by its name, or a text with the reason why it has none."""
+    """Return a function's parameter by its name, or a text with the reason why it cannot be read."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -61,7 +61,7 @@ def parameter_of(function: Callable[..., Any], name: str) -> Parameter | str:
 
 
 class _AttributeRead(NamedTuple):
-    """An attribute to read: its parameter, the path below it, and `take`, which converts the value."""
+    """An attribute to read: the parameter, the path to the value below it, and `take`, which converts the value."""
 
     name: str
     parameter: Parameter
@@ -73,7 +73,7 @@ class _AttributeRead(NamedTuple):
 class ArgumentReader:
     """A function that reads a call's arguments as attributes of the span. Unreadable ones are left out and logged.
 
-    A function that is pickled by value takes along a copy of its reader.
+    If a function is pickled by value, a copy of its reader is pickled with it.
     """
 
     def __init__(self, attributes: Sequence[_AttributeRead], place: str) -> None:

@@ -30,7 +30,7 @@ from instrument.runtime.faults import FAULTS
 class Transfer(NamedTuple):
     """The data that one call has copied.
 
-    `direction` is `h2d`, `d2h`, `d2d`, `p2p` or `h2h`. `sync` is True if the call waits for the copy, judged by its
+    `direction` is `h2d`, `d2h`, `d2d`, `p2p` or `h2h`. `sync` is True if the call waits for the copy, according to its
     arguments. `pinned` is True if the memory of the host is page-locked, None if only the driver knows that.
     """
 
@@ -47,8 +47,8 @@ Facts = Callable[[Any, Any, Any], Transfer | None]
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""A function that reads the stream of a call from `args` and `kwargs`. It returns a stream, its address, None for the
-framework's current stream, `Work` for that of another device, or `NOWHERE` if it is unknown before the call."""
+"""A function that reads the stream of a call from `args` and `kwargs`. It returns a stream or its address, None for the
+framework's current stream, `Work` for that of another device, or `NOWHERE` if the stream is unknown before the call."""
 
 
 class _ThreadState(threading.local):
@@ -182,7 +182,7 @@ class Copies(Instrumentor):
         return site
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on all rules, then one per framework on copies that cannot be recorded."""
+        """Return the verdicts on all rules, followed by one verdict per framework on copies that cannot be recorded."""
         met = {adapter.framework: adapter for adapter in self._met.values()}
         verdicts = [self._make_verdict(rule, hits, met) for rule, hits in zip(self.rules, self.hits, strict=True)]
         verdicts += [Verdict("copies", "partly", name, f"not seen: {adapter.unseen}") for name, adapter in met.items()]

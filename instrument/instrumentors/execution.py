@@ -1,19 +1,19 @@
 """Follow spans where execution leaves the calling code: to tasks, other threads, compilers and CUDA graphs.
 
 The parent of a span is found in its context (`contextvars`). Writing each span into the context would double the span's
-cost. So the current span is written only when the context is copied: by `contextvars.copy_context`, and by
-`loop.create_task` of asyncio and uvloop. With another loop, each span is written when it begins and ends. Other copies,
-such as that of uvloop's `call_soon`, contain at least the current request, because requests are always written while a
-loop runs. If two tasks share a context, a span of one task may be the child of a span of the other task. The recorder
-then reads the task at each step, because self times need the task of each span.
+cost. So the current span is written only when `contextvars.copy_context`, or `loop.create_task` of asyncio and uvloop,
+copies the context. With another loop, each span is written when it begins and ends. Copies by other functions, such as
+uvloop's `call_soon`, contain at least the current request, because requests are always written while a loop runs. If
+two tasks share a context, a span of one task may be the child of a span of the other task. The recorder then reads the
+task at each step, because self times need the task of each span.
 
 Work that a request hands to another thread belongs to the request. `ThreadPoolExecutor.submit`, which
 `loop.run_in_executor` calls, and starts of threads are recorded. The wait in the executor's queue is a phase of the
-request. The other thread keeps its own context, and only the work belongs to the request.
+request. The other thread keeps its own context, so only the handed-over work belongs to the request.
 
 If torch.compile cannot compile a part of a function, it compiles each Python function called there separately. Probes
-must not be compiled, so they are excluded one by one. While a CUDA graph is captured, probes record nothing. While it
-is replayed, no probe runs, so only the whole replay is timed.
+must not be compiled, so they are excluded one by one. While a CUDA graph is captured, probes record nothing. While the
+graph is replayed, no probe runs, so only the whole replay is timed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from instrument.runtime import imports
 
 
 def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
-    """Report each copy of a context to the recorder from now on. Return the function that stops it."""
+    """Report each copy of a context to the recorder from now on. Return the function that ends these reports."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
     recorder.tells_of_tasks = _TaskReports(recorder, undos).reports_tasks
@@ -57,7 +57,7 @@ LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
 
 
 class _TaskReports:
-    """The classes of event loops whose `create_task` reports new tasks. A class reports from its first span on."""
+    """The classes of event loops whose `create_task` reports new tasks to the recorder."""
 
     def __init__(self, recorder: Recorder, undos: list[Undo]) -> None:
         self._publish, self._share = recorder.publish, recorder.share
@@ -109,7 +109,7 @@ STARTS = ("_start_new_thread", "_start_joinable_thread")
 
 
 def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
-    """Link other threads' work to the requests that started it, from now on. Return the function that stops it."""
+    """Link the work of other threads to the requests that started it, from now on. Return a function that ends this."""
     undos: list[Undo] = []
 
     def wrap_start(owner: Any, name: str, form: str) -> None:
@@ -130,7 +130,7 @@ def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
 
 
 def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
-    """Make torch.compile run functions as plain Python from now on, even where it compiles their callers."""
+    """Make torch.compile run functions as plain Python from now on, even if it compiles their callers."""
     evaluation = _get_eval_frame(torch)
     codes = [code for code in (getattr(call, "__code__", None) for call in functions) if isinstance(code, CodeType)]
     if hasattr(evaluation, "set_code_exec_strategy"):
@@ -144,13 +144,13 @@ def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
 
 
 def get_compiling_test(torch: Any) -> Callable[[], bool]:
-    """Return a function that is True while torch compiles the calling code. Probes must not run then."""
+    """Return a function that returns True while torch compiles the calling code. Probes must not run at that time."""
     is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return is_compiling or (lambda: False)
 
 
 def get_evaluator_setter(torch: Any) -> Callable[[Any], Any]:
-    """Return torch's function that sets this thread's frame evaluator. None is Python's own; it returns the earlier."""
+    """Return torch's function that sets this thread's frame evaluator (None: Python's) and returns the previous one."""
     set_evaluator: Callable[[Any], Any] | None = getattr(_get_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)
 
@@ -163,7 +163,7 @@ REPLAY = Site("CUDA graph replay", "op", "torch.cuda", "CUDAGraph.replay", devic
 
 
 def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
-    """Record each replay of a CUDA graph, also if torch is imported later. Return the function that stops it."""
+    """Record each replay of a CUDA graph, even if torch is imported later. Return the function that ends this."""
     undos: list[Undo] = []
 
     def attach_to(torch: ModuleType) -> None:

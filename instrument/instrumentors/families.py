@@ -32,14 +32,14 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """The import names of known packages, by role. Requests of `web` frameworks are recorded, and requests of `unrouted`
-ones have no route. Those of `unmet` servers and jobs of `queue` packages are not recorded. A `server` runs apps of
-other packages. An `engine` is a complete model server."""
+frameworks have no route. Requests of `unmet` servers and jobs of `queue` packages are not recorded. A `server` runs
+apps of other packages. An `engine` is a complete model server."""
 
 
 class Family(NamedTuple):
     """The class that instruments a key of a profile, by module and name, and the packages that its rules can select.
 
-    Packages of the standard library are left out, except servers: a service also imports another of the packages.
+    Packages of the standard library are left out, as a service also imports another one. Servers are an exception.
     """
 
     module: str
@@ -80,7 +80,7 @@ FAMILIES: Mapping[str, Family] = {
 """The family of each key of a profile. Families attach to a module in this order."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The families that keep the probes of unchanged rules at a reload. All other families attach all probes again."""
+"""The families that keep probes of unchanged rules at a reload. The others remove all and attach new ones."""
 
 
 def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
@@ -99,7 +99,7 @@ def packages_of(profile: Profile, key: str) -> frozenset[str] | None:
 
 
 def packages_to_await(profile: Profile) -> frozenset[str] | None:
-    """Return the packages at whose import recording starts in a process, None if it must start at once."""
+    """Return the packages whose import starts recording in a process, None if recording must start at once."""
     awaited_packages: set[str] = set()
     for key in FAMILIES.keys() - {"logs"}:  # which record nothing by themselves
         packages = packages_of(profile, key) if rules_of(profile, key) else frozenset()
@@ -128,12 +128,12 @@ def imported_packages() -> list[str]:
 
 
 def filter_by_role(names: Iterable[str], *roles: str) -> list[str]:
-    """Return those of the names that have one of the roles in `PACKAGES`, in its order."""
+    """Return the given names that have one of the roles, in the order of `PACKAGES`."""
     name_set = set(names)
     return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
 
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (package, preset) for the names that have a preset. If one is a model server, only model servers count."""
+    """Return (package, preset) for each name with a preset. If one is a model server, others are left out."""
     served_packages = set(filter_by_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]

@@ -4,8 +4,8 @@ A method is replaced in the class that defines it, after the import of its modul
 are read once per object, or once per class. If the framework's version lacks an entry point, a verdict names it.
 
 The span of ONNX Runtime's `run_async` covers only the call, which returns before the work is done. If a transformers
-pipeline gets a dataset, its span covers only the call, too, because the pipeline works while its result is read. The
-pipeline's calls of `generate` and of layers are recorded.
+pipeline gets a dataset, its span also covers only the call, because the pipeline works later, while its result is read.
+The pipeline's calls of `generate` and of layers are recorded.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry point: a method of the class `owner`, which is in one of the modules, depending on the version.
+    """An entry point: a method of the class `owner` or of its base class.
 
-    The class or a base class defines the method. `name` is the name of its spans.
+    The module of the class depends on the framework's version. `name` is the name of the method's spans.
     """
 
     modules: tuple[str, ...]
@@ -181,7 +181,7 @@ class Entries(Observer):
         self._shared.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on all entry points, with one on missing modules unless the rule is `auto`."""
+        """Return the verdicts on all entry points. Unless the rule is `auto`, add a verdict on missing modules."""
         verdicts = list(self._verdicts.values())
         waiting = {entry.modules for entry in self._entries if entry.label not in self._verdicts}
         if waiting and not self.rule.auto:

@@ -2,7 +2,7 @@
 
 A decorator such as `@app.get` registers a function with the framework before the module has a name for the function. So
 `probe_registered` replaces handlers while they are registered. Other objects keep the original function. Pickle would
-refuse that function, because its name now refers to the probe; see `keep_picklable`.
+refuse the original function, because its name now refers to the probe (see `keep_picklable`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
-"""The lowest reference count of an immortal object (PEP 683). Such a count does not say how many references exist."""
+"""The lowest reference count of an immortal object (PEP 683). It is not the number of references to the object."""
 
 Undo = Callable[[], None]
 T = TypeVar("T")
 
 
 class Probe:
-    """A probe on a target: `set` puts a recording function in place of the target's, and `undo` restores it."""
+    """A probe on a target: `set` replaces the target's function by a recording one, and `undo` restores it."""
 
     __slots__ = ("_aliases", "_places", "is_set", "site", "target", "wrapped")
 
@@ -74,7 +74,7 @@ class Probe:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def _put_function(self, function: Any) -> Any:
-        """Replace the target's function. A changed property loses its name, which messages need; set it again."""
+        """Replace the target's function. A property loses its name by that, so set the name again for messages."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def replace(owner: Any, attribute: str, new: Any) -> Undo:
 
 
 def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
-    """Return a decorator that replaces `owner.attribute` by a function. The result restores the original."""
+    """Return a decorator that replaces `owner.attribute`. It returns a function that restores the original."""
     original = getattr(owner, attribute)
     return lambda function: replace(owner, attribute, functools.wraps(original)(function))
 
@@ -165,7 +165,8 @@ def change_argument(
 
 
 def undo_all(undos: list[Undo]) -> None:
-    """Call all functions of the list, the last first, and empty it. A failure is counted and stops no other call."""
+    """Call all functions of the list, the last one first, and empty the list. If a function fails, the failure is
+    counted and the other functions are still called."""
     while undos:
         try:
             undos.pop()()
@@ -269,7 +270,7 @@ _decorated: weakref.WeakValueDictionary[Site, Any] = weakref.WeakValueDictionary
 
 
 def _note_decorated(site: Site, wrapper: Any) -> None:
-    """Note a decorated function under its site, and print the hint at exit if no session starts."""
+    """Store a decorated function under its site, and print the hint at exit if no session starts."""
     _register_hint()
     _decorated[site] = wrapper
 
@@ -296,7 +297,7 @@ def withdraw_hint() -> None:
 
 
 def detach_decorated(site: Site) -> Callable[[], object] | None:
-    """Put the original of a decorated function under its names for a while. Return the function that reverts this.
+    """Put the original of a decorated function back under its names. Return the function that undoes this.
 
     Return None if no name can be changed, or if the function is not made in Python. Other references to the decorated
     function continue to record.
@@ -350,7 +351,7 @@ class Instrumentor(ABC):
         """Attach the probes in a module, after its code has run. Return True if its functions were replaced."""
 
     def probes_by_name(self) -> Mapping[str, Any]:
-        """Return a value for each attached probe, by name. A reload compares the values: equal ones mean no change."""
+        """Return a value for each attached probe, by name. If a reload finds an equal value, nothing has changed."""
         return {rule.text: rule for rule in self.rules}
 
     def undo(self) -> None:
@@ -433,7 +434,7 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
 
 
 def probe_registered(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
-    """Make a framework's module register `registered(handler)` in place of each handler. Return the undos."""
+    """Make a framework's module register `registered(handler)` for each handler. Return the functions that undo it."""
     undos = []
     for seam in SEAMS[module.__name__]:
         owner = getattr(module, seam.owner, None)
@@ -451,7 +452,7 @@ def _probe_handler(handler: Any, registered: Callable[[FunctionType], Any]) -> A
 
 
 def keep_picklable() -> Undo:
-    """Make process pools pickle an original function by its name, although that name means the probe."""
+    """Make process pools pickle an original function by its name, although the name now refers to the probe."""
     from multiprocessing.reduction import ForkingPickler
 
     if hasattr(ForkingPickler, "reducer_override"):

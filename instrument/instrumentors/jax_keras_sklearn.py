@@ -10,11 +10,11 @@ because it is made in C and JAX itself uses it. While JAX traces, no call is rec
 Keras: the layers that the profile's layer rules select are recorded. A layer's path has the names of its parents,
 without the model's name. With the backend torch a layer is also a torch module, but is recorded only here. Calls that
 build or compile a model are not recorded. A model that JAX compiled runs as a whole, so its layers cannot be recorded.
-The verdict on the layers says how many of their calls JAX traced.
+The verdict on the layers has the number of their calls that JAX traced.
 
 scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimators are recorded. A method
-is replaced as soon as its class is defined, also in a class of the service or of another library. If methods of one
-estimator call each other, only the outermost call is a span. So inside a pipeline's span are its steps.
+is replaced as soon as its class is defined, even in a class of the service or of another library. If methods of one
+estimator call each other, only the outermost call is a span. The span of a pipeline contains the spans of its steps.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class JaxFunctions(Observer):
         return wrapper
 
     def _wrap_existing(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each jitted function in modules of the service, with a proxy. Note a verdict on all others."""
+        """Yield each jitted function in the service's modules with a proxy. Note a verdict on the other ones."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
@@ -281,7 +281,7 @@ class KerasLayers(Observer):
         self._sites.clear()
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdicts on layers that cannot be recorded. `Layers` returns the others."""
+        """Return the verdicts on layers that cannot be recorded. `Layers` returns the verdicts on the other layers."""
         if self.hidden:
             why = f"{self.hidden} calls of selected layers were traced by JAX: what is compiled runs as one"
             self._note("partly", "Layer.__call__", why, key="traced")
@@ -406,7 +406,8 @@ class SklearnEstimators(Observer):
         return [*([] if is_left_out else [Verdict(self.rule.text, state, why=why)]), *unreachable]
 
     def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
-        """Record the methods of a new class, at the last report. `watched` is the base class that reports it."""
+        """Record the methods of a new class. If both base classes report it, only the last report (of `watched`)
+        counts."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._attach_class(cls)

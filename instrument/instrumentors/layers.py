@@ -1,7 +1,7 @@
 """Record the layers of torch models that a rule selects by path in the model or by class: each `forward` is a span.
 
-The `forward` of the class is replaced, never that of an instance, because a copy of the instance would compute with the
-original's weights and `pickle` would fail. The first call of an instance decides if its calls are recorded. The
+The `forward` of the class is replaced, never that of an instance. Otherwise a copy of the instance would compute with
+the original's weights, and `pickle` would fail. The first call of an instance decides if its calls are recorded. The
 decision is stored outside of the module. Compiled graphs do not break, because the compiler skips the wrapper.
 """
 
@@ -153,7 +153,7 @@ class Layers(Instrumentor):
             FAULTS.note("module registration hook", fault)
 
     def _patch_if_named(self, name: str, child: Any) -> None:
-        """Replace the class's `forward` if a rule may select the child by its name. Its whole path is known later."""
+        """Replace the class's `forward` if a rule may select the child by its name. Its whole path is not known yet."""
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
         ):
@@ -198,10 +198,10 @@ class Layers(Instrumentor):
         return site
 
     def detach(self, site: Site) -> Undo | None:
-        """Stop recording the layers of a site for a while. Return the function that resumes it, None without a layer.
+        """Stop recording the layers of a site. Return the function that resumes it, None without a layer.
 
-        The calls are not counted meanwhile. They cost as much as those of an unselected layer, because the class's
-        `forward` stays replaced.
+        Until then, the calls are not counted. A call costs as much as that of an unselected layer, because the class's
+        `forward` remains replaced.
         """
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         for key in layers:
@@ -235,7 +235,8 @@ class Layers(Instrumentor):
         return self._shared.select(selection, (cls, path), tensors, lambda: self._make_site(rule, cls, path, method))
 
     def _find_tensors(self, module: Any) -> Sequence[Any]:
-        """Return the tensors whose devices are the layer's: its own, or one of a neighbour if it has none."""
+        """Return the tensors whose devices count as the layer's devices: the layer's own tensors or, without any, one
+        tensor of a neighbour."""
         return list_tensors(module) or search_near(
             module, self._paths.parent_of, lambda parent: dict(torch_children(parent)).values()
         )

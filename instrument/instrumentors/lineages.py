@@ -1,8 +1,8 @@
 """Record a method and its overrides in subclasses (a lineage) so that each call is one span.
 
-An override may call the method that it overrides. So only the function that the object's own class resolves to records
-the call. A call by `super` is a part of that span. Subclasses that are defined later are reported by
-`__init_subclass__` of the class that the rule names.
+An override may call the method that it overrides. So only one function records the call: the one that is found in the
+object's own class. A call by `super` is a part of that function's span. `__init_subclass__` of the class that the rule
+names reports subclasses that are defined later.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Lineage:
         return (cls for cls in subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def add_class(self, owner: type[Any]) -> LineageMember:
-        """Add a class that has a probe. Return the test by which the probe skips calls that another one records."""
+        """Add a class that has a probe. Return the test by which this probe skips calls that another probe records."""
         self._members.add(owner)
         self._resolved.clear()
         return LineageMember(self, owner)
@@ -71,7 +71,7 @@ class Lineage:
 
 
 class LineageMember:
-    """A test for calls of one class's method. It is True for a call that the probe of another class records."""
+    """A test for calls of one class's method. The test is true for a call that the probe of another class records."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:
         self._lineage = lineage
@@ -95,7 +95,7 @@ def _return_false(args: tuple[Any, ...]) -> bool:
 
 
 def is_recorded(cls: type[Any], attribute: str) -> bool:
-    """Return True if each call of a method is recorded, by its own probe or by that of the `super` method it calls."""
+    """Return True if each call of a method is recorded, by its own probe or that of its `super` method."""
     return any(
         site_on(function) is not None or hasattr(function, "__instrument_layers__") or _calls_super(function, attribute)
         for _, function, _ in parts_of(type_attribute(cls, attribute))
@@ -103,7 +103,7 @@ def is_recorded(cls: type[Any], attribute: str) -> bool:
 
 
 def _calls_super(function: Any, attribute: str) -> bool:
-    """Return True if a function calls `super().attribute` in every call: before any branch or return."""
+    """Return True if a function calls `super().attribute` before any branch or return, and so in every call."""
     code = getattr(function, "__code__", None)
     has_super = False
     for instruction in dis.get_instructions(code) if type(code) is CodeType else ():
@@ -117,7 +117,7 @@ def _calls_super(function: Any, attribute: str) -> bool:
 
 
 def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], description: str = "a subclass") -> Undo:
-    """Call `defined(cls)` for each subclass of `base` that is defined from now on. Return the function that stops it.
+    """Call `defined(cls)` for each subclass of `base` that is defined from now on. Return the function that ends this.
 
     `description` names such a class in the log.
     """

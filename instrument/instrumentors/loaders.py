@@ -1,4 +1,4 @@
-"""Record how long code waits for data: each `next` of a loader is a span of kind `loader`.
+"""Record the time that code waits for data: each `next` of a loader is a span of kind `loader`.
 
 `loader(iterable)` wraps any iterable, iterator or generator, whether synchronous or asynchronous. `loaders: auto` in a
 profile records every `DataLoader` of torch without a change in the code.
@@ -33,8 +33,8 @@ def loader(iterable: T, name: str | None = None) -> T:
 
     Takes iterables, iterators and generators, also asynchronous ones. Returns a proxy that behaves like the iterable:
     length, items, attributes, `isinstance`, repeated iteration, exceptions, `send`, `throw` and `close`. Each `next` is
-    a span of kind `loader`, also the last one, which finds no item. `name` is the spans' name and defaults to the name
-    of the generator or class. The proxy costs one branch while recording is off. Returns the iterable itself when
+    a span of kind `loader`, including the last one, which finds no item. `name` is the spans' name and defaults to the
+    name of the generator or class. The proxy costs one branch while recording is off. Returns the iterable itself when
     `INSTRUMENT=off`. Raises `TargetError` for an object that cannot be iterated.
     """
     if OFF:
@@ -145,7 +145,8 @@ def _wrap_async(name: str) -> Callable[..., Any]:
 
 
 class _NextItem:
-    """A wait for the next item, as a `with` block: a span, unless the site is muted. `StopIteration` is no failure."""
+    """A wait for the next item, as a `with` block. It is a span unless the site is muted. `StopIteration` does not
+    count as a failure."""
 
     __slots__ = ("_frame", "_recorder", "_site", "_waiting")
 
@@ -179,9 +180,9 @@ _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=Fals
 
 
 def listen(listener: Listener) -> Callable[[], None]:
-    """Call a bound method after each outermost wait for data. Return the function that stops it.
+    """Call a bound method after each outermost wait for data.
 
-    Only a weak reference to the method's object is kept.
+    Return the function that ends these calls. Only a weak reference to the method's object is kept.
     """
     global _listeners
     reference = weakref.WeakMethod(listener)
@@ -234,7 +235,7 @@ def _make_forwarder(name: str) -> Callable[..., Any]:
 
 
 def _has(kind: Any, method: str) -> bool:
-    """Return True if a class or a base defines a method. `hasattr` would also find those of the metaclass."""
+    """Return True if a class or a base class defines a method. `hasattr` would also find methods of the metaclass."""
     return any(vars(base).get(method) is not None for base in kind.__mro__)
 
 
@@ -294,7 +295,7 @@ class Loaders(Switch):
         return site
 
     def verdicts(self) -> list[Verdict]:
-        """Return the verdict, with the classes of datasets of the loaders that have run."""
+        """Return the verdict. It names the classes of datasets whose loaders have run."""
         if not self._met:
             return [Verdict("loaders", "waiting", why="torch.utils.data not imported")]
         if not self._sites:

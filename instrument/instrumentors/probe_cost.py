@@ -1,6 +1,7 @@
-"""Measure what recording a call costs on this machine. Reports state the cost, and the budget limits it.
+"""Measure the cost of recording a call on this machine. Reports state the cost, and the budget limits it.
 
-A probe's shape (function, coroutine, layer, request ...) decides its cost. A session measures each shape at its start.
+A probe's cost depends on its shape (function, coroutine, layer, request ...). A session measures each shape at its
+start.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The cost of a span between other Python code, divided by its cost in a loop of spans. Measured: 1.2 to 1.5."""
+"""The cost of a span between other Python code, as a multiple of that in a loop of spans. Measured: 1.2 to 1.5."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, and the calls in a round. A round has only `CALLS / CALLS_PER_REQUEST` requests."""
+"""The rounds of a measurement, the calls in a round, and the factor by which a round of requests has fewer calls."""
 
 
 class ProbeCost(NamedTuple):
@@ -40,7 +41,7 @@ class ProbeCost(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """The shortest time of a call with a probe and without, and the median time that the probe adds, in ns."""
+    """The shortest times of a call with a probe and without one, and the median time that the probe adds, in ns."""
 
     least_ns: float
     bare_ns: float
@@ -86,7 +87,7 @@ BODY = {"type": "http.response.body", "body": b"{}"}
 
 
 class _Probes:
-    """Empty functions to measure: for each shape of probe one with the probe, and the same one without."""
+    """Empty functions to measure: for each shape of probe, one with the probe and the same one without it."""
 
     def __init__(self, recorder: Recorder) -> None:
         from instrument.instrumentors.requests import asgi
@@ -283,7 +284,7 @@ class Costs:
 
     @property
     def cold_ns(self) -> float:
-        """The ns by which a call costs more with cold caches. The first report of a run measures them, in 8 ms."""
+        """The additional ns of a call with cold caches. The first report of a run measures them, which takes 8 ms."""
         if self._cold_ns is None:
             among_ns = self._share_measurement("cold", lambda: measure_cold_ns(with_ticks=self._with_ticks))
             self._cold_ns = max(among_ns - self.by_shape["method"].added_ns, 0.0)

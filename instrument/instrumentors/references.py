@@ -1,8 +1,8 @@
-"""Find everything that refers to a function: names in modules and classes, and other objects.
+"""Find all references to a function: names in modules and classes, and other objects.
 
 A probe replaces a function under its names. Other objects, such as tables, closures and defaults, keep the original.
-Calls by these objects are not recorded, so the verdict on the rule names them with file and line. The search runs no
-code of the service, such as a property or an attribute hook.
+Calls by these objects are not recorded, so the verdict on the rule names the objects with file and line. The search
+runs no code of the service, such as a property or an attribute hook.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEPTH = 4
 """The maximum length of a chain of objects, such as lists and closures, that leads to a function."""
 
 WIDTH = 200
-"""The maximum number of objects at one depth whose referrers are searched for. Further objects are only described."""
+"""The maximum number of objects at one depth whose referrers are searched for. The others are only described."""
 
 MANY = 200
 """The maximum number of objects to pass to `gc.get_referrers`, whose time grows with their number. For more objects
@@ -87,11 +87,11 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
 
 
 class Search:
-    """A search of all objects in memory for references to some of them, except names in modules.
+    """A search of all objects in memory for references to given objects (`things`), except names in modules.
 
-    `in_classes` has their names in classes. `others` describes other referrers, by the object's id. `counts` are the
-    references to find, by id. `is_ours` is True for objects of this package, which are left out. The search reads all
-    objects once per depth, in about 70 ns per object.
+    `in_classes` has the names of the given objects in classes. `others` describes the other referrers of each object,
+    by its id. `counts` has the number of references to find for each object, by its id. `is_ours` is True for objects
+    of this package, which are left out. The search reads all objects once per depth, in about 70 ns per object.
     """
 
     def __init__(self, things: Kept, counts: Mapping[int, int], is_ours: Callable[[Any], bool]) -> None:
@@ -181,7 +181,7 @@ def _type_text(thing: Any) -> str:
 
 
 def _describe_holder(holder: Any, parts: Kept) -> str | None:
-    """Describe an object that refers to a function. None means to describe its referrers instead, "" to omit it."""
+    """Describe an object that refers to a function. Return None to describe its referrers instead, "" to omit it."""
     if type(holder) is FunctionType:
         code = holder.__code__
         return f"the function {holder.__qualname__} in {_format(code.co_filename, code.co_firstlineno)}"
@@ -229,7 +229,7 @@ def is_of_package(holder: Any) -> bool:
 
 
 def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Test like `isinstance`, but by `type(thing)`, because a `__class__` property would run code of the service."""
+    """Test an object by `type(thing)`, not by `isinstance`, as a `__class__` property would run code of the service."""
     return issubclass(type(thing), kinds)
 
 
@@ -249,7 +249,7 @@ def type_namespace(kind: type) -> Mapping[str, Any]:
 
 
 def type_attribute(kind: type, name: str) -> Any:
-    """Return a name's value in a class or its bases without binding it, None if there is none."""
+    """Return the value of a name in a class or its bases without binding it, None if the name does not exist."""
     for base in type.__dict__["__mro__"].__get__(kind):
         if name in type_namespace(base):
             return type_namespace(base)[name]

@@ -1,8 +1,8 @@
 """Find the path of each torch module in its model, and record compiled parts of models (regions).
 
 Paths come from torch's module registration hook, which costs nothing while a model runs. The hook does not see modules
-built before the session, or made by `copy.deepcopy` or `pickle`. A walk over all objects in memory finds those. A model
-may make a new layer in every call, so walks are limited to 1 % of the time.
+built before the session, or made by `copy.deepcopy` or `pickle`. A walk over all objects in memory finds such modules.
+A model may make a new layer in every call, so walks take at most 1 % of the time.
 
 A region is a module under `torch.compile`, a `ScriptModule` or a `GraphModule`. Python calls it once, and its layers
 run in C or in generated code. The call is recorded if a rule selects the module, but its layers cannot be recorded.
@@ -48,15 +48,15 @@ _UNREGISTERED = "put in place past torch's registration"
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""The pause after a walk over all objects, as a multiple of the walk's duration. The first `VAIN_WALKS` walks that a
-class causes in vain ignore the pause."""
+"""The pause after a walk over all objects, as a multiple of the walk's duration. It does not apply to the first
+`VAIN_WALKS` walks for a class that find nothing."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 """The classes that keep a wrapped module in their attribute `module`. Paths omit it."""
 
 
 class Paths:
-    """The tree of modules: the parent and name of each, as weak references. `children` yields a module's children."""
+    """The tree of modules: each module's parent, a weak reference, and name. `children` yields a module's children."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type
@@ -112,7 +112,8 @@ class Paths:
     def _is_lost(self, module: Any) -> bool:
         """Return True if a module's parent is unknown, or if an ancestor has been deleted.
 
-        A module with known children may lack its parent: code that writes into `_modules` (quantisation) calls no hook.
+        A module with known children may have an unknown parent, because code that writes into `_modules`, as
+        quantisation does, calls no hook.
         """
         for depth in range(100):
             place = self._places.get(id(module))
@@ -243,7 +244,7 @@ class Regions:
             self.attach_dynamo(sys.modules[DYNAMO])
 
     def attach_dynamo(self, module: Any) -> None:
-        """Record the calls of compiled models from now on. `module` is that of the compiler."""
+        """Record the calls of compiled models from now on. `module` is the module of the compiler."""
         self._replace_call(module.OptimizedModule)
 
     def undo(self) -> None:
@@ -259,7 +260,7 @@ class Regions:
         self._shared.clear()
 
     def forget(self) -> None:
-        """Forget which regions are selected, because the rules have changed."""
+        """Forget the decisions on all regions, because the rules have changed."""
         self._sites.clear()
 
     # ---------------------------------------------------------------- calls
@@ -359,7 +360,7 @@ class Regions:
         return name_for_rules(type(module if inner is None else inner)), "compiled"
 
     def _why_children_unseen(self, module: Any) -> str:
-        """Return the reason why the children of a module are not called from Python, "" if they are."""
+        """Return the reason why the children of a module are not called from Python, "" if they are called so."""
         torch, kind = self._torch, type(module)
         if isinstance(module, torch.jit.ScriptModule):
             return _SCRIPTED
@@ -376,7 +377,7 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk_models(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield each module with its path and the reason why Python does not call it. torch.compile's are left out."""
+        """Yield each module with its path and the reason why Python does not call it, except those of torch.compile."""
         # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
         visited: set[int] = set()

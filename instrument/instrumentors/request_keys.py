@@ -1,10 +1,10 @@
 """Read the keys, batches and facts of requests from a call's arguments and result.
 
-The path of a value is that of `arguments`. A batch has a path to several keys. `[]` in it means each item of a
-sequence, or each value of a mapping. A path that ends at a mapping means its keys, and its values are the weights if
-they are numbers. Another path may lead to the weights: a sequence, or a mapping from keys to weights. Keys are text,
-integers, UUIDs or bytes. Within a process, an object of the service may be a key. Reading never raises. Unreadable
-values are counted and logged.
+The path of a value is that of `arguments`. A batch has a path to several keys. `[]` in the path means each item of a
+sequence, or each value of a mapping. If the path ends at a mapping, the mapping's keys are the request keys, and its
+values are the weights if they are numbers. Another path may lead to the weights: a sequence, or a mapping from keys to
+weights. Keys are text, integers, UUIDs or bytes. Within a process, an object of the service may be a key. Reading never
+raises. Unreadable values are counted and logged.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ FACTS_OF_REQUEST = 2
 """The mode in which the native reader reads attributes of requests instead of keys."""
 
 TEXTS_KNOWN = 4096
-"""The maximum number of key texts whose shortened form is cached. One more empties the cache."""
+"""The maximum number of key texts whose shortened form is cached. A further text empties the cache."""
 
 Values = dict[Any, Any]
 ReadResult = Callable[[Any], Values]
@@ -121,10 +121,10 @@ class KeyReader:
 def _make_native_reader(
     parameter: Parameter | None, name: str, keys: RequestKeys, otherwise: _Read, weighed: Parameter | None = None
 ) -> _Read:
-    """Return a reader in C for keys that are texts or numbers in attributes and built-in containers, as most are.
+    """Return a reader in C for keys that are texts or numbers in attributes and built-in containers, as most keys are.
 
-    It calls `otherwise` for other values. A Python function would take microseconds, because the service's work has
-    evicted its code from the processor's caches.
+    For any other value the reader calls `otherwise`. A Python function would take microseconds, because the service's
+    work has evicted its code from the processor's caches.
     """
     paths = [split_steps(path) for path in (keys.argument, keys.weights)]
     if _native is None or any(steps.count(EACH) > (name != KEY) for steps in paths):
@@ -140,7 +140,7 @@ def _make_native_reader(
 
 
 def _split_at_container(steps: list[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
-    """Split a path at `[]`: the steps to the container, and those from each of its items (None without `[]`)."""
+    """Split a path at `[]`. Return the steps to the container, and the steps from each item (None without `[]`)."""
     at = steps.index(EACH) if EACH in steps else len(steps)
     steps = list(map(sys.intern, steps))
     return tuple(steps[:at]), tuple(steps[at + 1 :]) if at < len(steps) else None
@@ -166,8 +166,8 @@ class _FactPath(NamedTuple):
 class _FactsReader(NamedTuple):
     """A reader of facts below one parameter or the result, for the request of a call.
 
-    The reader in C calls it with a value and the index of a fact that it cannot read itself. If a call omits the
-    argument, it passes the call's arguments, and the facts are read from the default.
+    The reader in C calls this reader with a value and the index of a fact that it cannot read itself. If a call omits
+    the argument, the reader in C passes the call's arguments, and the facts are read from the parameter's default.
     """
 
     parameter: Parameter | None
@@ -227,8 +227,8 @@ def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
 class FactReader:
     """A reader of a rule's facts of requests. `of_call` reads a call's arguments, and `of_result` its result.
 
-    Both also call the reader that is passed in, and are None if they have nothing to read. `missing` has a message for
-    each fact that the function lacks. A value of None is no fact.
+    Both also call the reader that is passed to the class. They are None if they have nothing to read. `missing` has a
+    message for each fact that the function lacks. A value of None does not count as a fact.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class FactReader:
                 self.of_call = _make_facts_reader(parameter, facts, names, self.of_call)
 
     def _find_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
-        """Return the parameters of a fact's values and of its keys. One that is read from the result is None."""
+        """Return the parameter of a fact's values and that of its keys. It is None for values or keys in the result."""
         parameters = [None if first_of(path) == RETURN else parameter_of(function, first_of(path)) for path in paths]
         missing = [parameter for parameter in parameters if isinstance(parameter, str)]
         if not missing and (parameters[0] is None) != (parameters[1] is None):
@@ -281,7 +281,7 @@ class FactReader:
 def _make_facts_reader(
     parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
 ) -> Any:
-    """Return a reader of facts below a parameter or the result, in C if possible. It also calls the reader `before`."""
+    """Return a reader of facts below a parameter or the result, in C if possible. It also calls `before`, a reader."""
     reader = _FactsReader(parameter, facts, names, before)
     if _native is None:
         return reader

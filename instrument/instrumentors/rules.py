@@ -72,7 +72,7 @@ class Functions(Instrumentor):
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
     def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules to the imported modules. A probe that the new rules would make in the same way remains."""
+        """Apply other rules to the imported modules. Probes that the new rules would make in the same way remain."""
         with self._lock:
             self._change_rules(rules, modules)
 
@@ -174,7 +174,7 @@ class Functions(Instrumentor):
         return bool(probes)
 
     def _probe_registered(self, function: FunctionType) -> Any:
-        """Return the recording function for a handler that is being registered, or the handler without a rule."""
+        """Return the recording function for a handler that is registered. If no rule selects it, return the handler."""
         module: Any = sys.modules.get(function.__module__)
         with self._lock:
             probe_of_function = next((probe for probe in self._probes if probe.target.function is function), None)
@@ -196,7 +196,7 @@ class Functions(Instrumentor):
             return function
 
     def undo(self) -> None:
-        """Restore all functions, the last first. Other references to a recording function call the original."""
+        """Restore all functions, the last first. Remaining references to a recording function call the original."""
         with self._lock:
             super().undo()
             undo_all(self._pickling)
@@ -213,9 +213,10 @@ class Functions(Instrumentor):
             self.watch.clear()
 
     def detach(self, site: Site) -> Callable[[], None] | None:
-        """Restore the original functions of a site under their names for a while. Return the function that reverts it.
+        """Restore the original functions of a site under their names.
 
-        Return None if the site has no probe. Other references to a recording function continue to record.
+        Return a function that puts the probes back, None if the site has no probe. Other references to a recording
+        function continue to record.
         """
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
@@ -224,7 +225,7 @@ class Functions(Instrumentor):
         return partial(self._restore_probes, probes) if probes else None
 
     def _restore_probes(self, probes: Sequence[Probe]) -> None:
-        """Put probes back that were removed for a while, unless the rules have changed since."""
+        """Put probes back that `detach` has removed, unless the rules have changed since then."""
         off = [probe for probe in probes if not probe.is_set and probe in self._probes]
         for probe in off:
             probe.set()
@@ -253,7 +254,7 @@ class Functions(Instrumentor):
         return selected
 
     def _find_overrides(self, index: int, thing: Target | Unreachable) -> Iterator[Target | Unreachable]:
-        """Yield the overrides of a method in subclasses, and note that a rule records the method with overrides."""
+        """Yield the overrides of a method in subclasses, and note that a rule records the method and its overrides."""
         if not isinstance(thing, Target) or not isinstance_of(thing.owner, type):
             return
         key = (id(thing.owner), thing.attribute)
@@ -317,7 +318,7 @@ class Functions(Instrumentor):
             yield index, thing
 
     def _find_wrapped_site(self, target: Target) -> Site | None:
-        """Return the site of the recording function that a target's function wraps by `functools.wraps`, else None."""
+        """Return the site of a recording function that the target's function wraps (`functools.wraps`), else None."""
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
         for _ in range(targets.INSIDE if probes else 0):
@@ -378,7 +379,7 @@ class Functions(Instrumentor):
         return probe
 
     def _make_lineage_test(self, target: Target) -> Passes | None:
-        """Return the test for calls that the probe of a subclass or base class records, None without `+` in a rule."""
+        """Return the test for calls that another class's probe records, None if no rule has a `+`."""
         for lineage in self._lineages.values():
             if lineage.holds(target.owner, target.attribute):
                 if target.owner is lineage.base:

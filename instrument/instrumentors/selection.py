@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 LOOKS = 2
 """The number of searches for new modules after a change of the rules. The second search finds modules that another
-thread was importing during the first."""
+thread was importing during the first search."""
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The environment variables by which `init` and `check` ask for verdicts on all rules. With either, all families are
-loaded at once, without waiting for their packages."""
+"""The environment variables by which `init` and `check` ask for verdicts on all rules. If either is set, all families
+are loaded at once, without waiting for their packages."""
 
 
 class Selection:
@@ -124,7 +124,7 @@ class Selection:
                         self.late.append(names_of(module)[0])
 
     def _families_to_load(self, module_name: str) -> list[str]:
-        """Return the keys of the families that the import of a module loads. Triton's models have numbers as names."""
+        """Return the keys of the families that an import of a module loads. A number is a package of Triton's."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
         if not is_of_triton and package not in self._loading_packages and module_name not in self._loading_packages:
@@ -159,8 +159,9 @@ class Selection:
     def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
         """Apply the rules of another profile. Return the names of the attached and of the detached probes.
 
-        Targets that both profiles record in the same way keep their probe and their totals. `anew` also applies rules
-        that seem unchanged, after a change that failed half-way. Thread-safe. The search for targets takes tens of ms.
+        Targets that both profiles record in the same way keep their probe and their totals. With `anew`, unchanged
+        rules are applied, too, because an earlier change failed half-way. Thread-safe. The search for targets takes
+        tens of ms.
         """
         with self._lock:
             before = self._list_probes()
@@ -226,7 +227,7 @@ class Selection:
         self._ports = frozenset()
 
     def undo(self) -> None:
-        """Remove every probe, last first."""
+        """Remove every probe, the last one first."""
         with self._lock:
             if self._undo_imports is not None:
                 self._undo_imports()
@@ -297,12 +298,12 @@ class Selection:
         return family is not None and bool(family.has_begun())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return how often each site has blocked an event loop, and the longest block in ns."""
+        """Return, by site, the number of times that the site blocked an event loop, and the longest of them in ns."""
         family = self._families.get("requests")
         return {} if family is None else family.blockers()
 
     def note_connections(self, ports: Iterable[int]) -> None:
-        """Note ports of this process on which the agent has seen connections."""
+        """Store the ports of this process on which the agent has seen connections."""
         self._ports |= frozenset(ports)
 
     def look_for_connections(self) -> None:
@@ -324,7 +325,7 @@ class Selection:
             return set() if functions is None else functions.sites_of(label)
 
     def detach(self, site: Site) -> Undo | None:
-        """Remove the probes of a site for a while. Return the function that restores them, None without a probe."""
+        """Remove the probes of a site. Return the function that puts them back, None if the site has no probe."""
         with self._lock:
             for key in ("functions", "layers"):
                 family: Functions | Layers | None = self._families.get(key)

@@ -3,10 +3,10 @@
 `startup: auto` in a profile adds function rules for known frameworks, with the phase `load` or `compile`.
 `torch.compile` compiles during the first calls of a model, and each compilation is a span inside such a call.
 
-To time imports, the function is replaced that Python calls for each module not yet in `sys.modules`. The replacement
-costs 0.3 us per module that its own package imports, and 2.6 us per module that another package imports. Each top-level
-package has a self time, and a time that includes the packages that it imports. Imports that `instrument` itself causes,
-such as the bindings of a driver, are listed under `instrument`, with the package in brackets.
+To time imports, the function that Python calls for each module not yet in `sys.modules` is replaced. This costs 0.3 us
+for a module that its own package imports, and 2.6 us for a module that another package imports. Each top-level package
+has a self time, and a time that includes the packages that it imports. Packages that `instrument` itself imports, such
+as the bindings of a driver, are listed under `instrument`, with their names in brackets.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ COMPILES = {
     "torch.jit._freeze:freeze": "torch.jit.freeze",
     "torch.export:export": "torch.export.export",
 }
-"""The names of spans, by function. `torch.jit.trace` and `script` are not replaced, because they look up names in the
-frame that calls them."""
+"""The names of spans, by function. `torch.jit.trace` and `script` are not replaced, because they read names from the
+frame of their caller."""
 
 
 def _make_rules() -> tuple[FunctionRule, ...]:
@@ -140,7 +140,7 @@ LIMIT = 2_000
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The number of newest imports whose begin is stored. Reports use it to count imports after the first request."""
+"""The number of newest imports whose start time is kept, so that reports can count imports after the first request."""
 
 OWN = __name__.partition(".")[0]
 
@@ -184,7 +184,7 @@ class ImportTimes:
         self._newest: deque[tuple[int, str, int]] = deque(maxlen=NEWEST)
 
     def install(self) -> Undo:
-        """Time imports from now on. Return the function that stops it. `why_not` is the reason if it is impossible."""
+        """Time imports from now on. Return the function that stops this. `why_not` is the reason if that fails."""
         bootstrap: Any = sys.modules.get("_frozen_importlib")
         original = getattr(bootstrap, "_find_and_load", None)
         if not isinstance(original, FunctionType):
@@ -243,7 +243,7 @@ class ImportTimes:
     def packages(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
         """Return the times of the finished imports by package.
 
-        `request_ns` is the begin of the first request. Up to `NEWEST` imports after it are timed separately.
+        `request_ns` is the start time of the first request. Up to `NEWEST` imports after that are summed separately.
         """
         late: Counter[str] = Counter()
         with self._lock:
@@ -257,7 +257,7 @@ class ImportTimes:
 
 
 def _is_own_request(frame: FrameType | None) -> bool:
-    """Return True if code of this package imports. `python -m` imports its module without importing code."""
+    """Return True if code of this package causes an import. `python -m` imports its module without such code."""
     while frame is not None:
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package not in _IMPORTERS:

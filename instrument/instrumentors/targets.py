@@ -6,10 +6,10 @@ wildcards also selects an imported function. A wildcard selects no special metho
 unless its last segment begins with two underscores (`Engine.__*`). A name without wildcards that ends in `+` selects a
 method and its overrides in all subclasses.
 
-A decorator of the standard library, wrapt or a framework may put a function inside an object, where it is found, too.
-Of a property the getter is recorded, and of a context manager the generator. A wildcard skips properties and partial
+A function that a decorator of the standard library, wrapt or a framework has put inside an object is found, too. For a
+property the getter is recorded, and for a context manager the generator. A wildcard skips properties and partial
 objects, which code uses as data. A wildcard in the module's name also skips functions made in C, because C code may
-test their exact type. It skips functions that other objects refer to, because code may compare references.
+test their exact type. It also skips functions that other objects refer to, because code may compare such references.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass, field, late_pa
 from instrument.runtime.main_module import names_of
 
 Put = Callable[[Any], Any]
-"""A function that puts a new function into a decorator's object, and returns that object or a new one."""
+"""A function that puts another function into a decorator's object, and returns that object or a new one."""
 
 _NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
@@ -68,7 +68,7 @@ SUBCLASSES = "+"
 """The suffix of a pattern that also selects a method's overrides in subclasses."""
 
 INSIDE = 200
-"""The maximum number of objects to search for the function inside a decorator's object."""
+"""The maximum number of objects that are searched for the function inside a decorator's object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
 
 
 def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions that `qualname` selects, without wildcards. `last` is its last name, to find in `owner`."""
+    """Yield the functions that `qualname` selects. It has no wildcards, and `last` is its last name, in `owner`."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -262,7 +262,7 @@ def _find_all(
     called: str,
     methods_of: str | None = None,
 ) -> Iterator[Target | Unreachable]:
-    """Yield the functions of a module or class, and of the classes in it, whose names match `qualname`.
+    """Yield the functions of a module or class, and of inner classes, whose names match `qualname`.
 
     `called` is the module's name in labels. `methods_of` limits the search to public methods that this module defines.
     """

@@ -77,9 +77,10 @@ def _read_no_stream(args: Any, kwargs: Any) -> Any:
 
 
 def _find_device(args: Any, kwargs: Any) -> Any:
-    """Return the device on which a copy is timed: the source's, or the target's if the source is on the host.
+    """Return the device on which a copy is timed: that of the source or, if the source is on the host, that of the
+    target.
 
-    `args` and `kwargs` are those of a method such as `tensor.to`. None means the current device.
+    `args` and `kwargs` belong to a call of a method such as `tensor.to`. None means the current device.
     """
     source = args[0]
     if source.is_cuda:
@@ -157,12 +158,12 @@ def _read_storage_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _skip_fake(facts: Facts, fake: Any) -> Facts:
-    """Wrap a reader of transfers so that fake tensors, with which torch traces, have none."""
+    """Wrap a reader of transfers so that calls with fake tensors, with which torch traces, count as no transfer."""
     return lambda out, args, kwargs: None if isinstance(out, fake) else facts(out, args, kwargs)
 
 
 def _skip_same(facts: Facts, fake: Any) -> Facts:
-    """Wrap a reader of transfers so that a call that returns its own tensor or a fake one has none."""
+    """Wrap a reader of transfers so that a call that returns its own tensor or a fake tensor counts as no transfer."""
     return lambda out, args, kwargs: None if out is args[0] or isinstance(out, fake) else facts(out, args, kwargs)
 
 
@@ -178,7 +179,7 @@ def _shares_memory(source: Any, out: Any) -> bool:
 
 
 def _is_asynchronous(args: Any, kwargs: Any) -> bool:
-    """Return True if `non_blocking` is true in a call: by name, or as the first boolean among its arguments."""
+    """Return True if `non_blocking` is true in a call, passed by name or as the first boolean argument."""
     return bool(kwargs.get("non_blocking", next((argument for argument in args if isinstance(argument, bool)), False)))
 
 
@@ -186,7 +187,7 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _device_tests(torch: Any) -> list[Callable[[], bool]]:
-    """Return a test per kind of device that this build of torch supports. It is true once the process uses that kind.
+    """Return a test per kind of device that this build of torch supports. It is true once the process uses the kind.
 
     The tests call no driver, because that would break forked children. For MPS the test is true if a device exists.
     """

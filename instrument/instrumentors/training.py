@@ -11,8 +11,8 @@ asynchronous collective has two spans: `all_reduce` for the call, and `all_reduc
 `in_flight_ns` is the time from the call to the end of the wait. Sends and receives always have both spans, because a
 call does not show if it is asynchronous. Methods of process groups are replaced. The functions of `torch.distributed`
 are not, because compilers and torch compare them by identity. A span has attributes for the operation, bytes (the
-larger of this rank's input and output), backend, group, rank and world size. Its device time is the time that the
-calling stream waits.
+larger of this rank's input and output), backend, group, rank and world size. The device time of a span is the time that
+the calling stream waits.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ UNSEEN_PHASES = (
 
 
 class _Inside(threading.local):
-    """The phase that is open on each thread."""
+    """The phase that is now open on each thread."""
 
     phase: str | None = None
 
@@ -163,7 +163,7 @@ class Phases(Switch):
         return wrapper
 
     def _run_call(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call, and record it as a phase. A thread that runs a task of autograd is inside backward."""
+        """Run a call, and record it as a phase. A thread that runs a task of autograd counts as inside backward."""
         if not self._attached:  # a compiled model still calls its wrapper afterwards
             return function(*args, **kwargs)
         inside = self._inside
@@ -191,7 +191,7 @@ class Phases(Switch):
             inside.phase = before
 
     def _make_recording(self, phase: str, function: Callable[..., Any], subject: type[Any] | None) -> Any:
-        """Make the function that records a phase for objects of a class, at their first call."""
+        """Make the function that records a phase for objects of a class, at the first call on such an object."""
         key = phase, id(subject), id(function)
         site = self._find_site(phase, function, subject)
         works = CallWork(self._recorder, is_method=False) if site.device else None
@@ -221,7 +221,7 @@ class Phases(Switch):
     def _watch_optimizers(self, base: type[Any]) -> None:
         """Wrap the `step` of each optimizer class when its first object is made.
 
-        torch itself wraps `step` at that moment. The wrapper here is around torch's, and is removed at the end.
+        torch itself wraps `step` at that moment. The wrapper here is around that of torch, and is removed at the end.
         """
         patch = getattr(base, "_patch_step_function", None)
         if not isinstance(patch, FunctionType):
@@ -302,7 +302,7 @@ UNSEEN_COMM = (
 
 @dataclass(slots=True)
 class _Issued:
-    """A communication that has begun. `waits` is True if one span covers call and wait: it is synchronous."""
+    """A communication that has begun. `waits` is True if one span covers call and wait, as the call is synchronous."""
 
     site: Site
     wait_site: Site
@@ -397,7 +397,7 @@ class Comm(Switch):
         return _Issued(site, wait_site, attributes, waits, time.monotonic_ns(), pair)
 
     def _end_call(self, issued: _Issued | None, work: Any, error: BaseException | None) -> None:
-        """Record a call that has returned, unless its span ends with the wait."""
+        """Record a call that has returned, unless its span also covers the wait."""
         if issued is None:
             return
         may_wait = error is None and hasattr(work, "wait")
@@ -407,7 +407,7 @@ class Comm(Switch):
             self._issued[work] = issued
 
     def _begin_wait(self, args: Any, kwargs: Any) -> _Issued | None:
-        """Begin the wait for a communication, and return it, None if it is unknown."""
+        """Begin the wait for a communication. Return the communication, None if it is unknown."""
         issued = self._issued.pop(args[0], None)
         if issued is not None:
             if not issued.waits:
@@ -416,7 +416,7 @@ class Comm(Switch):
         return issued
 
     def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
-        """Record a wait that has ended: in one span with a synchronous call, or as a span of its own."""
+        """Record a wait that has ended. A synchronous call and its wait are one span. Others are separate spans."""
         if issued is None:
             return
         if issued.waits:

@@ -1,4 +1,4 @@
-"""Say whether a rule of the profile records its targets, and if not, why. `instrument check` prints these verdicts."""
+"""The verdicts on a profile's rules: if a rule records its targets, else why not. `instrument check` prints them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Verdict:
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merge(self, peer: Verdict) -> Verdict:
-        """Merge two processes' verdicts on a target: the state that takes precedence, with the calls of both."""
+        """Merge the verdicts of two processes on a target. The state that takes precedence remains, with all calls."""
         first, second = sorted((self, peer), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)

@@ -1,11 +1,12 @@
 """Find the CUDA devices on which a call works, so that its device time is measured on the right devices.
 
-The current device may be wrong: a model may be on another device, or on several. A layer works on the devices of its
-parameters. For any other call a torch model is searched for: in the method's object, the arguments or the function's
-code. The model's devices then count. Without a model the devices of tensor arguments count, or else the current device.
+The current device may be wrong, because a model may be on another device or on several. A layer works on the devices of
+its parameters. For any other call, a torch model is searched for in the method's object, the arguments, and the names
+in the function's code. If there is one, its devices count. Otherwise the devices of tensor arguments count, else the
+current device.
 
-Calls are examined only while device time is recorded and torch uses one of several devices. An object's parameters are
-read once and cached. If an object has none, the search is repeated at growing intervals.
+Calls are examined only while device time is recorded and torch uses one of several devices. The devices of an object's
+model are read once and cached. If an object has no model, the search is repeated at growing intervals.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ DEPTH = 3
 """The levels to search for a model: the object, its attributes, and their attributes."""
 
 THINGS = 1000
-"""The number of objects per level after which the search for a model stops collecting."""
+"""The maximum number of objects per level of the search for a model."""
 
 KEPT = 1024
-"""The maximum number of objects whose devices are cached. One more empties the cache."""
+"""The maximum number of objects whose devices are cached. A further object empties the cache."""
 
 SELDOM = 1024
-"""The maximum number of calls between two searches of an object without a model. The pause doubles up to it."""
+"""The maximum number of calls between two searches of an object without a model. The number doubles up to it."""
 
 ITEMS = 64
 """The maximum number of items to examine in a container among a call's arguments."""
@@ -45,9 +46,9 @@ _CONTAINERS = (list, tuple, dict, UserDict)
 
 
 class ModuleWork:
-    """The CUDA devices of a module, which may move. One tensor per device is watched, by a weak reference.
+    """The CUDA devices of a module, which may move to others.
 
-    After their deletion the last known devices are returned.
+    One tensor per device is watched by a weak reference. After their deletion the last known devices are returned.
     """
 
     __slots__ = ("_devices", "_tensors")
@@ -58,13 +59,13 @@ class ModuleWork:
         self.follow(tensors)
 
     def follow(self, tensors: Iterable[Any]) -> None:
-        """Watch these tensors from now on, unless an earlier one still exists."""
+        """Watch the given tensors from now on. Do nothing while an already watched tensor exists."""
         if self.current_devices() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
             self._tensors = [weakref.ref(tensor) for tensor in by_device.values()]
 
     def current_devices(self) -> tuple[int, ...] | None:
-        """Return the devices of the watched tensors, None if none exists any more."""
+        """Return the devices of the watched tensors, None if all of them have been deleted."""
         tensors = self._tensors
         if len(tensors) == 1:  # the usual case, in a third of the time
             tensor = tensors[0]()
@@ -80,7 +81,7 @@ class ModuleWork:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices of the watched tensors, or the last known ones if none exists any more."""
+        """The devices of the watched tensors. If all of them have been deleted, the last known devices."""
         devices = self.current_devices()
         return self._devices if devices is None else devices
 
@@ -95,10 +96,10 @@ def list_tensors(module: Any) -> list[Any]:
 
 
 def search_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
-    """Return a list with one tensor from the neighbours of a module without tensors, empty if they have none.
+    """Return a list with one tensor from the neighbours of a module without tensors, [] if they have none.
 
-    The search begins with the modules before it, which make its input, then those after it, then its parent and the
-    parent's neighbours. The first tensor on a device is returned, else the first on the host.
+    The modules before the given one, which make its input, are searched first. Those after it, its parent, and the
+    parent's neighbours follow. The first tensor on a device is returned, else the first on the host.
     """
     host_tensors: list[Any] = []
     while (parent := parent_of(module)) is not None:
@@ -120,7 +121,7 @@ def search_near(module: Any, parent_of: Callable[[Any], Any], children: Callable
 class CallWork:
     """A function that finds the devices of a call from its arguments, for the recorder. It never raises.
 
-    A function that is pickled by value takes along a copy, which examines only the arguments.
+    If a function is pickled by value, a copy of the finder is pickled with it. The copy examines only the arguments.
     """
 
     def __init__(self, recorder: Recorder, is_method: bool, function: FunctionType | None = None) -> None:
@@ -208,7 +209,7 @@ class CallWork:
 
 
 class _DeviceCache:
-    """The devices of an object's models. If it has none, the calls until the next search are counted."""
+    """The devices of an object's models. Without a model, the calls until the next search are counted."""
 
     __slots__ = ("_calls", "_pause", "_work", "owner")
 

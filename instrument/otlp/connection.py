@@ -61,12 +61,13 @@ class TcpConnection:
         self._sock.sendall(data)
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
-        """Receive at least one byte into a buffer. Return the count of bytes, 0 at the end. Raises `OSError`."""
+        """Receive at least one byte into a buffer. Return the number of bytes, 0 at the end of the data. Raises
+        `OSError`."""
         self._sock.settimeout(require_time_left(left_s()))
         return self._sock.recv_into(buffer)
 
     def abort(self) -> None:
-        """Wake the thread that waits on the connection, from another thread."""
+        """Wake the thread that waits on the connection. Another thread calls this."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -127,7 +128,8 @@ class TlsConnection(TcpConnection):
             data = data[self._repeat_step(partial(self._tls.write, data[:_CHUNK]), left_s) :]
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
-        """Receive at least one byte into a buffer. Return the count of bytes, 0 at the end. Raises `OSError`."""
+        """Receive at least one byte into a buffer. Return the number of bytes, 0 at the end of the data. Raises
+        `OSError`."""
         try:
             return int(self._repeat_step(partial(self._tls.read, len(buffer), buffer), left_s))
         except self._end:
@@ -135,7 +137,7 @@ class TlsConnection(TcpConnection):
 
 
 class Timed(io.RawIOBase):
-    """Reads a connection as a file, within one limit for the whole time. A socket's own time-out starts anew with every
+    """Reads a connection as a file, within one time limit for all data. A socket's own time-out starts again with every
     byte."""
 
     def __init__(self, connection: TcpConnection, left_s: Callable[[], float]) -> None:

@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 LEAST_REQUEST_BYTES = 64 << 10
-"""The lower bound in bytes for the request limit, which a collector's refusals reduce. When this many bytes wait in the
-queue, they are sent at once."""
+"""The minimum in bytes to which refusals of a collector may reduce the limit of a request. If this many bytes wait in
+the queue, they are sent at once."""
 HALVINGS = 12
 """The maximum number of requests in a row that are split in half because the collector refuses their size. 12 halvings
-lead from 4,000 spans to one. Then requests that are too large are dropped, until the collector accepts one."""
+lead from 4,000 spans to one span. After that, requests that are too large are dropped until the collector accepts
+one."""
 
 HOLD_LIMIT_S = 300.0
 """The maximum seconds for which an answer of a collector can pause sending. Spans wait in the queue meanwhile."""
@@ -51,8 +52,9 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The number of spans offered since the exporter was made, and how many were sent, lost or pending. `settled` is
-    True if each span offered before the flush was sent or lost in time. `reason` explains the last loss."""
+    """The number of spans that were offered since the exporter was made, and how many of them were sent, lost or are
+    pending. `settled` is True if each span that was offered before the flush was sent or lost in time. `reason`
+    explains the last loss."""
 
     offered: int
     exported: int
@@ -70,7 +72,7 @@ class Delivery:
 
 
 SILENCE_NS = 1_500_000_000
-"""Nanoseconds after which a collector's missing answer to a request is logged."""
+"""Nanoseconds without an answer to a request after which that is logged."""
 
 
 class Exporter:
@@ -378,8 +380,8 @@ class Exporter:
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
         """Send the waiting snapshots and samples of each process that are due.
 
-        If the collector does not accept the metrics of one process, those of the others come first after the usual
-        delay, because the collector may refuse that process alone.
+        If the collector does not accept the metrics of one process, the other processes come first after the usual
+        delay, because the collector may refuse only that process.
         """
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()

@@ -114,7 +114,7 @@ def metrics_of_run(living: Sequence[Metered], ended: Mapping[str, Sequence[Metri
 
 
 def _merge_samples(living: Sequence[Metered]) -> Metered:
-    """Return the samples of all processes as one process's, in order of time."""
+    """Return the samples of all processes as those of one process, in order of time."""
     samples = sorted((sample for process in living for sample in process.samples), key=lambda sample: sample.at_ns)
     gpus = {gpu.device: gpu for process in living for gpu in process.gpus}
     return replace(living[0], samples=samples, gpus=list(gpus.values()))
@@ -137,7 +137,8 @@ def _make_totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndO
 def _make_gauges(
     parts: Sequence[tuple[Labels, Metered]], *, of_processes: bool | None = None
 ) -> Iterator[MetricAndOrigin]:
-    """Yield the newest sample of each gauge. `of_processes` selects gauges of processes, or of machines (False)."""
+    """Yield the newest sample of each gauge. `of_processes` selects the gauges of processes if True, those of machines
+    if False."""
     metrics: dict[str, Metric] = {}
     for labels, part in parts:
         newest = {
@@ -203,7 +204,8 @@ def ids_of(exemplar: Exemplar) -> dict[str, str]:
 
 
 def buckets_of(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
-    """Yield each bound in s, the count of all values below it, and the longest exemplar of its bucket, if any."""
+    """Yield, for each bucket, the upper bound in s, the number of all values below it, and the bucket's longest
+    exemplar, if any."""
     usual_bounds = BOUNDS_S if metric.unit == "s" else BOUNDS_ITEMS
     bounds = DEFINITIONS[metric.name].bounds if metric.name in DEFINITIONS else usual_bounds
     counts = [0] * (len(bounds) + 1)
@@ -221,8 +223,8 @@ MEDIA_TYPE, MESSAGE = "application/vnd.google.protobuf", "io.prometheus.client.M
 CONTENT_TYPE = f"{MEDIA_TYPE}; proto={MESSAGE}; encoding=delimited"
 
 ZERO_THRESHOLD = 2.0**-128
-"""The upper bound in seconds of the bucket for zeros, the default of Prometheus's libraries. With a bound of 0,
-Prometheus would regard an empty histogram as one without native buckets."""
+"""The upper bound in seconds of the bucket for zeros, as in Prometheus's libraries. If it were 0, Prometheus would
+regard an empty histogram as one without native buckets."""
 
 _pack_double = struct.Struct("<Bd").pack
 
@@ -283,7 +285,8 @@ def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Or
 
 
 def _pack_native(of: Exponential) -> bytes:
-    """Return the native buckets. A bucket is numbered by its upper bound here, and by its lower bound in OTLP."""
+    """Return the native buckets. The number of a bucket depends on its upper bound here, and on its lower bound in
+    OTLP."""
     spans: list[list[int]] = []
     deltas, end, before = b"", 0, 0
     for number, count in enumerate(of.counts, of.offset + 1):

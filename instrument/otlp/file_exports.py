@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from instrument.trace.decisions import Decisions
 
 GROUP_ROWS = 5_000
-"""The number of rows that are collected in memory for one row group of a Parquet file, 350 bytes each. With 20,000 rows
-a group takes 30 MB more memory, and saves one byte per span in the file."""
+"""The number of rows that are collected in memory for one row group of a Parquet file, at 350 bytes a row. Groups of
+20,000 rows would take 30 MB more memory, and save one byte per span in the file."""
 
 JOURNAL = "journal.json"
 
@@ -157,7 +157,7 @@ class DatasetExport:
             logger.warning("export.parquet: %d rows are lost, later ones without a word: %s", rows, why)
 
     def put_settled(self, members: Sequence[ReadRecording], decisions: Decisions, now_ns: int) -> None:
-        """Add the rows of settled requests, from those of the recordings that write to this dataset."""
+        """Add the rows of settled requests. Only rows of recordings that write to this dataset are added."""
         processes = [_describe_process(member) for member in members]
         intervals_of = [member.intervals_of for member in members]
         try:
@@ -353,7 +353,7 @@ class _Uploads:
             file.path.unlink(missing_ok=True)
 
     def _upload(self, file: _SpooledFile) -> None:
-        """Upload a file under another name, and rename the object once it is complete."""
+        """Upload a file under a temporary name, and rename the object once it is complete."""
         directory, _, base = file.name.rpartition("/")
         part = f"{directory}/.{base}.part"
         with file.path.open("rb") as source, self._folder.create(part) as sink:
@@ -447,8 +447,8 @@ class KeptFiles:
         return self._folder / f"{service}-{self._run}-{pid}-{self._number}-kept.npz"
 
     def _make_room(self, wanted_bytes: int, newest: Path | None = None) -> None:
-        """Remove the oldest files until the others fit into the limit. Count them, and the removals that they
-        reported."""
+        """Remove the oldest files until the remaining ones fit into the limit. Count the removed files, and the
+        removals that these files reported."""
         files = []
         for path in self._folder.glob("*-kept.npz"):
             with suppress(OSError):

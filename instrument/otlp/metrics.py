@@ -24,8 +24,8 @@ from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
 from instrument.runtime.unpatched import Lock
 
 DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGRAM,)}
-"""The kinds of metrics that are sent as deltas, by the value of OpenTelemetry's temporality variable. With `lowmemory`
-our counters remain totals, because they are read as totals."""
+"""The kinds of metrics that are sent as deltas, by the value of OpenTelemetry's temporality variable. With `lowmemory`,
+our counters remain totals, because the recording has totals."""
 
 QUEUE_SAMPLES = 65_536
 """The maximum number of samples that wait for delivery. Above that the oldest are dropped."""
@@ -34,8 +34,8 @@ DELAY_NS = 10 * 10**9
 """Nanoseconds for which samples are gathered before they are sent together in one request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The maximum number of samples or series per request, and the lower bound of this maximum, which a collector's
-refusals reduce. A sample takes some 200 bytes, a histogram 400."""
+"""The maximum number of samples or series per request, and the minimum to which refusals of a collector may reduce it.
+A sample takes some 200 bytes, a histogram 400."""
 
 PATIENCE_NS = 2 * 10**9
 """The maximum number of nanoseconds for which a request of metrics may delay the spans that wait behind it."""

@@ -51,8 +51,8 @@ ROWS_AT_ONCE = 16_384
 class RowIds(NamedTuple):
     """The ids of rows as columns.
 
-    A trace id has 128 bits: `high` and `low`. `parent` is 0 for none. `is_server` marks spans that are server spans if
-    they are requests. `remote` is the number of the remote parent of the row's tree, `NONE` for none.
+    A trace id has 128 bits: `high` and `low`. `parent` is 0 for none. `is_server` is True for rows whose span is sent
+    as a server span if it is a request. `remote` is the number of the remote parent of the row's tree, `NONE` for none.
     """
 
     high: UInt64s
@@ -92,7 +92,7 @@ class SpanPacker:
         self._facts: dict[tuple[int, ...], bytes] = {}
 
     def pack(self, rows: Int64s) -> Iterator[PackedRows]:
-        """Pack some rows, in their order."""
+        """Pack the given rows, in their order."""
         for at in range(0, len(rows), ROWS_AT_ONCE):
             yield self._pack_block(rows[at : at + ROWS_AT_ONCE])
 
@@ -323,7 +323,7 @@ class SpanIds:
     """The ids that a collector gets for the rows of a trace.
 
     `ids` has one entry per process, and `process` the index of each row's process if there are several. `trace.own_id`
-    has the numbers by which the process knows its spans, `absent` those of parents and roots without a row.
+    has the numbers by which each process knows its spans. `absent` has the numbers of parents and roots without a row.
     """
 
     def __init__(

@@ -61,8 +61,8 @@ _FILLED = frozenset(
 
 
 def find_cause(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
-    """Return the link that a span's attributes store: to the ended span that started its task or thread, or to the
-    caller's span. `linked` finds a span by its number and its root's number."""
+    """Return the link that is stored in a span's attributes. It leads to the ended span that started the task or
+    thread, or to the caller's span. `linked` finds a span by its number and its root's number."""
     state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
@@ -82,7 +82,8 @@ def find_cause(attributes: Mapping[str, object], linked: Callable[[int, int], Li
 
 
 def select_events(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
-    """Return a span's longest interruptions as events (time, name, attributes), and the count of the others."""
+    """Return a span's longest interruptions as events (time, name, attributes), and the number of interruptions that
+    are left out."""
     longest = sorted(interruptions, key=lambda span: -span.total_ns)[:EVENT_LIMIT]
     longest.sort(key=attrgetter("start_ns"))
     events: list[tuple[int, str, Mapping[str, object]]] = [
@@ -251,7 +252,7 @@ def _pack_key(key: str) -> bytes:
 
 @lru_cache(maxsize=1024)
 def pack_int_head(tag: bytes, key: str, varint_bytes: int) -> bytes:
-    """Return the bytes of a KeyValue before an integer whose varint takes `varint_bytes`."""
+    """Return the bytes of a KeyValue that precede its integer value, whose varint takes `varint_bytes`."""
     head = _pack_key(key) + b"\x12" + encode_varint(varint_bytes + 1) + b"\x18"
     return tag + encode_varint(len(head) + varint_bytes) + head
 

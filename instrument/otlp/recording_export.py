@@ -60,7 +60,7 @@ SETTLE_EACH_NS = 25 * 10**7
 """Nanoseconds between two rounds of settling."""
 
 BEHIND_NS = 5 * 10**9
-"""Nanoseconds for which settling pauses at most while the collector has not accepted earlier spans."""
+"""The maximum nanoseconds for which settling pauses while the collector has not accepted earlier spans."""
 
 MOST_LOOKS = 20
 """The maximum number of looks at all recordings before a scrape is answered, or spans are flushed."""
@@ -69,7 +69,7 @@ FULL_RETRY_S = 0.02
 """Seconds between two attempts to read more rows while the exporter has no space for more spans."""
 
 LAST_METRICS_S = 5.0
-"""Seconds for which a new session waits at most until the last metrics of the previous session are sent."""
+"""The maximum seconds for which a new session waits until the last metrics of the previous session are sent."""
 
 
 class RecordingExport:
@@ -381,7 +381,7 @@ class RecordingExport:
         return f"{read_origin(self.mapped.header).pid}-{self._generation}"
 
     def before_scrape(self) -> None:
-        """Note the requests that have ended, before the recording is read for a scrape."""
+        """Store which requests have ended, before the recording is read for a scrape."""
         if self._reading is not None and self.is_ours:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
@@ -438,7 +438,7 @@ class RecordingExport:
 
 
 def _is_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
-    """Return True for a span that has been sent or will be."""
+    """Return True for a span that has been sent or will be sent."""
     if not span.root_id & REQUEST_BIT:
         return (
             is_sampled(rows.ids.trace_id(span.root_id), sample)

@@ -45,7 +45,7 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""Nanoseconds until the next snapshot, if the last snapshot lacks spans that had ended before it was requested."""
+"""Nanoseconds until the next snapshot if the last one lacks spans that had ended before it was requested."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """The age in ns above which a gauge's sample is left out of a scrape."""
@@ -132,8 +132,8 @@ class Metering:
                 self._meter.count_parts(rows, self._facts.metered.streams)
 
     def change(self, facts: ExportFacts) -> None:
-        """Apply the newest facts of the process. The facts name the functions that generate items before these are
-        called. Rows read in the meantime are counted now."""
+        """Apply the newest facts of the process. They name the functions that generate items. Their rows that were read
+        before are counted now."""
         self._facts = facts
         self._meter.generations = facts.metered.routes
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
@@ -212,7 +212,7 @@ class Metering:
         self._write_state()
 
     def _make_snapshot(self) -> Snapshot | None:
-        """Return the current totals; None if there are none to send."""
+        """Return the current totals. Return None if there is nothing to send."""
         if (newest := decode_facts(self._mapped.header.facts.get("export"))) is not None:
             self.change(newest)
         facts = self._facts.metered
@@ -249,7 +249,7 @@ class Metering:
         ]
 
     def metered(self) -> Metered | None:
-        """Return the current metrics for a scrape, without sending them to the collector."""
+        """Return the current metrics for a scrape. They are not sent to the collector."""
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
         snapshot, header = self._make_snapshot(), self._mapped.header

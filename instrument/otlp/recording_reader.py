@@ -27,7 +27,8 @@ ROWS_AT_ONCE = 10_000
 """The maximum number of rows of one read, to bound the reader's memory."""
 
 AHEAD_ROWS = 30_000
-"""The maximum rows read between two rounds of settling. Further rows wait in the recording, which keeps the newest."""
+"""The maximum number of rows that are read between two rounds of settling. Further rows wait in the recording, which
+keeps the newest ones."""
 
 DEVICE_WAIT_NS = 2 * 10**9
 """The maximum number of nanoseconds that spans wait for their device times before they are sent."""
@@ -66,7 +67,8 @@ class RecordingReader:
     # ---------------------------------------------------------------- what the meter asks
 
     def watched(self, *, goes_on: bool) -> list[Row]:
-        """Return the rows of generators and batches since the last call. With `goes_on`, collect later rows, too."""
+        """Return the rows of generators and batches since the last call. With `goes_on`, later rows are collected for
+        the next call."""
         rows, self._watched = self._watched or [], [] if goes_on else None
         return rows
 
@@ -87,7 +89,7 @@ class RecordingReader:
         return tally.merged() if merged else tally
 
     def reread(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
-        """Read rows of requests, generators and batches again, from `places` to the rows read last."""
+        """Read rows of requests, generators and batches again, from `places` up to the rows that were read last."""
         if all(places.get(ring, 0) >= place for ring, place in self.places.items()):
             return
         details, _ = self._mapped.details_since(0)
@@ -177,7 +179,8 @@ class DeviceTimes:
         self.untimed = 0
 
     def note_count(self) -> None:
-        """Note the current count of device intervals, at each read, before the settled time is read."""
+        """Store the current number of device intervals. This is called at each read, before the settled time is
+        read."""
         count = self._mapped.interval_count()
         if not self._counts or self._counts[-1][1] != count:
             self._counts.append((time.monotonic_ns(), count))

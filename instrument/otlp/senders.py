@@ -307,7 +307,8 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""The gRPC statuses after which an OTLP client retries. After RESOURCE_EXHAUSTED it retries only with a RetryInfo."""
+"""The gRPC statuses after which an OTLP client retries. After RESOURCE_EXHAUSTED, it retries only if the answer has a
+RetryInfo."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
 """The texts with which gRPC in C, Go, Rust and Java refuses a request that is too large."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
@@ -381,7 +382,7 @@ class GrpcSender(Sender):
     abort = close
 
     def after_fork_in_child(self) -> None:
-        """Keep the parent's channel open: a child that closes or collects it can hang."""
+        """Keep the parent's channel open, because a child that closes or collects it can hang."""
         self._of_parents.append(self._channel)
         self._channel = None
 

@@ -39,7 +39,8 @@ def detect_attributes() -> dict[str, object]:
 
 
 def drop_parent_id(detected: Mapping[str, object]) -> dict[str, object]:
-    """Return the attributes that the parent had detected, without the instance id that the SDK made for the parent."""
+    """Return the attributes that the parent process had detected. The instance id that the SDK made for the parent is
+    left out."""
     variable = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
     return {key: value for key, value in detected.items() if key != "service.instance.id" or key in variable}
 
@@ -118,8 +119,8 @@ def current_parent() -> RemoteParent | None:
 def _is_in_server_span(local: Any) -> bool:
     """Return True if a span of this process is a server span, or may be inside one.
 
-    An unrecorded span has no kind, and of a span's parent only the id is known, so both count as True. A request with
-    two server spans would be counted twice.
+    The result is also True for an unrecorded span, which has no kind, and for a span with a parent, of which only the
+    id is known. A request with two server spans would be counted twice.
     """
     kind = getattr(getattr(local, "kind", None), "name", "SERVER")
     return kind in ("SERVER", "CONSUMER") or (kind == "INTERNAL" and getattr(local, "parent", None) is not None)

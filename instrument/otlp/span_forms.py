@@ -51,7 +51,8 @@ class RareMembers(NamedTuple):
 
 
 Part = tuple[str, bytes | int]
-"""A part of a head: ("", bytes that all spans of a layout share), or (name of a field, its width in bytes)."""
+"""A part of a head, as a pair: "" and the bytes that all spans of a layout share, or the name of a field and its width
+in bytes."""
 
 
 class PackedRows(NamedTuple):

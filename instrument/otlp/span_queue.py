@@ -30,11 +30,12 @@ CLOCK_DRIFT_NS = 10**6
 Spans before and after a correction nest less exactly, so corrections are rare."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The change of the wall clock in ns from which on the clock was set or the machine was suspended. A smaller change is
-drift."""
+"""The least change of the wall clock in ns that shows that it was set, or that the machine was suspended. A smaller
+change is drift."""
 
 PATIENCE_S = 0.1
-"""Seconds to wait for the lock at most. A signal handler that interrupted the lock's owner would wait for ever."""
+"""The maximum seconds to wait for the lock. Without a limit, a signal handler that interrupted the lock's owner would
+wait for ever."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 _SENDING = "sending"
@@ -204,7 +205,8 @@ class RequestQueue:
             self._count_fate(source, "failed", spans)
 
     def give_up(self, reason: str) -> None:
-        """Count the current request as failed and, once closed, waiting ones as dropped. The caller has the lock."""
+        """Count the current request as failed. Once the queue is closed, count waiting requests as dropped. The caller
+        has the lock."""
         if self._in_flight or (self.is_closed and self._queue):
             self.reason = reason
         while self._in_flight:

@@ -31,7 +31,7 @@ NODES = 10_000
 STANDARD = ("OTEL_", "INSTRUMENT_")
 """The prefixes of environment variables whose invalid values are ignored with a remark instead of an error."""
 DEPTH = 32
-"""The maximum number of lists and mappings inside each other."""
+"""The maximum depth of nested lists and mappings."""
 
 
 class _Refused(Exception):  # noqa: N818 - no error of the caller: the problems are noted, the reading continues
@@ -115,10 +115,10 @@ class YamlNode:
     """A value of a document, and its place: the path `key_path`, the line and the column, both from 1.
 
     `kind` is null, bool, int, float, date, text, list, mapping, or broken (its problems are noted). A scalar's `text`
-    is the written text with references replaced. It is `plain` without quotes. `variable` is the variable that makes
-    the whole text, "" for none. `written` is the text with its references if a variable may have a secret, else "".
-    `unset` is the node without that variable, None unless it is one of `STANDARD`. `items` are a list's values; `pairs`
-    a mapping's keys and values by name.
+    is the written text with references replaced. The scalar is `plain` if it is written without quotes. If the whole
+    text is the value of one variable, `variable` is its name, else "". `written` is the text with its references if the
+    value of a variable may be a secret, else "". `unset` is the node that results without the variable. It is None
+    unless the variable is one of `STANDARD`. `items` are a list's values; `pairs` a mapping's keys and values by name.
     """
 
     document: Document = field(repr=False)
@@ -164,7 +164,7 @@ class YamlNode:
         return f"{self.key_path}.{name}" if self.key_path else name
 
     def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
-        """Note a problem. `actual` is the found value, by default this node's; `near` is the one probably meant."""
+        """Note a problem. `actual` is the found value, by default that of this node. `near` is the likely value."""
         document, path = self.document, self.key_path
         path = clip(path or "profile") if path.isprintable() else ascii(clip(path))
         suggestion = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
@@ -394,7 +394,7 @@ class _Tree:
         return self.document.environ.get(reference["name"]) or reference["default"] or ""
 
     def is_secret(self, reference: re.Match[str]) -> bool:
-        """Return True if messages must not show the value of a variable. Only OTEL_* other than headers may be
+        """Return True if messages must not show the value of a variable. Only OTEL_* variables except headers are
         shown."""
         name = reference["name"] or ""
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
@@ -481,7 +481,7 @@ def whole_number(least: int) -> Read:
 
 
 SMALL = 1024
-"""The smallest number without a unit that a message reads as bytes. For smaller ones it suggests the example's unit."""
+"""The smallest number without a unit for which a message suggests bytes. Below it, it suggests the example's unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")

@@ -4,9 +4,10 @@
 ``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key. From the
 table, `schema` makes `profile.schema.json`, with which editors complete keys.
 
-A key whose value is null counts as omitted, but null under `export` switches that export on, with its defaults. Values
-may refer to environment variables, see `document`. A setting that the profile omits may come from a variable that
-`values.VARIABLES` names. `Profile.origins` has the source of each setting. `presets` merges a preset.
+A key whose value is null counts as omitted. Only the keys of `export` differ: null switches that export on, with its
+defaults. Values may refer to environment variables (see `document`). A setting that the profile omits may come from a
+variable that `values.VARIABLES` names. `Profile.origins` has the source of each setting. The module `presets` merges a
+preset into the profile.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ def _section_reader(section: str, build: Callable[..., Any] | None = None, also:
 
 
 def _export_part(way: str) -> Key:
-    """Return the key of an export, whose value `off` removes that export of a preset."""
+    """Return the key of an export. With the value `off`, a profile removes the export that its preset has."""
     return Key(way, or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
 
 
@@ -369,9 +370,10 @@ _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 @with_schema({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _otlp(node: YamlNode) -> model.Otlp | None:
-    """Read the settings of the OpenTelemetry collector. `auto` means the collector that a variable names.
+    """Read the settings of the OpenTelemetry collector.
 
-    Return None if there is none, or if the variable is invalid.
+    `auto` means the collector that a variable names. Return None if no variable names one, or if the variable is
+    invalid.
     """
     if node.is_off:
         return None

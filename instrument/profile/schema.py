@@ -1,9 +1,9 @@
-"""The generator of `profile.schema.json`, the JSON Schema with which editors complete a `profile.yaml`.
+"""The generator of `profile.schema.json`. Editors use this JSON Schema to complete the keys of a `profile.yaml`.
 
     python -m instrument.profile.schema    # writes profile.schema.json, next to this file
 
-Keys come from `keys.KEYS`, their allowed values from `with_schema` of the readers, and defaults from `model`. The
-descriptions of keys are written by hand in the file itself, and the generator keeps them.
+Keys come from `keys.KEYS`, their allowed values from the decorator `with_schema` of their readers, and their defaults
+from `model`. The descriptions of keys are written by hand in the file itself, and the generator keeps them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FILE = Path(__file__).with_name("profile.schema.json")
 LEFT_OUT: Shape = {"$ref": "#/$defs/left_out"}
 
 SELECTS: Shape = {"type": "string", "pattern": "^[^!]"}
-"""The schema of a pattern that selects functions or layers. One that excludes them begins with `!`."""
+"""The schema of a pattern that selects functions or layers. A pattern that excludes them begins with `!`."""
 
 SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     ("functions", "match"): {
@@ -175,7 +175,7 @@ def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
 
 
 def _quantity_text(value: int, units: Mapping[str, int]) -> str:
-    """Return the text of a number in the largest unit that divides it without a rest."""
+    """Return the text of a number in the largest unit that divides it without a remainder."""
     if not value:
         return "0B" if "B" in units else "0s"
     name, unit = max((item for item in units.items() if value % item[1] == 0), key=lambda item: item[1])

@@ -58,7 +58,7 @@ def write(path: Path, profile: Profile, consulted: Consulted) -> None:
 
 
 def read(path: Path | None, source: str) -> Profile | None:
-    """Read the parsed profile of another process, None without one or if its file or variables have changed."""
+    """Read the profile that another process parsed. Return None without it, or if its file or variables changed."""
     if path is None:
         return None
     try:

@@ -144,7 +144,7 @@ duration_or_off = or_off(with_schema(DURATION)(quantity(DURATION_UNITS, "5ms", "
 
 
 def _as_rule(text: str) -> str:
-    """Return `chat.engine.Engine.step` as `chat.engine:Engine.step`: a class usually starts with a capital."""
+    """Return a dotted path in a rule's syntax, such as `chat.engine:Engine.step`. A capital letter begins the class."""
     segments = text.split(".")
     split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
     return ".".join(segments[:split]) + ":" + ".".join(segments[split:])
@@ -198,7 +198,7 @@ _timing_header = text_reader(
 
 @with_schema({"anyOf": [{"type": "boolean"}, {"enum": ["off"]}, syntax_shape(rf"header {HEADER_NAME_SYNTAX}")]})
 def server_timing(node: YamlNode) -> str:
-    """Read which answers get timings in a header: "true" for all, "header NAME" for requests with one, "" for none."""
+    """Read which answers get timings in a header: "true" for all, "header NAME" for requests with NAME, "" for none."""
     if node.is_off:
         return ""
     return "true" if node.kind == "bool" else str(_timing_header(node))
@@ -443,9 +443,9 @@ FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": ("resource detectors", ".*"),
     "OTEL_PROPAGATORS": ("propagators", ".*"),
 }
-"""OpenTelemetry's further variables that the export honours: the name of each setting, and the honoured values. An
-exporter `none` turns off its signal. The propagators read a caller's trace. Other variables than these and `VARIABLES`
-are ignored."""
+"""Further variables of OpenTelemetry that the export honours, each with the name of its setting and the honoured
+values. An exporter `none` turns off its signal. The propagators read a caller's trace. Other variables than these and
+`VARIABLES` are ignored."""
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
 """The prefix of environment variables that only OpenTelemetry's Python SDK and instrumentations read."""
@@ -460,7 +460,7 @@ _SWITCHES = {
 
 
 def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return which of traces and metrics are switched off, each with the variable that does so."""
+    """Return the signals (traces, metrics) that are switched off, each with the variable that switches it off."""
     return {
         signal: f"{name}={value}"
         for signal, switches in _SWITCHES.items()

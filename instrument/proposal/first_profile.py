@@ -33,27 +33,27 @@ KEYS, BATCHES = 3, 3
 """The maximum number of rules with a key outside of requests, and of rules with a batch."""
 
 LOOKS = 3
-"""The minimum number of values of an argument that may be a key. As many must also occur in another function."""
+"""The minimum number of observed values of an argument for a key. As many must also be seen in another function."""
 
 DISTINCT = 0.8
 """The minimum share of distinct values among an argument's values for the argument to be a key of requests."""
 
 SHARED = 0.5
-"""The minimum share of values that are keys of requests, for an argument of a function outside of requests."""
+"""The minimum share of an argument's values that are keys of requests, for a function outside of requests."""
 
 LEAST_BATCH = 0.05
-"""The minimum share of a function with batches in the work outside of requests, for the function to get a rule."""
+"""The minimum share of the work outside of requests that a function with batches must have to get a rule."""
 
 PASSED = 0.95
-"""The minimum share of calls for a function to name the requests, relative to the candidate with the most calls."""
+"""The minimum calls of a function that may name the requests, as a share of the calls of the most called candidate."""
 
 COVERED = 0.8
-"""The minimum share of a function's time in callees with batches, for these callees to get rules in its place."""
+"""The minimum share of a function's time that callees with batches must take to get rules in its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A path to an argument value of a function, which may be a key of requests. The lowest `rank` is likeliest."""
+    """A path to an argument of a function that may be a key of requests. The lowest `rank` is the most likely key."""
 
     label: str
     path: str
@@ -170,7 +170,7 @@ def _choose_batches(
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches, with the path of the batch.
 
-    A function's callees take its place if they, with callees that serve single requests, take most of its time.
+    A function's callees take its place if most of its time is in them and in callees that serve single requests.
     """
     best = _pick_best(paths)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}
@@ -286,7 +286,7 @@ class LayerProposal:
 
 @dataclass(slots=True)
 class FirstProfile:
-    """A first profile: its rules and its comments. `summary` says in a sentence how much was observed.
+    """A first profile: its rules and its comments. `summary` is a sentence on the amount of observed calls.
 
     The comments are at the `head`, above `requests`, and on the functions `left_out`.
     """

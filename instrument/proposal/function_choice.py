@@ -49,10 +49,10 @@ LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 function with a leading underscore needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The minimum share of time of a function whose only reason for a rule is that callees divide its time."""
+"""The minimum share of time of a function that gets a rule only because its callees divide its time."""
 
 LEAST_PART = 0.02
-"""The minimum share of a callee in its caller's time for the callee to count as dividing that time."""
+"""The minimum share of its caller's time that a callee must have to count as dividing that time."""
 
 SHORT_NS = 5_000
 """The minimum mean time of a call in ns. A faster function gets no rule, because recording would distort its time."""
@@ -64,7 +64,7 @@ REPEATED = 3
 """The minimum number of calls per process for a function to count as repeated."""
 
 LOADING_NS = 50_000_000
-"""The minimum total time in ns per process for a function of the service's start to get a rule for loading."""
+"""The minimum total time in ns per process with which a function of the service's start gets a rule for loading."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
 """The minimum share of a function in its request's time, and its maximum self time as a share. A function with both
@@ -236,7 +236,7 @@ class _Chooser:
         return units
 
     def _find_delegate(self, node: ObservedNode) -> ObservedNode:
-        """Return the one function to which a private function delegates its time, else the private function."""
+        """Return the function to which a private function delegates its time. Without it, return the private one."""
         while function_name(node.callee.label).startswith("_"):
             delegates = [
                 child
@@ -292,7 +292,8 @@ class _Chooser:
             )
 
     def _propose_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[FunctionProposal]:
-        """Propose the functions below `tops` with a share `least` of self time, and their callers that divide time."""
+        """Propose the functions below `tops` whose self time has at least the share `least`. Also propose the callers
+        whose time is divided among such functions."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return
@@ -321,7 +322,8 @@ class _Chooser:
                 self._small.add(label)
 
     def _add_functions_below(self, node: ObservedNode, by_label: dict[str, _CallPaths]) -> int:
-        """Add the functions below a call path to `by_label`. Return the path's self time with that of other calls."""
+        """Add the functions below a call path to `by_label`. Return the path's self time, plus the time of calls below
+        it that get no rule."""
         own_ns = node.self_ns
         for child in node.children.values():
             child_ns = self._add_functions_below(child, by_label)
@@ -351,9 +353,10 @@ class _Chooser:
     def _is_middleware(
         self, label: str, paths: _CallPaths, large: set[str], tops: list[ObservedNode], base_ns: int
     ) -> bool:
-        """Return True for a middleware: it spans whole requests and calls the functions that take the time.
+        """Return True for a middleware, which is a function that spans whole requests and calls the functions that take
+        the time.
 
-        A middleware gets no rule, because its self time is the framework's.
+        A middleware gets no rule, because its self time is spent in the framework.
         """
         if not self._spans_requests(paths, tops, base_ns):
             return False

@@ -57,7 +57,7 @@ class Callee:
 
 @dataclass(eq=False, slots=True)
 class ObservedNode:
-    """A call path with its totals over all processes and threads. `first_ns` is the begin of its first call, or 0."""
+    """A call path with its totals over all processes and threads. `first_ns` is its first call's start time, or 0."""
 
     callee: Callee
     parent: ObservedNode | None = None
@@ -86,9 +86,10 @@ class ObservedNode:
 class Observation:
     """The merged reports of the processes of an observed command.
 
-    `keys` maps labels and argument paths to the values seen. `unseen` maps unobserved targets to reasons. `blockers`
-    maps labels to how often the function blocked an event loop, and to the longest ns. `seconds` and `cost` (a share of
-    time) are the processes' maxima. `silent` counts processes without a report.
+    `keys` maps labels and argument paths to the observed values. `unseen` maps unobserved targets to reasons.
+    `blockers` maps the label of a function to the number of times that it blocked an event loop, and to the longest of
+    these times in ns. `seconds` and `cost` (a share of time) are the processes' maxima. `silent` counts processes
+    without a report.
     """
 
     roots: list[ObservedNode]
@@ -265,7 +266,7 @@ def _add_keys(keys: dict[str, dict[str, SeenPath]], arguments: Mapping[str, Mapp
 
 
 def module_folders(words: Sequence[str], folder: Path) -> list[Path]:
-    """Return the folders that may hold a command's own modules: the current one, its script's, and `PYTHONPATH`'s."""
+    """Return the folders that may contain a command's own modules: the current one, the script's, and `PYTHONPATH`."""
     folders = [folder]
     if words and not words[0].startswith("-"):
         script = (folder / words[0]).resolve()
@@ -297,7 +298,7 @@ def all_patterns(names: Iterable[str]) -> list[str]:
 
 
 def _list_modules(root: Path) -> list[str]:
-    """List the modules and packages in a folder that may be a service's."""
+    """List the modules and packages in a folder that may belong to a service."""
     names = set()
     with os.scandir(root) as entries:
         for entry in entries:

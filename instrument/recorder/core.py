@@ -92,7 +92,7 @@ else:
 
 
 MOST_SITE_SHAPES = 65_536
-"""The maximum number of sites (instrumented functions) whose probe's shape is stored. This limits the memory of a
+"""The maximum number of sites (instrumented functions) for which the kind of probe is stored. It limits the memory of a
 service that decorates a new function at each request."""
 
 
@@ -107,7 +107,7 @@ class SiteCore(Core):
     _mutable: dict[Site, weakref.WeakSet[Any] | None]
 
     def note_shape(self, site: Site, shape: str) -> bool:
-        """Note the shape of a site's probe, such as "call" or "method". Return False beyond `MOST_SITE_SHAPES`
+        """Store the kind of a site's probe, such as "call" or "method". Return False beyond `MOST_SITE_SHAPES`
         sites."""
         if len(self.shapes) >= MOST_SITE_SHAPES and site not in self.shapes:
             return False
@@ -151,7 +151,8 @@ class SiteCore(Core):
         self._set_passing(site, None)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Have a site's functions pass their calls without a span (`passing`), or record them (None)."""
+        """Make a site's functions pass their calls without a span, counted by `passing`. With None, make them record
+        spans again."""
         for function in list(self._mutable.get(site) or ()):
             wrapping.turn(function, passing or self)
 
@@ -160,7 +161,7 @@ class SiteCore(Core):
         return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
 
     def cut_spans(self) -> dict[Site, int]:
-        """Return by site how many spans of generators ended early because the site was muted."""
+        """Return, by site, the number of generators' spans that ended early because the site was muted."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
     def bind_innermost(self, key: object) -> None:
@@ -171,13 +172,13 @@ class SiteCore(Core):
         return span_attributes.checked(attributes, more, self.complain)
 
     def complain(self, event: str, words: str, kind: str = "") -> None:
-        """Count a refused attribute, name or status, and log the first of its kind."""
+        """Count a refused attribute, name or status. Log the first refusal of each kind."""
         self.count(event)
         FAULTS.note_of_rule("annotate", words, kind)
 
 
 class Readback(SiteCore):
-    """A core with readers of the recording for its own process."""
+    """A core with methods that read the recording in the process itself."""
 
     _paths: CallTree
     _reading: Any
@@ -209,7 +210,8 @@ class Readback(SiteCore):
         return paths.site(row[ROW_NODE])
 
     def cursor(self) -> Cursor:
-        """Return a reader of the rows from now on, which reads each row once, unless the ring overwrites it before."""
+        """Return a reader of all rows that are written from now on. It reads each row once, unless the ring overwrites
+        the row before."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.mapped)
@@ -230,13 +232,13 @@ class Readback(SiteCore):
         return {**self.irregular, **{reason: count for reason, count in reasons if count}}
 
     def _head(self, field: str) -> tuple[int, ...]:
-        """Return the numbers in a field of the recording's header, none without a recording."""
+        """Return the numbers in a field of the recording's header, () if there is no recording."""
         offset, code = HEADER.fields[field]
         return () if self.memory is None else unpack_from(f"<{code}", self.memory, offset)
 
     @property
     def ended_rows(self) -> int:
-        """The number of rows that were in rings of ended threads, which other threads have reused."""
+        """The number of rows that ended threads had written into rings which other threads have reused."""
         return sum(self._head("ended_rows"))
 
     @property

@@ -31,7 +31,8 @@ BUSY_STEP_NS = 5 * 10**7
 """Nanoseconds between two comparisons while the budget is exceeded, or while the rings lose rows."""
 
 DETACH_SHARE = 0.05
-"""The share of the budget above which the count of a muted site's calls costs so much that its probe is detached."""
+"""The share of the budget above which counting a muted site's calls costs too much. The site's probe is then
+detached."""
 
 TRIAL_S = 0.02
 """Seconds for which a detached probe is attached to measure the load."""
@@ -51,7 +52,7 @@ LAST_WAIT_NS = 3600 * 10**9
 doubles the wait."""
 
 WAIT_MULTIPLE = 10
-"""The multiple of a site's last wait within which another muting or detaching of the site doubles the wait."""
+"""A multiple of a site's last wait. The wait doubles if the site is muted or detached again within that time."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
 """A function that detaches a site's probe and returns a function that attaches it again. It returns None on failure."""
@@ -68,8 +69,8 @@ class _Use:
 
 @dataclass(slots=True)
 class _Muted:
-    """The state of a muted site: since when, the shortest wait, the cost of a recorded and of a counted call, and the
-    share of calls by thread."""
+    """The state of a muted site: the time of its muting, the minimum wait, the costs of a recorded and of a counted
+    call, and each thread's share of the calls."""
 
     since_ns: int
     wait_ns: int
@@ -93,8 +94,9 @@ class _Off:
 class Governor:
     """A governor that keeps the cost of recording below the share `budget` of each thread's time (0.01 is 1 %).
 
-    One thread calls `step` regularly, soon again if `is_busy`. `costs_ns` has the cost of a span by the shape of its
-    probe, `passed_ns` that of a muted call; both have the cost of a generator's later steps. `detach` detaches probes.
+    One thread calls `step` regularly, and soon again if `is_busy`. `costs_ns` has the cost of a span by the kind of its
+    probe, `passed_ns` the cost of a muted call. Both have the cost of a generator's later steps. `detach` detaches
+    probes.
     """
 
     def __init__(
@@ -245,7 +247,7 @@ class Governor:
     # ---------------------------------------------------------------- what there is room for
 
     def _review(self, passed: dict[Site, int], spent_ns: Mapping[int, float], elapsed_ns: int, now_ns: int) -> None:
-        """Once a second, note the cost of counting, and unmute the sites that fit the budget again."""
+        """Once a second, store the cost of counting calls, and unmute the sites that fit into the budget again."""
         window_ns = now_ns - self._looked_ns
         calls = {site: passed.get(site, 0) - self._looked.get(site, 0) for site in self.muted}
         self._looked, self._looked_ns = passed, now_ns
@@ -329,8 +331,8 @@ class Governor:
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
     def _sort_by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
-        """Return the sites whose recording is the least worth first: by their cost, and its ratio to the calls'
-        time."""
+        """Return the sites, those first whose recording costs most for its worth: by the cost, and by its ratio to the
+        calls' time."""
 
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])
@@ -452,7 +454,8 @@ class Budget:
             self._governor.release()
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
-        """Return a sentence per site that was ever muted or detached, or only detached without `with_muted`."""
+        """Return a sentence for each site that was ever detached, and with `with_muted` for each that was ever
+        muted."""
         if self._governor is None:
             return []
         return self._governor.notes() if with_muted else self._governor.notes_off()

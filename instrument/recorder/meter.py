@@ -86,7 +86,7 @@ class Meter:
     """A counter of all metrics of one process, from `start_ns` on.
 
     Only the thread that reads the rings calls `count` and `snapshot`. `generations` are the routes whose answers a
-    model generates. With `watches`, generating functions and batches have metrics, too. Requests are grouped `by` an
+    model generates. With `watches`, functions that generate and batches have metrics, too. Requests are grouped `by` an
     attribute with up to `at_most` values. The `groups` are shared by the meters whose metrics are summed.
     """
 
@@ -108,7 +108,7 @@ class Meter:
     # ---------------------------------------------------------------- requests
 
     def count(self, ended: Sequence[Row]) -> None:
-        """Count ended requests from their rows, in 2 us each."""
+        """Count ended requests from their rows. Each takes 2 us."""
         site_of = self._recorder.site_of
         for row in ended:
             site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
@@ -143,7 +143,8 @@ class Meter:
                 self._histograms.note(name, of_generation, replace(exemplar, value_ns=value_ns))
 
     def _group(self, attributes: Mapping[Any, Any]) -> Labels:
-        """Return the label for the group of a request: one of the first `at_most` values of `by`, or `OTHER`."""
+        """Return the label with the group of a request: one of the first `at_most` values of the attribute `by`, or
+        `OTHER`."""
         value = group_of(attributes.get(self.by)) if self.by else None
         if value is None:
             return ()
@@ -208,7 +209,8 @@ class Meter:
         return ended
 
     def _totals(self, marks: Collection[str]) -> Tally:
-        """Return the totals of requests and of functions with one of the marks, without the tally's other paths."""
+        """Return the totals of requests and of functions with one of the marks. Other call paths of the tally are left
+        out."""
 
         def are_metered(tree: CallTree) -> Sequence[bool]:
             endpoints = tree.by_site(endpoint_of)
@@ -218,7 +220,7 @@ class Meter:
         return self._recorder.totals(merged=True, is_counted=are_metered)
 
     def settle(self, ended: Ended) -> None:
-        """Count the ended requests whose rows were lost: those of the tally that rows have not counted."""
+        """Count the ended requests whose rows were lost: the tally has counted them, but no row has."""
         for name, (endpoint, buckets) in ended.items():
             counter = self._met.setdefault(name, Counter())
             missed = {index: count - counter[index] for index, count in buckets.items() if count > counter[index]}
@@ -252,7 +254,7 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Update the distributions of calls of functions from the tally, for these marks and all earlier ones.
+        """Update the distributions of functions' calls from the tally, for the given marks and all earlier ones.
 
         After a reload, a function's new site continues the series of its old site.
         """
@@ -340,7 +342,7 @@ class Meter:
 
 
 def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
-    """Return the distribution of the calls in some lines of a tally."""
+    """Return the distribution of the calls in the given lines of a tally."""
     buckets, total = totals.histogram(totals.nodes(lines)), totals.total(lines)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
@@ -381,7 +383,7 @@ def _labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) 
 
 
 def _outcome_labels(attributes: Mapping[Any, Any], error: str | None) -> Labels:
-    """Return the label for failed or cancelled requests, () for others."""
+    """Return the label for a failed or cancelled request, () for any other request."""
     if error is not None:
         return (("error.type", error),)
     return ((OUTCOME, outcome),) if isinstance(outcome := attributes.get(OUTCOME), str) else ()
@@ -407,7 +409,7 @@ def _generation_labels(site: Site) -> Labels:
 
 
 def endpoint_of(site: Site) -> Labels:
-    """Return the labels for a site's HTTP or RPC requests, () for a site of others."""
+    """Return the labels for the HTTP or RPC requests of a site, () for any other site."""
     if site.kind != "request":
         return ()
     facts = dict(site.attributes)

@@ -16,14 +16,14 @@ from instrument.recording.metric_definitions import COUNTER, GAUGE
 from instrument.recording.numbers import MOST_GAUGES, SUM, cell_name, fits
 
 EVERY_NS = 10**9
-"""The default interval in ns between two values of a number that timelines show."""
+"""The default minimum interval in ns between two values of a metric that timelines show."""
 
 REFUSED = "metrics not kept: no number, or too many names"
-"""The name of the loss under which refused values are counted."""
+"""The name in reports of the data loss that counts refused values."""
 
 
 class Number(core.Number):
-    """A gauge, counter or histogram of the service, whose values `set`, `add` or `record` write."""
+    """A gauge, counter or histogram of the service. `set`, `add` or `record` writes a value."""
 
     __slots__ = ("_kind", "_settings", "name")
 
@@ -34,7 +34,8 @@ class Number(core.Number):
         self._settings = name, unit, every_ns
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a number by its name. A copy is the same number, another process uses its own."""
+        """Pickle a metric by its name. A copy is the same metric. In another process, it is that process's own
+        metric."""
         return _number, (self._kind, *self._settings)
 
     def refuse(self, value: object) -> None:
@@ -52,7 +53,8 @@ _numbers: dict[tuple[str, str], Number] = {}
 
 
 def _number(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number:
-    """Return the number with a name, the same one at each call. Names beyond the limit share one that keeps nothing."""
+    """Return the metric with a name, the same one at each call. Names beyond the limit share a metric that keeps no
+    value."""
     number = _numbers.get((kind, name))
     if number is None and len(_numbers) >= MOST_GAUGES:
         kind, name = "", ""
@@ -60,7 +62,7 @@ def _number(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number
 
 
 def number_of(kind: str, name: str, unit: str, every_ns: int) -> Callable[[float], None]:
-    """Return the function that writes a value of a number, which is a `gauge`, a `counter` or a `histogram`."""
+    """Return the function that writes a value of a metric. `kind` is `gauge`, `counter` or `histogram`."""
     if kind == "gauge":
         return _number(GAUGE, name, unit, every_ns).set
     return _number(COUNTER, name, unit).add if kind == "counter" else _number(SUM, name, unit).record

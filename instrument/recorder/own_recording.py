@@ -14,7 +14,8 @@ from instrument.recording.paths import CallTree
 
 
 class OwnRecording(Mapped):
-    """A reader of the recorder's own memory. No row is in doubt, because the process's threads wait for the reader."""
+    """A reader of the recorder's own memory. No row can be half-written, because the process's threads wait for the
+    reader."""
 
     in_doubt = 0
 

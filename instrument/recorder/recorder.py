@@ -93,7 +93,8 @@ def task_readers() -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 
 def header_values(headers: Iterable[tuple[bytes, bytes]], names: tuple[bytes, ...]) -> tuple[bytes | None, ...]:
-    """Return the values of the named headers, None for missing ones. Of headers with one name, the last counts."""
+    """Return the values of the named headers, None for a missing one. If a name occurs more than once, the last value
+    counts."""
     values: tuple[bytes | None, ...] = _native.header_values(headers, names)
     return values
 
@@ -107,13 +108,13 @@ LEAST_MEMORY_BYTES = 64 << 20
 """The minimum size in bytes of the rings' memory. Unused memory costs nothing, and a later session may need more."""
 
 MANUAL = 2
-"""The core's mark of a span that only `end_manual` may close."""
+"""The core's flag for a span that only `end_manual` may close."""
 
 STEP = "step"
-"""The shape of a generator's second and later steps, whose cost is measured separately."""
+"""The kind of probe for a generator's second and later steps, whose cost is measured separately."""
 
 REQUEST = "request"
-"""The shape of a recorded ASGI request, whose cost is measured separately."""
+"""The kind of probe that records an ASGI request, whose cost is measured separately."""
 
 
 class Recorder(Readback):
@@ -343,7 +344,8 @@ class Recorder(Readback):
             self.memory_path, self._memory_of = "", None
 
     def after_fork_in_child(self) -> None:
-        """Begin anew in a forked child, with its own rings. Spans that were open at the fork are no parents there."""
+        """Begin a new recording in a forked child, with rings of its own. Spans that were open at the fork do not
+        become parents in the child."""
         self._reading = RLock()
         if self._memory_of is not None and self._memory_of[0]:
             folder, self._memory_of = self._memory_of[0], None
@@ -437,12 +439,13 @@ RECORDER = Recorder()
 
 CHECK_NS = 10**9
 MOST_DEVIATION_NS = 50_000
-"""Nanoseconds per second by which the time stamp counter may differ from the monotonic clock. A worse one is not
-used."""
+"""Nanoseconds per second by which the time stamp counter may differ from the monotonic clock. A counter that differs
+more is not used."""
 
 
 class Ticks:
-    """The control of a recorder's clock: it may be the processor's time stamp counter while that proves right."""
+    """The control of a recorder's clock. The clock may be the processor's time stamp counter as long as the counter is
+    exact enough."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -464,7 +467,8 @@ class Ticks:
         return "time stamp counter" if self.are_used else "CLOCK_MONOTONIC"
 
     def check(self, now_ns: int) -> None:
-        """Compare the counter with the monotonic clock every `CHECK_NS`. If it deviates, use the clock again."""
+        """Compare the counter with the monotonic clock every `CHECK_NS`. If the counter deviates, use the monotonic
+        clock again."""
         if self._checked_ns is None or now_ns - self._checked_ns < CHECK_NS:
             return
         self._checked_ns = None if self._recorder.check_ticks(MOST_DEVIATION_NS) is None else now_ns

@@ -37,7 +37,7 @@ MOST_NAMES_PER_SITE = 256
 
 
 def rename(recorder: Any, frame: Any, name: object) -> None:
-    """Rename the span of a frame, or the innermost open span of this context (None)."""
+    """Rename the span of a frame, or for None the innermost open span of this context."""
     site = recorder.site_of_open(frame)
     text = name_of(name)
     if site is None:
@@ -55,7 +55,7 @@ def rename(recorder: Any, frame: Any, name: object) -> None:
 
 
 def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
-    """Return the copy of a site with another name, the same copy for the same name.
+    """Return a copy of a site with another name. The same name gets the same copy.
 
     A site has at most `MOST_NAMES_PER_SITE` names, and all sites together as many as scopes. Beyond these limits the
     site itself is returned, and that is counted.
@@ -76,7 +76,7 @@ def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
 
 
 def set_status(recorder: Any, frame: Any, code: object, description: object, error_type: object) -> None:
-    """Set the status of a frame's span, or of the innermost open span of this context (None)."""
+    """Set the status of a frame's span, or for None of the innermost open span of this context."""
     status = status_attributes(code, description, error_type)
     if status is None:
         recorder.complain("states that no span has", f"there is no status {code!r:.60}; allowed: ok, error")
@@ -87,7 +87,7 @@ def set_status(recorder: Any, frame: Any, code: object, description: object, err
 
 
 REFUSED = "attributes of a kind that no span has"
-"""The name of the loss under which refused values are counted."""
+"""The name in reports of the data loss that counts refused values."""
 
 ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
@@ -248,7 +248,8 @@ def _is_value(kind: Any) -> bool:
 
 
 def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
-    """Return the class of the first refused key, "" if none is. None and "" are not refused: they are empty places."""
+    """Return the name of the class of the first refused key, "" if no key is refused. None and "" stand for a missing
+    key and are not refused."""
     if "" not in texts:
         return ""
     empty = (key for key, text in zip(keys, texts, strict=False) if not text)
@@ -257,14 +258,15 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
 
 
 def are_amounts(values: Sequence[object]) -> bool:
-    """Return True if some of a mapping's values are numbers, so that they are weights."""
+    """Return True if a mapping's values are weights, because at least one of them is a number."""
     return any(issubclass(kind, numbers.Number) for kind in set(map(type, values)))
 
 
 def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
-    """Return weights as Python's own numbers, None unless all are finite 64-bit numbers from 0 on.
+    """Return weights as Python's own numbers.
 
-    Items of an array on a device are refused, because reading them would wait for the device.
+    Return None unless all are finite, not negative, and fit into 64 bits. Items of an array on a device are refused,
+    because reading them would wait for the device.
     """
     kinds = set(map(type, values))
     if bool in kinds or not all(issubclass(kind, numbers.Number) for kind in kinds):
@@ -381,7 +383,7 @@ def _scalar(value: object) -> str | bool | int | float | None:
 
 _BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
 _ITEMS = (bool, int, float, str)
-"""The classes of a single item. An array with one item is an allowed attribute if its item has such a class."""
+"""The classes that an item may have. An array with one item is an allowed attribute if the item has such a class."""
 
 
 def _text(value: object) -> str | None:

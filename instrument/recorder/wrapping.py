@@ -45,8 +45,8 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "tornado.web": {"HTTPError": "status_code"},
     "werkzeug.exceptions": {"HTTPException": "code"},
 }
-"""The HTTP status of an exception, or the name of its attribute with the status, by module and class. The attribute is
-a number, or a text that begins with three digits. Reading it runs no code of the service."""
+"""The HTTP status of each class of exceptions, or the name of the exception's attribute with its status, by module and
+class. The attribute is a number, or a text that begins with three digits. Reading it runs no code of the service."""
 
 
 CANCELLED = "cancelled"
@@ -89,8 +89,8 @@ def wrap(
 
     The result has the function's kind, signature, names, code and attributes, and its `__wrapped__` if there is one.
     Its site is `__instrument__`. The span gets `attributes` before the call, and `results` after it, except a
-    generator's. `passes` comes first, and takes a plain function off the fast path. `works` returns, as an attribute
-    that no reader sees, the objects that a call with device time works on.
+    generator's. `passes` is called before `attributes`, and a plain function with it is not on the fast path. `works`
+    returns the objects that a call with device time works on, as an attribute that no reader sees.
     """
     evaluate = attributes or works
     if attributes is not None and works is not None:
@@ -123,7 +123,7 @@ def wrap(
 
 
 def bare_function(wrapper: Any) -> Any:
-    """Return the bare function of a wrapper."""
+    """Return the function that a wrapper wraps."""
     return wrapper.__instrument_function__
 
 
@@ -142,7 +142,7 @@ def _code_flags(function: Any) -> int | None:
 
 
 def turn(wrapper: Any, switch: Any) -> None:
-    """Set the switch of a wrapper: the `Pass` of a muted site, or the recorder again.
+    """Set what a wrapper does with calls: `switch` is the recorder, or the `Pass` of a muted site.
 
     A `Pass` counts each call without a span, at the cost of one branch and the count. Running calls end as they began.
     """
@@ -175,9 +175,9 @@ def wrap_method(
     """Return a method with a span around the calls of instances that have a site.
 
     Other calls take at most 60 ns more. `sites` maps an instance's identity to its site, or to None for no span. For a
-    new instance `decide(instance)` returns the site, and raises nothing. It adds a final site to `sites`, and removes
-    it with the instance. `evaluate` sets the evaluator of Python's frames (None: Python) and returns the earlier one,
-    so that `decide` is run and not compiled.
+    new instance, `decide(instance)` returns the site, and never raises. If the site will not change, `decide` adds it
+    to `sites`, and removes it when the instance goes. `evaluate` sets the evaluator of Python's frames (None: Python)
+    and returns the earlier one, so that `decide` is run and not compiled.
     """
     # A compiler of models takes the code of the wrapped function, and never meets the probe.
     method: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)

@@ -72,7 +72,7 @@ def _digest(rule: str) -> str:
 
 
 def marks() -> set[str]:
-    """Return the marks on the board, none if there is no board."""
+    """Return the marks on the board. Return no marks if there is no board."""
     return set(_read(_BYTES).decode("ascii", "replace").splitlines()[1:])
 
 
@@ -105,9 +105,10 @@ def _read(most_bytes: int) -> bytes:
 
 @contextmanager
 def _open_board(flags: int) -> Iterator[int | None]:
-    """Open the board for a block, or yield None if its owner has ended and the path is another file by now.
+    """Open the board and yield its descriptor.
 
-    An `OSError` in the block ends the block, and is not raised.
+    Yield None if the board's owner has ended and its path names another file by now. An `OSError` in the `with` block
+    ends that block, and is not raised.
     """
     descriptor = -1
     with suppress(OSError):

@@ -85,7 +85,8 @@ OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The labels, as OpenTelemetry names them, of the series that all label sets beyond `SERIES_LIMIT` share."""
 
 OTHER = "other"
-"""The group for further requests once the maximum number of groups, one per attribute value, exists."""
+"""The group of requests whose attribute value comes after the maximum number of groups has been reached. A group has
+one attribute value."""
 
 MOST_COUNT = (1 << 63) - 1
 """The largest count that fits into OTLP."""
@@ -93,7 +94,8 @@ ONE = 10**9
 """The value 1 in a distribution of counts, whose unit is 1e-9."""
 
 LARGEST_SUM = 10**200
-"""The largest valid sum in a stored distribution, in units of 1e-9. In this unit, sums of bytes soon exceed 64 bits."""
+"""The largest valid sum in a stored distribution, in units of 1e-9. It is beyond 64 bits, because sums of bytes in this
+unit soon are."""
 
 
 @dataclass(slots=True)
@@ -117,7 +119,7 @@ class Distribution:
         self.buckets[index] = self.buckets.get(index, 0) + 1
 
     def add_buckets(self, more: Mapping[int, int]) -> None:
-        """Count durations that are known only by their buckets, each as the lowest value of its bucket."""
+        """Count durations of which only the buckets are known. Each counts as the lowest value of its bucket."""
         for index, count in more.items():
             start_ns = bucket_start(index)
             self.least_ns = min(self.least_ns, start_ns) if self.count else start_ns
@@ -127,7 +129,7 @@ class Distribution:
             self.buckets[index] = self.buckets.get(index, 0) + count
 
     def grow(self, now: Distribution) -> None:
-        """Add the calls that a later state `now` of this distribution has in addition.
+        """Add the calls by which `now`, a later state of this distribution, exceeds it.
 
         A call that is already counted stays in its bucket, even if its device time has moved it to another one in
         `now`.
@@ -174,7 +176,7 @@ class Distribution:
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 
     def since(self, before: Distribution) -> Distribution:
-        """Return the calls counted since an earlier state, whose extremes are unknown."""
+        """Return the calls counted since an earlier state. Their minimum and maximum are unknown."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
         return Distribution(
             self.count - before.count,
@@ -184,7 +186,8 @@ class Distribution:
 
 
 def group_of(value: object) -> str | None:
-    """Return the name of the group for a request's attribute value, such as a header's list, None for no group."""
+    """Return the name of the group for the value of a request's attribute, None for no group. The value may be a list,
+    such as that of a header."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
@@ -339,7 +342,7 @@ class Histograms:
         return self._series[name][place]
 
     def add(self, name: str, labels: Labels, value: int) -> None:
-        """Count one value: a time in ns, or a number in units of 1e-9."""
+        """Count one value: a time in ns, or another number in units of 1e-9."""
         self.of(name, labels).add(max(value, 0))
 
     def note(self, name: str, labels: Labels, exemplar: Exemplar) -> bool:

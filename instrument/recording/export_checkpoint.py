@@ -47,8 +47,8 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests. If the exporter is killed, each count is added to the counter that the
-value names."""
+"""The counters of undecided spans and requests, each with a counter of losses. If the exporter is killed, the count is
+added to these losses."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric data points that a collector did not accept."""

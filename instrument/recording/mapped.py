@@ -57,13 +57,15 @@ MOST_SLOTS = {
 MOST_OPEN_SPAN_READS = 3
 """The maximum number of reads of the open spans. A span is valid once two successive reads of it are equal."""
 MOST_TOTALS_READS = 10
-"""The maximum number of reads of the totals. A read is repeated if they move meanwhile, as when a thread ends."""
+"""The maximum number of reads of the totals. A read is repeated if totals were moved meanwhile, as at the end of a
+thread."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 
 
 def _numpy_type(record: layout.Record, size: int | None = None, before: int = 0) -> np.dtype[np.void]:
-    """Return the numpy type of a record of the layout, with `before` bytes in front and `size` bytes in all."""
+    """Return the numpy type of a record of the layout. The type has `before` unused bytes in front of the record, and
+    `size` bytes in all."""
 
     def form(code: str) -> Any:
         count, kind = code[:-1], code[-1]
@@ -199,14 +201,15 @@ class Mapped:
         return self.generation
 
     def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
-        """Return the slots of a part that have been in use, as far as the file has them."""
+        """Return the slots of a part that have been in use. Slots beyond the end of the file are left out."""
         self._read_head()
         part = self._parts[name]
         data = self._bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slot_of(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-        """Return the slot of a part at each address of the recorded process, -1 for addresses outside of the part."""
+        """Return the number of the slot at each address of the recorded process, -1 for an address outside of the
+        part."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
@@ -292,7 +295,7 @@ class Mapped:
     def _rings(self) -> list[_Ring]:
         """Return the rings of the current session, in the order of their numbers.
 
-        If rings of a damaged recording have more rows than the part has room for, the last ones are without rows.
+        In a damaged recording, rings may claim more rows than fit. Then the last rings are returned without rows.
         """
         ring_by_number: dict[int, _Ring] = {}
         rings = self._slots("rings", self._ring_type)
@@ -325,7 +328,7 @@ class Mapped:
         return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
 
     def first_after(self, after_ns: int) -> dict[int, int]:
-        """Return for each ring the number of its first row that ended after a time, by the ring's number."""
+        """Return, by the number of each ring, the number of its first row that ended after a time."""
         return {ring.number: self._first_after(ring, after_ns) for ring in self._rings() if ring.thread_id}
 
     def _first_after(self, ring: _Ring, after_ns: int) -> int:
@@ -340,10 +343,11 @@ class Mapped:
         return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
 
     def overwritten_since(self, since_ns: int) -> tuple[set[int], set[int]]:
-        """Return which threads may have lost rows of after a time: those with wrapped rings, and ended ones.
+        """Return the threads that may have lost rows which ended after `since_ns`: running threads whose rings have
+        wrapped, and ended threads.
 
-        The rings of threads that ended first are reused first, so lost rows of ended threads are older than the rows in
-        the rings of other ended threads.
+        The rings of threads that ended first are reused first. So a lost row of an ended thread is older than all rows
+        in the rings of other ended threads.
         """
         rings = [ring for ring in self._rings() if ring.thread_id]
 
@@ -358,7 +362,7 @@ class Mapped:
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
         """Return the rows of all rings from the numbers in `since` on, the newest `most` of them.
 
-        `since` has the number of a row by the ring's number. Rows `in_doubt` are left out. The next call continues from
+        `since` maps the number of a ring to that of a row. Rows `in_doubt` are left out. The next call continues from
         the `head` of each result.
         """
         copied, requests = [], []
@@ -391,7 +395,8 @@ class Mapped:
         return np.frombuffer(data.ljust((end - first) * part.stride, b"\0"), ROWS)
 
     def _wrapped(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
-        """Return the slots of a ring from the `first` to before the `end` ever written, as bytes."""
+        """Return slots of a ring as bytes, from number `first` to before number `end`, counted from the first slot ever
+        written."""
         at, count = first % capacity, end - first
         before = min(count, capacity - at)
         pieces = ((at, before), (0, count - before))
@@ -444,7 +449,7 @@ class Mapped:
         return sorted(span_by_id.values(), key=lambda span: (span.start_ns, span.span_id))
 
     def _attributes_of(self, slot: int, span_id: int) -> Mapping[str, Any]:
-        """Return the attributes of an open span so far, none while they are being written."""
+        """Return the attributes that an open span has so far. Return no attributes while they are being written."""
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
@@ -458,7 +463,7 @@ class Mapped:
         return self._parts["details"].slots
 
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """Return the details of rows that were written from the offset `begin` on, by span id, and the offset after.
+        """Return the details that were written from the offset `begin` on, by span id, and the offset after them.
 
         A detail is the active time in ns, and a text for `facts_in` and `detail_of`.
         """
@@ -466,7 +471,7 @@ class Mapped:
         return details_in(pieces), used
 
     def copied_details(self, begin: int = 0) -> tuple[list[bytes], int]:
-        """Return the details from the offset `begin` on as bytes for `details_in`, and the offset after."""
+        """Return the details from the offset `begin` on as bytes for `details_in`, and the offset after them."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
@@ -483,7 +488,8 @@ class Mapped:
         return [data for at, data in pieces if at >= oldest], used
 
     def intervals(self, since: int = 0) -> Records:
-        """Return the valid device intervals in the ring, the oldest first, without the first `since` ever written."""
+        """Return the valid device intervals in the ring, the oldest first. The first `since` intervals ever written are
+        left out."""
         table = self._newest("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
         sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
@@ -502,7 +508,7 @@ class Mapped:
         return int(self._read_head()["settled_ns"])
 
     def samples(self, since_ns: int = 0) -> list[Sample]:
-        """Return the readings of gauges and of the service's own numbers from a time on, the oldest first."""
+        """Return the readings of gauges and of the service's own metrics from a time on, the oldest first."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.MOST_SAMPLES), self._parts["samples"].used
         table = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
@@ -542,7 +548,7 @@ class Mapped:
         return Tally.of_nodes(tree, *_lines(threads, totals, self._histograms(totals, *histograms)))
 
     def totals(self) -> Tally:
-        """Return the totals of all calls, as `tally` does, but add up histograms only when they are asked for."""
+        """Return the totals of all calls, as `tally` does. Histograms are added up only when they are requested."""
         tree, threads, totals, *histograms = self._totals(None)
 
         def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:
@@ -557,7 +563,7 @@ class Mapped:
         return Tally.of_nodes(tree, *_lines(threads, totals, buckets_of(*[np.zeros(0, np.int64)] * 3)), histogram)
 
     def firsts(self) -> dict[int, tuple[int, int]]:
-        """Return the begin and the length in ns of the first completed call of each call path, by node."""
+        """Return, by node, the start time and the length in ns of the first completed call of its call path."""
         firsts: dict[int, tuple[int, int]] = {}
         _, _, totals, *_ = self._totals(None)
         for node, begin_ns, length_ns in totals[["node", "first_ns", "first_total_ns"]].tolist():
@@ -618,7 +624,7 @@ class Mapped:
 
 
 def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
-    """Return the active time and the text of each detail in copied bytes (of `copied_details`), by span id."""
+    """Return, by span id, the active time and the text of each detail in bytes that `copied_details` has returned."""
     return {
         span_id: (active_ns, text)
         for data in pieces
@@ -637,7 +643,8 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
 
 
 def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> tuple[Records, Records, dict[int, str]]:
-    """Convert totals of the layout to lines of a tally. Return these, their buckets, and the names of threads."""
+    """Convert totals of the layout to lines of a tally. Return the lines, their histograms' buckets, and the names of
+    threads."""
     lines = np.zeros(len(totals), TOTALS)
     for name in set(Totals._fields).intersection(totals.dtype.names or ()):
         lines[name] = np.minimum(totals[name], LARGEST) if name in SUMS else totals[name]
@@ -651,7 +658,7 @@ def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> t
 
 
 def numbers_in(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
-    """Return the former values of the service's own numbers (`Gauge`, `Counter`), and the newest value of each."""
+    """Return the former values of the service's own metrics (`Gauge`, `Counter`), and the newest value of each."""
     mapped._read_head()
     part, first = mapped._parts["numbers"], layout.NUMBERS
     if not part.used or part.slots < first + layout.NEWEST_NUMBERS:

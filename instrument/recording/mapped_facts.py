@@ -45,7 +45,8 @@ class Header(NamedTuple):
 
     @property
     def begun_ns(self) -> int:
-        """Return the begin of the session on the monotonic clock, else the time of the last update."""
+        """Return the start time of the session on the monotonic clock. If it is unknown, return the time of the last
+        update."""
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
@@ -102,7 +103,8 @@ class OpenSpan(NamedTuple):
 
 
 class RingRows(NamedTuple):
-    """Rows that were read from one thread's ring, from number `first` on. `missed` ones were overwritten before."""
+    """Rows that were read from one thread's ring, from number `first` on. `missed` rows were overwritten before they
+    could be read."""
 
     ring: int
     thread_id: int

@@ -140,7 +140,8 @@ def _seal(fd: int) -> None:
 
 
 def private_head(ring_bytes: int) -> bytes:
-    """Return the header for a recording in private memory, which has room to spare if the system allows overcommit."""
+    """Return the header for a recording in private memory. The recording is larger than needed if the system allows
+    overcommit."""
     is_sparse = _read("/proc/sys/vm/overcommit_memory") != "2"
     return _pack_header(*layout.planned(ring_bytes, is_sparse=is_sparse))
 
@@ -157,7 +158,7 @@ def _pack_header(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
 
 
 def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
-    """Write this process, the state of its session, and `facts` on both into the header of a recording.
+    """Write into the header of a recording which process it is of, the state of the session, and `facts` about both.
 
     Facts are written as JSON, and left out if they are too long.
     """
@@ -182,7 +183,7 @@ def write_state(view: memoryview, state: int) -> None:
 
 
 def write_switched(view: memoryview, *, on: bool) -> None:
-    """Write that the session of a recording is switched on or off. Do nothing if no session runs."""
+    """Write into a recording that its session is switched on or off. Do nothing if no session runs."""
     (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
     if state in (layout.RUNNING, layout.OFF):
         write_state(view, layout.RUNNING if on else layout.OFF)

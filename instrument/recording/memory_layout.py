@@ -22,12 +22,13 @@ EXPORT, GAUGES = 0, 1
 """The two claims on a recording, each of one process at a time: to export it, and to write gauges into it."""
 
 FIRST_FD = 256
-"""The lowest number of our file descriptors, so that the service's files get the same numbers as without us."""
+"""The lowest number of our own file descriptors. So the service's files get the same numbers as without us."""
 
 _OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
 _LOCK = struct.Struct("hhqqi4x")
 _LOCK_AT = 1 << 50
-"""The offset of the locked bytes in a file. It is beyond the data of any recording, where nobody else locks bytes."""
+"""The offset in a file of the bytes that are locked. It is beyond the data of any recording, where nobody else locks
+bytes."""
 
 
 def duplicate(fd: int) -> int:
@@ -48,7 +49,8 @@ def identity_of(fd: int) -> tuple[int, int]:
 
 
 class OwnDescriptor:
-    """A descriptor of ours, -1 for none, which the service may close and reuse for its own file, as daemons do."""
+    """A descriptor of ours, -1 for none. The service may close it and reuse its number for another file, as daemons
+    do."""
 
     def __init__(self, fd: int = -1) -> None:
         self._fd, self._identity = fd, identity_of(fd)
@@ -236,7 +238,7 @@ REASONS = (
     "span annotated that is not open",
     "attributes beyond the limit of a span",
 )
-"""The names of the losses that the header's `reasons` count, in the same order."""
+"""The names of the losses that the field `reasons` of the header counts, in the same order."""
 
 
 class Record(NamedTuple):
@@ -301,13 +303,14 @@ ROW = _packed_record(
 FACT = _packed_record(site="Q", size_bytes="I", text_bytes="I")
 DETAIL = _packed_record(span_id="Q", active_ns="q", size_bytes="I", text_bytes="I")
 ATTRIBUTES = _packed_record(span_id="Q", text_bytes="Q")
-"""The layout in front of the JSON of an open span's attributes. `span_id` is valid once the JSON is written."""
+"""The layout of the fields before the JSON of an open span's attributes. `span_id` is valid once the JSON is
+written."""
 INTERVAL = _packed_record(span_id="Q", device="q", stream="Q", start_ns="q", end_ns="q", label="q", uncertainty_ns="q")
 """The layout of a device interval of a span. `stream` is an address or a small number."""
 SAMPLE = _packed_record(at_ns="q", device="i", is_reported="I", value="d", name="40s")
 """The layout of a reading of a gauge. `is_reported` is 0 if the device does not report the gauge."""
 NUMBER = _packed_record(at_ns="q", value="d", name="112s")
-"""The layout of a value of one of the service's own numbers. `name` consists of three lines: name, unit and kind."""
+"""The layout of a value of one of the service's own metrics. `name` consists of three lines: name, unit and kind."""
 
 STRIDES: Mapping[str, int] = {
     "text": 1, "rings": 256, "nodes": NODE.size, "totals": TOTALS.size, "chunks": CHUNK.size, "highs": HIGH.size,
@@ -333,18 +336,20 @@ def part_at(name: str) -> int:
 
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
-"""The ratio of the memory of all rings of rows to the memory of device intervals."""
+"""The memory for rows, as a multiple of the memory for device intervals."""
 MOST_SAMPLES = 131_072
 """The maximum number of gauge readings in a recording. With one GPU, they cover an hour in 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
-"""The number of slots for former values of the service's own numbers, which are a ring, and for newest values."""
+"""The number of slots for former values of the service's own metrics, which form a ring, and the number of slots for
+their newest values."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """Bytes of the checkpoint of spans, at the end of a recording. Only its exporter writes it, see
 `instrument.recording.export_checkpoint`."""
 METER_BYTES = 16 * ALIGNED_BYTES
-"""Bytes of the checkpoint of metrics, which comes before the checkpoint of spans."""
+"""Bytes of the checkpoint of metrics, which is in front of the checkpoint of spans."""
 MOST_SMALL_RINGS = 4096
-"""The maximum number of threads that get a ring of the smallest size after larger rings have used up the memory."""
+"""The maximum number of threads that get a ring of the smallest size once the larger rings have used up their
+memory."""
 
 
 def interval_slots(ring_bytes: int) -> int:
@@ -412,7 +417,7 @@ _unpack = PACKED_ROW.iter_unpack
 
 
 STREAM = object()
-"""The key of the stream or `Work` to time on a device, among a span's attributes. Readers of spans do not get it."""
+"""The key, among a span's attributes, of the stream or `Work` to time on a device. Readers of spans do not get it."""
 
 
 def unpacked_rows(data: bytes) -> Iterator[Row]:

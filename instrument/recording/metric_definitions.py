@@ -226,7 +226,7 @@ GAUGES: dict[str, Gauge] = {
     "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before",
                              _transfer("instrument.gpu.nvlink.io", "receive")),
 }  # fmt: skip
-"""All known gauges by name: those of host and GPUs, and the service's own numbers in recordings that were read."""
+"""All known gauges by name: those of host and GPUs, and the service's own metrics in recordings that were read."""
 
 # ---------------------------------------------------------------- labels of generations
 
@@ -244,7 +244,7 @@ def generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
 
 
 def operation_of(route: str) -> str:
-    """Return OpenTelemetry's name for the operation of an HTTP route that generates text, such as `chat`."""
+    """Return OpenTelemetry's name, such as `chat`, for the operation of an HTTP route that generates text."""
     return "chat" if route.endswith("/chat/completions") else "text_completion"
 
 
@@ -264,7 +264,8 @@ def generation_facts(attributes: Mapping[Any, Any]) -> Labels:
 
 
 def token_times(attributes: Mapping[Any, Any]) -> tuple[int, int | None] | None:
-    """Return the time to a stream's first item and the mean time per later item, in ns, None if it had no items."""
+    """Return the time to a stream's first item, and the mean time per later item, in ns. Return None for a stream
+    without items."""
     first_ns, last_ns, items = (attributes.get(name) for name in (FIRST_ITEM, LAST_ITEM, ITEMS))
     if not (isinstance(first_ns, int) and isinstance(last_ns, int) and isinstance(items, int)):
         return None  # missing, or the service's own attributes of the same names

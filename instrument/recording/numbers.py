@@ -17,14 +17,15 @@ from instrument.runtime.cheap_start import NamedTuple
 NAME_BYTES = 112
 SUM = "sum"
 MOST_GAUGES = 2_000
-"""The maximum number of names in `GAUGES`. Further numbers of the service are not reported."""
+"""The maximum number of names in `GAUGES`. Further metrics of the service are not reported."""
 
 LARGEST_MIDDLE = 9e9
-"""The largest middle of a bucket. In units of 1e-9, a larger middle would not fit 64 bits."""
+"""The largest value that the middle of a bucket may have. In units of 1e-9, a larger one would not fit into 64 bits."""
 
 
 class Cell(NamedTuple):
-    """A value of one of the service's numbers, written at `at_ns`. `kind` is `gauge`, `counter`, `sum` or a bucket."""
+    """A value of one of the service's own metrics, written at `at_ns`. `kind` is `gauge`, `counter`, `sum` or a
+    bucket."""
 
     name: str
     unit: str
@@ -34,18 +35,19 @@ class Cell(NamedTuple):
 
 
 def cell_name(name: str, unit: str, kind: str) -> bytes:
-    """Return the key of a cell: name, unit and kind, each on a line."""
+    """Return the key of a cell: the metric's name, unit and kind, each on a line."""
     return f"{name}\n{unit}\n{kind}".encode()
 
 
 def fits(name: str, unit: str) -> bool:
-    """Return True if the name and unit of a number are valid and fit into a cell."""
+    """Return True if the name and unit of a metric are valid and fit into a cell."""
     is_text = bool(name) and name.isprintable() and unit.isprintable()
     return is_text and len(cell_name(name, unit, str(ZERO))) < NAME_BYTES
 
 
 def middle_of(bucket: int) -> float:
-    """Return the middle of a histogram's bucket. Each factor of two has four buckets, and all values up to 0 one."""
+    """Return the middle of a histogram's bucket. Each power of two has four buckets. All values up to 0 share one
+    bucket."""
     return 0.0 if bucket == ZERO else ldexp(((bucket & 7) + 0.5) / 8, bucket >> 3)
 
 
@@ -63,7 +65,7 @@ def cell_of(name: bytes, at_ns: int, value: float) -> Cell | None:
 def samples_of(
     former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0, until_ns: int = 1 << 62
 ) -> list[Sample]:
-    """Return the readings of gauges, counters and sums within an interval, and add their names to `GAUGES`."""
+    """Return the readings of gauges, counters and sums within an interval. Their names are added to `GAUGES`."""
     samples = []
     for cell in (*former, *newest):
         if cell.kind not in (GAUGE, COUNTER, SUM) or not since_ns <= cell.at_ns < until_ns:
@@ -75,7 +77,8 @@ def samples_of(
 
 
 def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
-    """Add a number of the service to `GAUGES`. Return False if a gauge has that name, or there are too many names."""
+    """Add a metric of the service to `GAUGES`. Return False if a gauge has that name, or if there are too many
+    names."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         metrics = () if grows else (MetricDefinition(name, unit),)  # counters and sums are in snapshots
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
@@ -86,7 +89,7 @@ ABOUT, GROWS = "a number of the service's own", "a number of the service's own, 
 
 
 def learn_gauges(gauges: Mapping[object, object]) -> None:
-    """Add the service's numbers in a file to `GAUGES`. Each has its unit and description in one text."""
+    """Add the service's metrics in a file to `GAUGES`. The unit and the description of each are one text."""
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):
@@ -94,7 +97,7 @@ def learn_gauges(gauges: Mapping[object, object]) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Return True for the name of one of the service's numbers in `GAUGES`."""
+    """Return True for a name in `GAUGES` of one of the service's own metrics."""
     return name in GAUGES and GAUGES[name].is_own
 
 

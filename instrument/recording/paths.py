@@ -26,7 +26,7 @@ OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 
 
 NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
-"""Functions of a site, under which `CallTree.by_site` and `CallTree.numbered` keep their results."""
+"""Functions of a site. `CallTree.by_site` and `CallTree.numbered` cache their results by such a function."""
 
 
 class CallTree:
@@ -84,7 +84,7 @@ class CallTree:
         return located
 
     def nodes(self, places: Iterable[int]) -> array[int]:
-        """Return all nodes that are merged into some places."""
+        """Return all nodes that `located` has merged into the given places."""
         located = self.located()
         of, nodes_of = self._shared
         if of is not located:
@@ -98,11 +98,12 @@ class CallTree:
         return array("i", [node for place in places for node in nodes_of.get(place, (place,))])
 
     def keys(self) -> array[int]:
-        """Return for each site the number of the first site with the same key."""
+        """Return, for each site, the number of the first site with the same key."""
         return self.numbered(KEY)
 
     def by_site(self, say: Callable[[Site], Result]) -> list[Result]:
-        """Return `say(site)` for each site, by the site's number. Results are kept by function, so pass no lambda."""
+        """Return `say(site)` for each site, by the site's number. Results are cached by function, so do not pass a
+        lambda."""
         results: list[Result] = self._said.get(say, [])
         if len(results) < len(self.sites):
             results = self._said[say] = [*results, *map(say, self.sites[len(results) :])]

@@ -37,7 +37,7 @@ class SlotRoom(NamedTuple):
         return int(_U64.unpack_from(self.head, self.used_at())[0])
 
     def used_at(self) -> int:
-        """Return the offset in the header of the part's count of written slots."""
+        """Return the offset of the field in the header that counts the part's written slots."""
         return layout.part_at(self.name) + layout.PART.fields["used"][0]
 
     def put(self, field: str, value: int) -> None:
@@ -73,7 +73,7 @@ class SlotRing:
         self.add_all((values,))
 
     def add_all(self, slots: Iterable[Sequence[Any]]) -> None:
-        """Add several records, in less time than one by one."""
+        """Add several records. This takes less time than adding one by one."""
         with self._lock:
             memory = self._memory
             if memory is None:
@@ -120,7 +120,8 @@ class SlotRing:
         return max(self.count - self.capacity, 0)
 
     def since(self, number: int) -> bytes:
-        """Return the slots in the ring as bytes, the oldest first, without the first `number` ever written."""
+        """Return the slots in the ring as bytes, the oldest first. The first `number` slots ever written are left
+        out."""
         with self._lock:
             size, memory = self._cells.size, self._memory
             first, last = max(number, self.count - self.capacity), self.count
@@ -182,7 +183,8 @@ class IntervalRing(SlotRing):
 _SAMPLE = layout.SAMPLE.packer()
 
 FEW_SAMPLES = 4096
-"""The number of newest readings to copy first, which mostly suffice. With one GPU, they cover three minutes."""
+"""The number of newest readings that are copied first. With one GPU, they cover three minutes, which mostly
+suffices."""
 
 
 def typed_reading(name: str, value: float, is_reported: Any) -> float | None:
@@ -223,7 +225,8 @@ class Readings:
         return sorted(samples, key=lambda sample: (sample.at_ns, sample.device, sample.name))
 
     def _samples_since(self, number: int) -> list[tuple[int, int, int, float, bytes]]:
-        """Return the readings after the first `number` ever written, without those overwritten meanwhile."""
+        """Return the readings without the first `number` ever written, and without those that were overwritten
+        meanwhile."""
         first = max(number, self._slots.overwritten)
         data = self._slots.since(number)
         self._slots.follow()

@@ -79,7 +79,7 @@ def plain_fields(kind: type) -> list[Field[Any]]:
 Site.told = tuple(name for name, kind in Site.__annotations__.items() if not kind.startswith(("Callable", "ClassVar")))
 
 NO_DEVICE_TIME = "no device time: "
-"""The first words of a note that says why no device time was measured."""
+"""The words with which a note begins that says why no device time was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_d
 """OpenTelemetry's attributes for the status of a span: `OK` or `ERROR`, its reason, and the kind of error."""
 
 OUTCOME = "instrument.outcome"
-"""The attribute with the cause that interrupted a span, such as `cancelled`. Such a span has not failed."""
+"""The attribute with the cause by which a span was interrupted, such as `cancelled`. An interrupted span has not
+failed."""
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
 """The attributes of a span that streams its result: ns from its begin to the first item, and to the last item."""
@@ -125,9 +126,9 @@ BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.
 """The attributes of a batch, a span that serves several requests: the requests' keys, and the weight of each."""
 
 FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
-"""The attribute that lists the facts of requests among a span's attributes, such as token counts. Each fact is listed
-as a word of `profile.model.KEEPS`, a space and a name. A fact that is a list has one item per request. The keys of
-these requests are in the attribute with the fact's name and `FACT_KEYS`."""
+"""The attribute that lists which of a span's other attributes are facts of requests, such as token counts. Each fact is
+listed as a word of `profile.model.KEEPS`, a space and a name. A fact that is a list has one item per request. The keys
+of these requests are in the attribute with the fact's name and `FACT_KEYS`."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
 """The maximum number of characters in a key, and of keys in a batch. A longer key is cut and ends in a checksum."""
@@ -184,7 +185,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The process that recorded spans, and one pair of readings of its monotonic and its wall clock.
+    """The process that recorded spans, with one pair of simultaneous readings of its monotonic and its wall clock.
 
     `profile` is the source of the profile, `digest` identifies its content, and `generation` counts the profiles of the
     process from 1 (0: unknown). `boot` identifies the boot of the machine; processes of one boot share the monotonic
@@ -299,7 +300,8 @@ WORK: tuple[str, ...] = ("kernel", "copy", "fill")
 
 
 class Flops(NamedTuple):
-    """The floating-point operations of a call of an operator, as torch.profiler counted them, with thread and begin."""
+    """The floating-point operations of a call of an operator, as torch.profiler counted them, with the call's thread
+    and start time."""
 
     thread_id: int
     at_ns: int
@@ -376,9 +378,9 @@ def flops_in(attributes: Mapping[str, object]) -> int:
 class ImportTime:
     """The time to import one top-level package, and the number of its imports by other code.
 
-    `total_ns` includes packages that it imported. `self_ns` is only that of its own modules, so it adds up over
-    packages and threads. `in_spans_ns` is the part of it with a span open on the thread, `late_ns` the other part in
-    imports that began after the first request.
+    `total_ns` includes packages that this package imported. `self_ns` is the time of the package's own modules, so it
+    adds up over packages and threads. `in_spans_ns` is the part of `self_ns` with an open span on the thread. `late_ns`
+    is the part without one, in imports that began after the first request.
     """
 
     package: str
@@ -434,10 +436,11 @@ class Startup:
 
 @dataclass(frozen=True, slots=True)
 class OwnNotes:
-    """The rules and targets of a profile that one process did not use, but other processes of the run may have.
+    """The rules and targets of a profile that one process did not use, although other processes of the run may have
+    used them.
 
-    `at_work` has the marks of the rules that the process used, `waiting` the notes on the others by their marks.
-    `uncalled` has the names of targets that the process did not call.
+    `at_work` has the marks of the rules that the process used. `waiting` has the notes on its unused rules, by their
+    rules' marks. `uncalled` has the names of targets that the process did not call.
     """
 
     at_work: tuple[str, ...] = ()
@@ -461,9 +464,9 @@ def never_called(targets: Sequence[str]) -> str:
 
 
 def covered_ns(parts: Iterable[Interval], limits: Interval | None = None) -> int:
-    """Return the length of the union of some intervals, within `limits` if given.
+    """Return the length of the union of the given intervals, within `limits` if given.
 
-    For many intervals `instrument.trace.intervals` is faster.
+    For many intervals, `instrument.trace.intervals` is faster.
     """
     some = sorted(parts)
     reached_ns, last_ns = limits or (min(some, default=(0, 0))[0], max((end for _, end in some), default=0))

@@ -32,10 +32,11 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 LARGEST_COPY_BYTES = 1 << 50
-"""The maximum number of bytes of one memory copy. A larger number is from a damaged file, and is not added."""
+"""The maximum number of bytes of one memory copy. A larger number is from a damaged file, and is ignored."""
 
 LARGEST = 1 << 62
-"""The maximum sum over all lines, so that sums fit 64 bits. Larger numbers come from damaged files and are cut."""
+"""The maximum sum over all lines, so that sums fit into 64 bits. Numbers with larger sums come from damaged files, and
+are cut."""
 
 ALL_THREADS = "(all threads)"
 
@@ -67,14 +68,14 @@ class Totals(NamedTuple):
 
 
 CORE_WIDTH = Totals._fields.index("first_ns") + 1
-"""The number of fields at the begin of a line of totals that the recorder in C fills."""
+"""The number of fields of a line that the recorder in C fills. They come first."""
 
 TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
 WIDTH = len(Totals._fields)
 
 LEAST, MOST = ("min_ns", "first_ns"), ("max_ns",)
 SUMS = tuple(name for name in Totals._fields if name not in ("node", "thread_id", *LEAST, *MOST))
-"""The fields that are added when lines are merged. From other fields, the minimum or the maximum is taken."""
+"""The fields that are added up when lines are merged. For each other field, the minimum or the maximum is taken."""
 
 BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64)])
 """The numpy type of a bucket of a histogram: the index of the histogram's line, the bucket's number, and its calls."""
@@ -101,8 +102,8 @@ class Tally:
 
     `threads` maps thread ids to names, in the order in which the threads first recorded. Thread 0 has the calls of
     ended threads that were merged to save memory. `lines` are grouped by thread, in the same order. `site_of` and
-    `parents` are columns by node; parents come before their children. With `make_histogram`, the histograms of nodes
-    are added up on demand, as those of a running recorder are; else `buckets` has them.
+    `parents` are columns by node; parents come before their children. If `make_histogram` is given, it adds up the
+    histograms of nodes on demand, as a running recorder does. Otherwise `buckets` has the histograms.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Tally:
     def of_paths(
         cls, paths: Sequence[CallPath | None], lines: Records, buckets: Records, threads: Mapping[int, str]
     ) -> Tally:
-        """Return a tally of lines whose `node` is an index in `paths`. Lines with None there are left out.
+        """Return a tally of lines whose `node` is an index in `paths`. Lines whose path is None are left out.
 
         Lines of equal paths on one thread are merged. Nodes are in the order of their paths.
         """
@@ -158,7 +159,8 @@ class Tally:
 
     @classmethod
     def together(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
-        """Return the sum of several tallies, such as those of processes. A thread gets the first name that it has."""
+        """Return the sum of several tallies, such as those of processes. A thread gets its name from the first tally
+        that has one."""
         paths, lines, buckets, names = (
             list[CallPath](),
             [np.zeros(0, TOTALS)],
@@ -242,13 +244,13 @@ class Tally:
         return bool(self.lines[field].any())
 
     def by(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
-        """Return the sums of a thread's lines, or of all lines for None, by the group of their node in `groups`. Groups
-        are numbers below `count`. Nodes in groups below 0 are left out."""
+        """Return the sum of each group's lines, on one thread or on all for None. `groups` has the group of each node:
+        a number below `count`, or a negative number for a node that is left out."""
         lines = self.of(thread)
         return summed(lines, np.asarray(groups)[lines["node"]], count)
 
     def by_site(self) -> Records:
-        """Return the sums of all lines by site, as numbers of sites."""
+        """Return the sum of the lines of each site, by the site's number."""
         return self.by(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
@@ -260,14 +262,14 @@ class Tally:
         return places
 
     def nodes(self, places: Sequence[int]) -> list[int]:
-        """Return the distinct nodes of some lines."""
+        """Return the distinct nodes of the given lines."""
         return list(dict.fromkeys(self.lines["node"][list(places)].tolist()))
 
     def total(self, places: Sequence[int]) -> Totals:
         return total_of(self.lines[list(places)])
 
     def histogram(self, nodes: Iterable[int], thread: int | None = None) -> dict[int, int]:
-        """Return the sum of the histograms of some nodes, on one thread or on all for None."""
+        """Return the sum of the histograms of the given nodes, on one thread or on all for None."""
         if self._make_histogram is not None:
             return self._make_histogram(nodes, thread)
         order, edges = self._by_node
@@ -282,13 +284,15 @@ class Tally:
 
     @cached_property
     def _by_node(self) -> tuple[Int64s, list[int]]:
-        """The indices of the buckets in the order of their nodes, and where in it each node begins."""
+        """The indices of the buckets in the order of their nodes, and the position in that order at which each node
+        begins."""
         nodes = self.lines["node"][self.buckets["line"]]
         order = np.argsort(nodes, kind="stable")
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def device_below(self, thread: int | None) -> Mapping[int, int]:
-        """Return by node the device time of nodes below it that its own does not include, on one thread or on all.
+        """Return, for each node, the device time of the nodes below it that its own device time does not include, on
+        one thread or on all.
 
         A node's own device time includes that of nodes below it on the same stream.
         """
@@ -350,7 +354,7 @@ class Tally:
         self.lines["probe_ns"] = np.rint(self.lines["calls"] * each_ns[self.site_of[self.lines["node"]]])
 
     def corrected(self) -> Tally:
-        """Return a copy in which self times are reduced by the cost of the children's probes, but not below 0."""
+        """Return a copy in which each self time is reduced by the cost of the children's probes, at most to 0."""
         lines, above = self.lines.copy(), self.parents[self.lines["node"]].astype(np.int64)
         key, parent_key = _keys(lines["node"], lines["thread_id"], above)
         order = np.argsort(key, kind="stable")
@@ -398,7 +402,7 @@ def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
 
 
 def total_of(lines: Records) -> Totals:
-    """Return the sum of some lines."""
+    """Return the sum of the given lines."""
     (total,) = summed(lines, np.zeros(len(lines), np.int64), 1).tolist()
     return Totals._make(total)
 
@@ -438,7 +442,8 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
 
 
 def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """Return a number per pair of node and thread, and one per pair of other node and thread, which are comparable."""
+    """Return a number for each pair of a node and a thread, and for each pair of another node and a thread. Equal pairs
+    have equal numbers."""
     _, numbers = np.unique(threads, return_inverse=True)
     width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1

@@ -47,7 +47,7 @@ _TRACESTATE = late_pattern(f"{_ENTRY}(?:,{_ENTRY}){{0,31}}")
 
 
 def state_of(header: bytes | str) -> str:
-    """Return a `tracestate` cut to `STATE_LIMIT`, to be passed on, "" if it is invalid."""
+    """Return a `tracestate` that may be passed on, cut to `STATE_LIMIT`. Return "" if it is invalid."""
     header = header[: STATE_LIMIT + 1]
     text = header if isinstance(header, str) else header.decode("latin-1")
     if len(text) > STATE_LIMIT:
@@ -56,10 +56,11 @@ def state_of(header: bytes | str) -> str:
 
 
 def remote_of(context: object) -> RemoteParent | None:
-    """Parse the span of another tracer from its headers, or from the text that `noted` returned. Return None for none.
+    """Parse the span of another tracer from headers, or from the text that `noted` returned. Return None if there is no
+    such span.
 
     Headers are the `traceparent`, alone or with the `tracestate`, as bytes or text. An invalid `traceparent` (W3C Trace
-    Context, 3.2) counts as none.
+    Context, 3.2) is treated as missing.
     """
     parent, state, *marks = context if isinstance(context, tuple) and len(context) > 1 else (context, b"")
     if isinstance(parent, str):
@@ -109,7 +110,8 @@ def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
 
 
 LINK = "instrument.link"
-"""The attribute of a root span whose task an ended span had started: the id of the ended span, and of its root."""
+"""The attribute of a root span whose task was started by a span that has ended since. It has the ids of that span and
+of its root."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
 """The attribute with the trace id of the span in `LINK`, in hexadecimal digits, if that trace began elsewhere."""
@@ -144,9 +146,10 @@ RANDOM_BITS = 56
 
 @lru_cache(maxsize=64)
 def threshold_of(sample: float) -> int:
-    """Return the lowest value of a trace id's random bits at which the share `sample` of traces is sampled.
+    """Return the lowest value of a trace id's random bits at which a trace is sampled, if the share `sample` of traces
+    is.
 
-    It is rounded to four hexadecimal digits after leading digits of F, as OpenTelemetry's `tracestate` has it.
+    After leading digits F, the value is rounded to four hexadecimal digits, as in OpenTelemetry's `tracestate`.
     """
     if sample <= 0:
         return 1 << RANDOM_BITS

@@ -3,14 +3,15 @@
 A view needs only the recording, so a report on a server's recording can be made on any other machine. `view` defines
 the options and the recording of a view, `summary` prints several views, and `page` writes them to one HTML file.
 
-The meaning of the numbers:
+The numbers have these meanings:
 
-- `total` is the host time from the begin to the end of a span. `self` is the total minus the spans below it on the same
-  thread and task, so self times add up to the total of the tree. Work on other threads does not shorten self time.
+- `total` is the host time from the start to the end of a span. `self` is the total minus the time of the spans below it
+  on the same thread and task, so self times add up to the total of the tree. Work on other threads does not shorten
+  self time.
 - A generator is active while its body runs. Its total is the time from its first to its last resumption.
 - The device time of a row is the time between its own CUDA events, but at least the sum of the rows below it.
 - A step recorded by a function call or a scope includes the wait for its input right before it.
-- Rows are sums. They may exceed the elapsed time if work runs in parallel. Every ratio says what 100 % is.
+- Rows are sums and may exceed the elapsed time if work runs in parallel. The base of every ratio is printed.
 - p50 and p99 of the tally come from a histogram with at most 0.8 % relative error. Counts, sums, minima and maxima are
   exact.
 - A copy that moved nothing (`x.to("cpu")` on the host) is not counted as a copy.

@@ -2,7 +2,7 @@
 
 A batch is a span that names the requests that it serves (`batch:` in a rule, or `scope(name, batch=...)`). A request's
 weight is its amount of work in the batch, such as its tokens. A batch is uneven if the weights differ. Uneven batches
-waste time only if the engine pads all items to the heaviest. Engines with continuous batching do not pad.
+waste time only if the engine pads all items to the heaviest weight. Engines with continuous batching do not pad.
 
 The `neighbours` view shows how long requests of one group (such as a tenant) waited because of requests of another.
 Each nanosecond of waiting is attributed to one group or to nobody, by the rules of `instrument.trace.bill`. A replay of
@@ -48,7 +48,8 @@ class NamedBatches:
     `fill` is the mean size divided by the largest size. `per_item_ns` is the time of all batches divided by `items`.
     `weight` is the sum of the known weights. `uneven` is the share of padding if the engine pads all items to the
     heaviest one. `unbound` counts the items whose key belongs to no request. `device_ns` is the device time and
-    `uneven_ns` the padding within it, both None without device time. A row with `remaining` replaces that many names.
+    `uneven_ns` the padding within it, both None without device time. If `remaining` is above 0, the row sums up that
+    many names.
     """
 
     name: str
@@ -70,11 +71,11 @@ class NamedBatches:
     remaining: int = 0
 
     def a_second(self) -> float | None:
-        """Return the items for each second of batches, or their weight if it is known."""
+        """Return the items per second of batch time, or the weight per second if it is known."""
         return share((self.weight or self.items) * 1e9, self.summed_ns)
 
     def device_ratio(self) -> float | None:
-        """Return the device time as a share of the host time of the batches."""
+        """Return the device time of the batches as a share of their host time."""
         return share(self.device_ns or 0, self.summed_ns)
 
     def device_per_item_ns(self) -> float | None:
@@ -133,7 +134,7 @@ class BatchTimes(View):
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
-    """Return the view of the kept spans, sorted by time. `rows` and `least_ns` limit the tables."""
+    """Return the view of the batches in the kept spans, the longest first. `rows` and `least_ns` limit the tables."""
     trace, served = recording.columns, recording.once(joined_requests).served
     device_ns = recording.once(request_device_ledger).batch_ns if len(trace.device) else np.zeros(len(trace), np.int64)
     rows = trace.attributes.having(BATCH_KEYS)
@@ -228,7 +229,7 @@ class GroupWaits:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The waits of one group's requests that another group caused. `ratio` is their share of all its waits."""
+    """The waits of one group's requests that another group caused. `ratio` is the share of all waits of the first."""
 
     name: str
     cause: str
@@ -256,7 +257,7 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class NeighbourBill(View):
-    """The `neighbours` view: groups by the waits that they caused, delays of one group by another, and predictions.
+    """The `neighbours` view: the waits that each group caused, the delays of one group by another, and predictions.
 
     `queue_ns` is the recorded mean queue time, and `replayed_ns` the mean of a replay of all requests, None without
     one.
@@ -334,7 +335,7 @@ class NeighbourBill(View):
 
 
 def neighbours(recording: Recording, options: Options) -> NeighbourBill:
-    """Return the view of the kept spans. `requests_by` groups the requests, by endpoint if it is not set.
+    """Return the view of the kept spans. The option `requests_by` groups the requests, by default by endpoint.
 
     `rows` and `least_ns` limit the tables of groups and of delays.
     """
@@ -394,7 +395,7 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
 def _predict_absence(
     recording: Recording, account: Account, group: Int64s, on_others: Int64s, names: Sequence[str]
 ) -> tuple[Replay | None, tuple[Without, ...]]:
-    """Return the replay of all requests, and the predictions without each of the groups that delayed others most."""
+    """Return the replay of all requests, and a prediction for the absence of each group that delayed others most."""
     joined = recording.once(joined_requests)
     causes = [place for place in np.argsort(-on_others, kind="stable").tolist() if on_others[place]][:REPLAYED]
     if not causes:

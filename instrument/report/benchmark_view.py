@@ -5,7 +5,7 @@ A step is a span of kind `step` with the loop's wait for input right before it, 
 first `skip` steps are left out. Rates are per second of elapsed time, even if steps run in parallel.
 
 `paddle.profiler` divides the time of n steps by n - 1, so its mean is too large. Its minimum is `inf` if each step is
-longer than the step before. This view has neither fault.
+longer than the previous one. This view has neither error.
 
 `find_units` returns the units that the `phases` view averages over: the steps of each track. Without steps the units
 are the requests, and without requests the whole window. A track (`line` in the code) is one thread, or one task on a
@@ -59,17 +59,18 @@ def step_number(value: AttributeValue | None) -> int | None:
 
 
 def merge_waits(lines: Int64s, starts: Int64s, ends: Int64s) -> Unions:
-    """Return the merged waits for loaders on each track. Waits of length 0 are kept: they mark the begin of a step."""
+    """Return the waits for loaders on each track, with overlapping waits merged. Waits of length 0 are kept, because
+    they mark the start of a step."""
     unions = union_by_group(lines, 2 * starts, 2 * ends + 1)
     return Unions(unions.groups, unions.starts // 2, unions.ends // 2)
 
 
 def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
-    """Return the begin of each step. If the track waited for the step's input right before it, that wait is its begin.
+    """Return the start time of each step. A step starts with its wait for input, if one precedes it on the track.
 
-    Such a wait is the last one after an earlier step ended and after an outer step began. A `Profiler`'s step begins
-    when the previous one ends, so the wait is already within it. Steps are ordered by track and begin, and may be
-    nested.
+    That wait is the last one before the step. It must start after the previous step ended and after an outer step
+    began. A `Profiler`'s step begins when the previous one ends, so the wait is already within the step. Steps are
+    sorted by track and start time, and may be nested.
     """
     lines, starts, ends = steps
     filled = np.flatnonzero(starts < ends)
@@ -89,10 +90,11 @@ def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
 class Units:
     """The units of a trace, ordered by track and time and clipped to the interval in which no span is missing.
 
-    `of` is `step`, `request` or `window`. `is_whole` is True for units that were not clipped. `line_of` is the track of
-    each row of the trace, `NONE` for a row without one. `is_aside` is True for rows that worked for a track from
-    another one. `steps` are all steps, also the skipped ones, or None without steps. `skipped` counts the first steps
-    that were left out, and `before` is the number of the first step after them.
+    `of` is `step`, `request` or `window`. `is_whole` is True for units that were not clipped. `line_of` is the number
+    of the track whose units a row of the trace belongs to, `NONE` for a row without units. `is_aside` is True for a row
+    whose own track has no units, so that the row belongs to those of another track. `steps` are all steps, also the
+    skipped ones, or None without steps. `skipped` counts the first steps that were left out, and `before` is the number
+    of the first step after them.
     """
 
     of: str
@@ -126,7 +128,7 @@ def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
 
 
 def _cut_units(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, interval: Interval) -> tuple[Unions, Bools]:
-    """Return steps or requests clipped to an interval, and True for each one that was already within it."""
+    """Return steps or requests clipped to an interval, and True for each one that the clipping did not change."""
     first, last = interval
     ends = trace.end_ns[rows]
     is_whole = ~trace.clipped[rows] & (first <= begins) & (ends <= last)
@@ -134,7 +136,7 @@ def _cut_units(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, inte
 
 
 def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
-    """Return the outermost steps as units: those in no step of their track, nor in a step that contains their task."""
+    """Return the outermost steps as units. No other step of their track or around their task contains them."""
     thread = ranked(trace.thread_id)[1]
     line, firsts = numbered(thread, trace.task_id)
     rows = step_rows[successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
@@ -196,7 +198,7 @@ def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_t
 def _mark_first_steps(
     thread: Int64s, starts: Int64s, first_rows: Int64s, numbers: Sequence[int | None], count: int
 ) -> Bools:  # fmt: skip
-    """Return True for the first `count` steps of each thread, by a step's own number or, without one, by its begin."""
+    """Return True for the first `count` steps of each thread, in the order of recorded numbers or else start times."""
     is_first, before, threads = np.zeros(len(numbers), dtype=np.bool_), Counter[int](), thread.tolist()
     for step in np.lexsort((first_rows, starts)).tolist():
         number = numbers[step]
@@ -221,7 +223,7 @@ MOST_SAMPLES = 10**18
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The mean, minimum, maximum and percentiles of some values. Percentiles are exact to 0.8 %, or None."""
+    """The mean, minimum, maximum and percentiles of values. Percentiles are exact to 0.8 %, or None if unknown."""
 
     mean: float
     least: float
@@ -235,8 +237,8 @@ class LoopTimes:
     """The times of the steps of one loop, in ns. `reader` is the wait for input, None if no step waited for a loader.
 
     `rate` is in samples per second, or in steps per second if a step had no samples (`samples` is None then). Its mean
-    is all samples divided by all time. `cut` counts the steps that cross an edge of the window, which no other field
-    includes. `batch` and `rate` are None if no step was timed.
+    is all samples divided by all time. `cut` counts the steps that cross an edge of the window. No other field includes
+    these steps. `batch` and `rate` are None if no step was timed.
     """
 
     name: str
@@ -262,8 +264,7 @@ class Benchmark:
     """The counters of a running loop's steps. `cut` counts steps that are not complete.
 
     `batch` has the times of steps in ns, and `reader` the waits for input within them, 0 for a step without a wait. If
-    `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one, so that `skipping` can leave some of them
-    out.
+    `keeps` is True, the first `FIRST_KEPT` steps are also kept one by one, so that some of them can be left out later.
     """
 
     skip: int = SKIPPED_STEPS
@@ -280,7 +281,7 @@ class Benchmark:
     _most_rate: float = 0.0
 
     def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
-        """Count a step that has ended. `reader_ns` is the part of `batch_ns` in which it waited for input."""
+        """Count a step that has ended. `reader_ns` is the part of `batch_ns` in which the step waited for input."""
         if self.keeps:
             self._keep(batch_ns, reader_ns, num_samples)
         if self.skipped < self.skip:
@@ -305,7 +306,7 @@ class Benchmark:
         self._later.add(batch_ns, reader_ns, num_samples)
 
     def skipping(self, skip: int) -> Benchmark:
-        """Return the counts without the first `skip` steps, up to `FIRST_KEPT`. This needs `keeps`."""
+        """Return the counts without the first `skip` steps, at most `FIRST_KEPT`. `keeps` must be True."""
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
         for first in self._firsts:
@@ -353,7 +354,7 @@ FIELDS = ("mean", "p50", "p99", "least", "most")
 
 @dataclass(frozen=True, slots=True)
 class Loops(View):
-    """The `benchmark` view: the loops by the name of their steps. `coverage` is None for a loop that still runs."""
+    """The `benchmark` view: a row per loop, named after its steps. `coverage` is None for a loop that still runs."""
 
     coverage: Coverage | None
     loops: tuple[LoopTimes, ...]
@@ -404,7 +405,7 @@ def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
 
 
 class SpreadRow(NamedTuple):
-    """A row of a loop's table: the spread of a cost or, if `is_rate`, of the rate in steps or samples per second."""
+    """A row of a loop's table: the spread of a cost in ns, or of a rate in steps or samples per second (`is_rate`)."""
 
     name: str
     spread: Spread | None
@@ -440,8 +441,8 @@ def running_steps(recording: Recording) -> Benchmark | None:
 def benchmark(recording: Recording, options: Options) -> Loops:
     """Return the view of the steps that a running `Profiler` has counted or, without one, of the kept spans.
 
-    `skip_first` leaves out the first steps of each loop, by the step's own number or else by its begin. It does not
-    apply to the steps of a running `Profiler`.
+    `skip_first` leaves out the first steps of each loop. Their order is that of the recorded step numbers or, without
+    numbers, of the start times. `skip_first` does not apply to the steps of a running `Profiler`.
     """
     if (steps := recording.once(running_steps)) is not None:
         return show_benchmark(steps, options)
@@ -450,7 +451,7 @@ def benchmark(recording: Recording, options: Options) -> Loops:
 
 
 class _Steps(NamedTuple):
-    """Steps as columns: rows in the trace, begins, ends and waits for input in ns, and True for cut steps."""
+    """Steps as columns: row in the trace, start time, end time and wait for input in ns, and True for a cut step."""
 
     row: Int64s
     start_ns: Int64s
@@ -479,7 +480,7 @@ def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopT
 
 
 def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
-    """Return the steps in the given rows, with the waits for loaders in the step's task or on its thread."""
+    """Return the steps in the given rows. They wait for input in loader spans of their task or on their thread."""
     thread = ranked(trace.thread_id)[1]
     line, firsts = numbered(thread, trace.task_id)
     line = np.where(trace.task_id == 0, len(firsts) + thread, line)

@@ -1,7 +1,7 @@
-"""The `brief` view: one screen on the served requests, where their time went, the devices, the cost and the losses.
+"""The `brief` view: one screen on requests, the largest parts of their time, devices, the cost and the losses.
 
-It computes nothing itself. Its numbers are those of the views `requests`, `ops` and `device`. For a job with steps but
-no requests, they are those of `benchmark` and `phases`. It has at most `MOST_LINES` lines of `LINE` columns.
+It takes its numbers from other views: `requests`, `ops` and `device`. For a job with steps but no requests, it takes
+those of `benchmark` and `phases`. It has at most `MOST_LINES` lines of `LINE` columns.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 MOST_LINES = 57
-"""The maximum number of lines of the view. With the names of process and file below it, it fills a screen of 60."""
+"""The maximum number of lines of the view. With the process and file named below, they fit a screen of 60 lines."""
 
 PLACES = 7
 """The maximum number of rows in the table of self times."""
 
 PARTS = 6
-"""The maximum number of rows for endpoints, and for parts of a request or step. A last row sums up all others."""
+"""The maximum number of rows for endpoints, and for parts of a request or step. One more row sums up the rest."""
 
 DEVICES = 3
 LAUNCH_BOUND_FROM = 0.1
@@ -125,7 +125,7 @@ class Brief(View):
         return [*lines, ""]
 
     def _window_lines(self) -> list[str]:
-        """Return the lines on the window, its requests or steps, and the requests that the tables leave out."""
+        """Return the lines on the window, on requests or steps in it, and on requests that the tables leave out."""
         window = f"{number(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
         cut = f", {self.requests.requests_cut} more open at an edge of the window" if has_more else ""
@@ -154,13 +154,14 @@ class Brief(View):
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The largest cost as a share of the window: the processor's caches have none of the probes' memory."""
+        """The largest possible cost as a share of the window, with no memory of the probes in the processor's
+        caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
 
 def brief(recording: Recording, options: Options) -> Brief:
-    """Return the view. `rows` can only lower its own limits. `sorted_by`, `least_ns`, `corrected` and `skip_first`
-    apply to the views that it uses. `tracer_option`, `state` and `threads` have no effect."""
+    """Return the view. `rows` can lower the limits of the tables, not raise them. `sorted_by`, `least_ns`, `corrected`
+    and `skip_first` apply to the views that this view uses. `tracer_option`, `state` and `threads` have no effect."""
     places = ops(recording, _limit_rows(PLACES, options)).functions
     few = replace(_limit_rows(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
@@ -284,9 +285,9 @@ def _more_line(count: int, noun: str) -> list[str]:
 
 
 def _device_lines(view: DeviceView, why: str) -> list[str]:
-    """Return a line for each device. Without a device return the reason: `why`, or else that of the view `device`.
+    """Return a line for each device. Without a device, return the reason: `why`, else that of the view `device`.
 
-    There is no line if no span asked for device time and no GPU is present.
+    Return no line if there is no reason to report one: no span asked for device time, and no GPU is present.
     """
     if not view.devices:
         has_gpu = view.gauges is not None and bool(view.gauges.gpus)
@@ -304,7 +305,7 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
 
 
 def _process_line(view: DeviceView) -> list[str]:
-    """Return one line on the process's use of processors and memory, [] without readings."""
+    """Return one line on the process's use of processors and memory, [] if no gauge was read."""
     rows = {row.gauge: row for row in view.gauges.rows if row.samples} if view.gauges is not None else {}
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []

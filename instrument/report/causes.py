@@ -1,9 +1,9 @@
 """The causes that delay requests: how long each cause took in a request, and the spans that prove it.
 
 `CAUSES` lists all causes. Each moment of a request counts for one cause, for expected work, or as unknown. So a
-request's differences from a typical request add up to the difference of their wall times. Garbage collections and
-blocked event loops take precedence. Any other moment counts by the part of the request's time (such as `queue`) that
-contains it. `instrument.trace.blame` divides the time of engine steps.
+request's differences from a typical request add up to the difference of their wall times. A moment within a garbage
+collection or a blocked event loop counts for that. Any other moment counts for the causes that belong to its part of
+the request's time, such as `queue`. `instrument.trace.blame` divides the time of engine steps.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LOAD, UNKNOWN_REST = "expected load", "unknown"
 IN_QUEUE, IN_BATCH = "in the queue", "in batches"
 
 SPREAD = "all call paths alike"
-"""The path of a cause that slowed all call paths by similar amounts."""
+"""The text that replaces the call path if a cause slowed all call paths by similar amounts."""
 
 Key = tuple[str, str]
 """A cause (or `LOAD`, `UNKNOWN_REST`), and the call path or part of the request in which it took time."""
@@ -74,7 +74,7 @@ PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
 
 
 class Proof(NamedTuple):
-    """A span that proves a cause: its name, number, begin in the trace, and time in the request."""
+    """A span that proves a cause: its name, its id, its start time in the trace, and its time in the request."""
 
     name: str
     span_id: int
@@ -158,7 +158,7 @@ class CauseTimes:
         return np.append(np.isin(np.arange(len(self.joined.rows)), places), False)
 
     def _find_blocks(self) -> Int64s:
-        """Return the rows of blocked event loops, except those that engine steps blocked."""
+        """Return the rows of blocked event loops, except loops that an engine step blocked."""
         trace, costs = self.trace, self.costs
         rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
         steps = union_by_group(trace.thread_id[costs.rows], costs.start_ns, costs.end_ns)
@@ -168,7 +168,8 @@ class CauseTimes:
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
     def _separate_causes(self) -> None:
-        """Move separate causes out of the excess of steps: collections, first calls and device work for others."""
+        """Subtract garbage collections, first calls, and device work for other spans from the excess time of engine
+        steps, because these are separate causes."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
         collected = self._collected.within(self._processes_of_rows(costs.rows), costs.start_ns, costs.end_ns)
@@ -309,7 +310,7 @@ class CauseTimes:
         return times
 
     def _threads_of_turns(self, place: int, turns: Turns) -> Int64s:
-        """Return, for each turn of a request, the thread that it waits for."""
+        """Return the thread that the request waits for in each of its turns."""
         trace = self.trace
         root_thread = int(trace.thread_id[self.joined.rows[place]])
         engine = self.engine_thread(place)
@@ -320,7 +321,7 @@ class CauseTimes:
         return np.asarray(threads)
 
     def _measure_blocked(self, root: int, turns: Turns, most_ns: Int64s) -> Int64s:
-        """Return how long, up to `most_ns`, a blocked event loop made the request wait in each turn."""
+        """Return the time that a blocked event loop made the request wait in each turn, at most `most_ns`."""
         trace = self.trace
         if not len(self.blocks):
             return np.zeros(len(turns.part), dtype=np.int64)
@@ -373,11 +374,11 @@ class CauseTimes:
 
     @staticmethod
     def _cause_of_work(site: Site, usual: str) -> str:
-        """Return the cause that a site's calls count for: a copy, a wait for a lock, or else `usual`."""
+        """Return the cause to which the time of a site's calls belongs: a copy, a wait for a lock, or else `usual`."""
         return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
 
     def _add_call_times(self, times: dict[Key, float], place: int, most_ns: float) -> None:
-        """Add the running time of a request's own calls outside of phases to their causes, up to `most_ns` in all."""
+        """Add the running time of a request's own calls outside of phases to their causes, `most_ns` in all at most."""
         trace, rows = self.trace, self._own_rows[place]
         waited_ns = trace.total_ns[rows] - trace.active_ns[rows]
         ran_ns = np.maximum(trace.self_ns[rows] - waited_ns, 0).astype(np.float64)
@@ -389,7 +390,7 @@ class CauseTimes:
     # ------------------------------------------------------------ proofs
 
     def proofs(self, place: int, cause: str, path: str = "", most: int = 3) -> list[Proof]:
-        """Return up to `most` spans of a request, those in which a cause took the most time."""
+        """Return the spans of a request in which a cause took the most time, up to `most` spans."""
         trace, root = self.trace, int(self.joined.rows[place])
         begin_ns, end_ns = int(trace.start_ns[root]), int(trace.end_ns[root])
         if cause in (COLLECTED, BLOCKED):
@@ -502,7 +503,8 @@ class CauseTimes:
 
 
 def _subtract_amounts(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:
-    """Subtract an amount from the largest excess of each step, down to 0. Return the remaining and subtracted ns."""
+    """Subtract an amount from the largest excess of each step, at most down to 0. Return the remaining excesses and the
+    subtracted amounts in ns."""
     if not len(excess_ns):
         return excess_ns, amounts_ns
     largest = np.argmax(excess_ns, axis=1)
@@ -539,7 +541,7 @@ def weights_of_pairs(recording: Recording) -> Int64s:
 
 
 def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[list[Sample]]:
-    """Return each process's gauge readings of its host, on the trace's clock. `threads` selects processes, None all."""
+    """Return the host's gauge readings for each process, on the trace's clock. `threads` selects the processes."""
     of_processes = [
         [replace(sample, at_ns=sample.at_ns + process.moved_ns) for sample in process.facts.samples]
         for process in facts.processes
@@ -552,9 +554,9 @@ def host_gauges(facts: Trace, threads: Collection[int] | None = None) -> list[li
 def measure_pressure(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the ns of an interval in which threads waited, as a gauge shows, and the usual share of such time.
+    """Return how long threads waited in an interval, in ns, and the usual share of such waits, both from a gauge.
 
-    Of several processes the one with the longest time counts. The result is None without readings.
+    If several processes have the gauge, the one with the longest wait counts. Return None without readings.
     """
     results = []
     for samples in gauges:

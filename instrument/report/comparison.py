@@ -1,10 +1,11 @@
 """The comparison of recordings before and after a change: the effect of the code, separated from that of the load.
 
-For each call path it compares self time without waits, and the device time that the path's calls launch. Only calls
-with like work and like load are compared. Work is measured by the size of the surrounding batch and by the sizes among
-attributes (`SIZE`). Load is the number of requests in flight when the call begins. The difference that remains is the
-effect of the code (see `instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time before and after
-the change are left out. If nothing has changed, the probability of any wrong verdict is at most `FAMILY`.
+For each call path it compares the self time without waits, and the device time of work that its calls launch. Only
+calls with like work and like load are compared. Work is measured by the size of the batch around a call and by
+attributes that give a size (see `SIZE`). Load is the number of requests in flight when the call begins. The difference
+that remains is the effect of the code (see `instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time
+before and after the change are left out. If nothing has changed, the probability of any wrong verdict is at most
+`FAMILY`.
 
 Queue times, waits and stalls are printed without a verdict, because slower work or more load may cause them.
 
@@ -57,7 +58,7 @@ MAJOR_SHARE = 0.05
 """The minimum share of the time with which an unclear call path makes the gate inconclusive."""
 
 LEAST_CHANGE = 1e-4
-"""The relative change up to which clocks and rounding may be the cause, so that it counts as no change."""
+"""The largest relative change that counts as no change, because clocks and rounding may have caused it."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
 DEVICE = " (device)"
@@ -66,19 +67,19 @@ NOTEWORTHY = 0.05
 """The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The minimum share of the time in calls with like work. Below it the report does not name the load as the cause."""
+"""The minimum share of time in like calls with which the report says whether the load caused a change."""
 
 CLEAR = 1.0
-"""A limit of the smallest detectable change. Above it a call path without a change is inconclusive, not unchanged."""
+"""The largest detectable change with which a path counts as unchanged. With a larger one it is inconclusive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """The change of a call path, which is a tuple of names from the outermost call inwards.
 
-    The numbers of calls and the means are over all calls. `ratio` is the change of like work as a share of its time
-    before, with the limits `low_ratio` and `high_ratio`. `cost_ns` is the time that the change adds to a request, or to
-    a call if there are no requests. `detectable_ratio` is the smallest change that the test detects, and
+    The counts and the means are of all calls, not only of like ones. `ratio` is the change of like work as a share of
+    its time before, with the limits `low_ratio` and `high_ratio`. `cost_ns` is the time that the change adds to a
+    request, or to a call if there are no requests. `detectable_ratio` is the smallest change that the test detects, and
     `matched_ratio` the share of the time with like work.
     """
 
@@ -103,7 +104,7 @@ class Change:
         return " in ".join(reversed(self.path[-2:]))
 
     def summed_ns(self) -> float:
-        """Return the time of all calls, for a path that exists on one side only."""
+        """Return the time of all calls of a path that exists only before or only after the change."""
         return self.calls_before * (self.mean_before_ns or 0) + self.calls_after * (self.mean_after_ns or 0)
 
     def change_text(self) -> str:
@@ -120,7 +121,7 @@ class LoadChange:
     """The times of an endpoint's requests, or of one part of them that depends on load, before and after the change.
 
     Means are over all requests of the endpoint. Percentiles of a part are over the requests with that part. They are
-    None for a side of several runs.
+    None if several runs were recorded before or after.
     """
 
     name: str
@@ -136,7 +137,7 @@ class LoadChange:
 
 @dataclass(frozen=True, slots=True)
 class SlowestRequests:
-    """The 99th percentile of an endpoint's wall times before and after, with its confidence limits (`p99_limits`)."""
+    """The 99th percentiles of an endpoint's wall times before and after, with confidence limits (see `p99_limits`)."""
 
     name: str
     requests_before: int
@@ -156,7 +157,7 @@ class SlowestRequests:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(View):
-    """The comparison: call paths in the order of their cost, and the load before and after.
+    """The comparison: the changes of call paths, sorted by the cost of each change, and the load before and after.
 
     `limit` is the largest slowdown that a gate allows, None without a gate.
     """
@@ -188,7 +189,7 @@ class Comparison(View):
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def unclear_beyond(self, limit: float) -> list[Change]:
-        """Return the call paths with much time whose change may exceed `limit` or not."""
+        """Return the call paths with a large share of the time whose change may be below or above `limit`."""
         return [
             change
             for change in self.changes
@@ -236,7 +237,7 @@ class Comparison(View):
         return [*lines, *self._explain_load()]
 
     def _explain_load(self) -> list[str]:
-        """Return a sentence on the cause of the busiest endpoint's change, [] without a noteworthy change."""
+        """Return a sentence on the cause of the busiest endpoint's change, [] if its mean time changed little."""
         load = next(iter(self.loads), None)
         more = load.mean_after_ns / load.mean_before_ns - 1 if load is not None and load.mean_before_ns else 0.0
         if load is None or abs(more) < NOTEWORTHY:
@@ -324,7 +325,7 @@ class Comparison(View):
 
 @dataclass(frozen=True)
 class _Side:
-    """One side of the comparison: the calls of each path by time, the requests, and the sum of times in ns."""
+    """The runs before or after the change: the calls of each path, the number of requests, and the summed time."""
 
     work: Mapping[tuple[str, ...], CallSample]
     requests: int
@@ -332,7 +333,8 @@ class _Side:
 
 
 def compare(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> Comparison:
-    """Return the comparison of two sides. If each has at least three runs, they replace blocks of calls.
+    """Return the comparison of the runs before and after a change. With three or more runs each, runs are compared,
+    else blocks of calls.
 
     `requests_by` groups the requests by an attribute instead of the endpoint. Raises `InstrumentError` without scipy.
     """
@@ -440,7 +442,7 @@ def _join_samples(samples: Sequence[CallSample]) -> CallSample:
 
 
 def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the numbers by which calls are matched: a row for each number, a column for each span."""
+    """Return the amounts of work by which like calls are found: a row for each kind of amount, a column per span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))
@@ -468,7 +470,7 @@ PARTS_OF_LOAD = (QUEUE, WAITING, STALL, TRANSPORT)
 
 
 def _load_changes(before: Sequence[Recording], after: Sequence[Recording], options: Options) -> list[LoadChange]:
-    """Return a row for each group of requests, and below it a row for each of its parts that depend on load."""
+    """Return a row for each group of requests, followed by a row for each part of their time that depends on load."""
     sides = _times_by_group(before, options), _times_by_group(after, options)
     seconds = [sum((run.trace.end_ns - run.trace.start_ns) / 1e9 for run in side) for side in (before, after)]
     names = dict.fromkeys(name for side in sides for name in side)
@@ -494,7 +496,7 @@ def _join_limits(limits_ns: tuple[int | None, int | None], unit: str) -> str:
 def _slowest_requests(
     before: Sequence[Recording], after: Sequence[Recording], options: Options
 ) -> list[SlowestRequests]:
-    """Return the 99th percentiles of the groups that exist on both sides, the group with the most requests first."""
+    """Return the 99th percentiles of the groups that exist before and after, the group with the most requests first."""
     sides = []
     for runs in (before, after):
         walls: dict[str, list[Int64s]] = defaultdict(list)
@@ -516,7 +518,7 @@ def _slowest_requests(
 
 
 def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, list[EndpointTimes]]:
-    """Return, for each group of requests, its times in each run that has it."""
+    """Return the times of each group of requests, one entry per run that has the group."""
     by_name: dict[str, list[EndpointTimes]] = defaultdict(list)
     all_rows = replace(options, rows=None, most=None)
     for recording in runs:
@@ -528,7 +530,7 @@ def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, li
 
 
 def _sum_and_p99(runs: Sequence[EndpointTimes], part: str) -> tuple[int, int | None]:
-    """Return the sum of an endpoint's wall times or of one part of them, and for a single run the 99th percentile."""
+    """Return the sum of an endpoint's wall times, or of one part of them, and the 99th percentile for a single run."""
     times = [(times.wall_ns, times.p99_ns) for times in runs]
     if part:
         phases = [phase for times in runs for phase in times.phases if phase.name == part]
@@ -552,7 +554,7 @@ caption { color: #59626e; } .row { display: flex; } .box { overflow: hidden; whi
 
 @dataclass
 class _Box:
-    """A box of the chart: a call path, its change (None if not compared), and the boxes of the calls below it."""
+    """A box of the chart: a call path, its change (None if not compared), and the boxes of the calls inside it."""
 
     change: Change | None = None
     calls: dict[str, _Box] = field(default_factory=dict)

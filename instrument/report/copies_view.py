@@ -1,7 +1,7 @@
 """The `copies` view: copies between host and devices by direction and by call, their rates, and avoidable waits.
 
-A rate is in 10^9 bytes per second. It divides the bytes of the calls with device time by that time. Without device time
-it divides by the host time of calls that wait for their copy. Calls that do not wait have no rate.
+A rate is in 10^9 bytes per second. It is the number of bytes divided by the device time of their copies. Without device
+time, it is computed from the host times of calls that wait for their copy. Calls that do not wait have no rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import Groups, by_first_sight
 
 ACROSS = ("h2d", "d2h")
-"""The directions to and from the host. Such a call waits for its copy unless the copy is asynchronous."""
+"""The directions to and from the host. A call waits for such a copy unless the copy is asynchronous."""
 
 ENDS = {
     "h2d": "host to device",
@@ -48,8 +48,9 @@ class CopyUse:
     `direction` is "" if the span does not report it. `call` is the copying function, or else the name of the span.
     `sync` is True if the call waits for the copy, and `pinned` if the host's memory is page-locked. Both are None if
     unknown or if the copies differ. `device_ns` and `timed_bytes` are sums over the `timed` calls, those with device
-    time. `waited_ns` and `waited_bytes` are sums over the calls that wait for the copy. `staged` counts asynchronous
-    copies that had to wait because memory is pageable. A row with `remaining` replaces that many rows.
+    time. `waited_ns` and `waited_bytes` are sums over the calls that wait for the copy. `staged` counts the
+    asynchronous copies whose call had to wait because the host's memory is pageable. If `remaining` is above 0, the row
+    sums up that many rows.
     """
 
     direction: str
@@ -69,7 +70,7 @@ class CopyUse:
 
     @property
     def base(self) -> str:
-        """The kind of time that the rate divides by: `device`, `host`, or "" without a rate."""
+        """The kind of time from which the rate is computed: `device` or `host`, "" if there is no rate."""
         return "device" if self.device_ns else "host" if self.waited_ns else ""
 
     @property
@@ -92,7 +93,7 @@ class CopyUse:
 
 
 def sum_copies(trace: Columns) -> list[CopyUse]:
-    """Return the copies by direction, call, synchronicity and memory, in the order of directions, then by bytes."""
+    """Return a row per direction, call, synchronicity and kind of memory, sorted by direction, then by bytes."""
     rows = np.flatnonzero(trace.of_kind("copy"))
     keys_of_sites, number_of = trace.numbered_sites(_copy_key)
     group_of_row, firsts = by_first_sight(number_of[trace.site[rows]])
@@ -177,8 +178,8 @@ class CopiesView(View):
 def copies(recording: Recording, options: Options) -> CopiesView:
     """Return the view of the kept spans.
 
-    `rows` and `least_ns` limit the table of calls. The calls that copied the most bytes remain, and a last row sums up
-    the others. `least_ns` is compared with device time or, without it, host time.
+    `rows` and `least_ns` limit the table of calls. The table keeps the calls that copied the most bytes, and a last row
+    sums up the omitted ones. `least_ns` is compared with device time or, without it, host time.
     """
     uses = sum_copies(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
@@ -206,8 +207,8 @@ def _copy_key(site: Site) -> tuple[str, str, bool | None, bool | None]:
 
 
 def sizes_of_copies(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the number of bytes that each call moved, 0 for an invalid size. A size beyond `LARGEST_COPY_BYTES` also
-    counts as 0, because a sum of a few would not fit into 64 bits."""
+    """Return the number of bytes that each call moved, 0 for an invalid size. A size above `LARGEST_COPY_BYTES` also
+    counts as 0, because the sum of a few such sizes would not fit into 64 bits."""
     return read_numbers(trace.attributes, "bytes", rows, LARGEST_COPY_BYTES + 1).clip(0)
 
 

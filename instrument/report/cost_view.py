@@ -1,7 +1,8 @@
-"""The `cost` view: what each probe and each thread of the SDK cost, which spans were kept, and what was not recorded.
+"""The `cost` view: the cost of each probe and of each thread of the SDK, the number of kept spans, and notes on what
+was not recorded.
 
-The cost of a probe is its calls times the time that it adds to a call, as measured on this machine. A saved trace has
-only the mean over all probes. It does not list the muted sites, or the use of the memory for spans.
+The cost of a probe is its number of calls times the time that it adds to a call, as measured on this machine. A saved
+trace has only the mean over all probes. It does not list the muted sites, or the use of the memory for spans.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MEBIBYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class CostPart:
-    """A part of the instrumentation's cost, and its share of the window."""
+    """A part of the instrumentation's cost, in ns and as a share of the window."""
 
     name: str
     time_ns: int
@@ -44,8 +45,8 @@ class CostPart:
 class SiteCost:
     """The cost of one site's probe: calls, cost per call, and their product. `ratio` is its share of all sites' cost.
 
-    `burden` is the cost as a share of the calls' host time. It exceeds 1 if a call is shorter than its probe. A row
-    with `remaining` replaces that many sites and has their mean cost.
+    `burden` is the cost as a share of the calls' host time. It exceeds 1 if a call is shorter than its probe. If
+    `remaining` is above 0, the row sums up that many sites and has their mean cost.
     """
 
     name: str
@@ -91,7 +92,7 @@ class RingUse:
     memory_bytes: int
 
     ratio = Ratio("held_rows", of="rows")
-    """The share of the rings' rows that contain spans. Each new thread adds a ring while memory is left."""
+    """The share of the rings' rows that contain spans. While memory is left, each new thread adds a ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ class InstrumentationCost(View):
 
     @property
     def most_ratio(self) -> float | None:
-        """The largest cost as a share of the window: the processor's caches have none of the probes' memory."""
+        """The largest possible cost as a share of the window, with no memory of the probes in the processor's
+        caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def head(self) -> list[str]:
@@ -195,7 +197,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
 
 
 def _cost_parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
-    """Return the parts of the total cost. The probes' part is the total without all other parts."""
+    """Return the parts of the total cost. The part of the probes is the total minus all other parts."""
     pairs_ns = 0 if stats is None else round(stats.pairs_ns)
     parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
     threads = {"threads of its own": spent.thread_ns} if stats is None else stats.threads_ns

@@ -1,9 +1,10 @@
 """The `device` view: how each GPU was used in the window, by stream, by name and within requests; and all gauges.
 
-`utilisation` computes the use. In shares of time, parallel work counts once. In times by name it counts several times.
+Module `utilisation` computes the use. In shares of time, parallel work counts once. In times by name it counts several
+times.
 
 The Device Summary has the minimum, mean and maximum of each gauge. Its rows have Paddle's names: `CPU(Process)`,
-`CPU(System)`, `GPU n`. Lines below the table say what each percentage is a share of.
+`CPU(System)`, `GPU n`. Lines below the table name the base of each percentage.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ NAME_WIDTH = 20
 WIDTHS = (14, NAME_WIDTH + GAP, 7, 9, 12, 12, 12, 12)
 
 UNITS = {"bytes": ("MiB", 2**20), "bytes/s": ("GB/s", 10**9)}
-"""The unit to print for a gauge's unit, and how many of the gauge's units it contains. Others are not converted."""
+"""The unit printed in place of a gauge's unit, and its size in the gauge's unit. Other units are not converted."""
 
 _LABELS = dict.fromkeys(
     ("cores", "process_cpu", "process_memory", "process_memory_peak", "cpu_wait", "memory_pressure"), "CPU(Process)"
@@ -139,7 +140,7 @@ class DeviceSummary:
 
 
 def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Options) -> DeviceSummary:
-    """Return the summary of the gauge readings of a trace, which are sorted by time, and of its GPUs."""
+    """Return the summary of a trace's gauge readings, which must be sorted by time, and of its GPUs."""
     return DeviceSummary(
         read_ns=samples[-1].at_ns - samples[0].at_ns if samples else 0,
         interval_ns=_interval_ns(samples),
@@ -167,14 +168,14 @@ def unit_shown(gauge: Gauge) -> tuple[str, float]:
 
 
 SHORT_NS = 10_000
-"""Mean device ns of a call. Below it CUDA events may measure six times too much, according to published figures."""
+"""The mean device time of a call in ns below which CUDA events may measure up to six times too much, as published."""
 
 COLUMN_WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView(View):
-    """The `device` view: the use of each device as in `Utilisation`, without single requests, and the gauges.
+    """The `device` view: the gauges, and the use of each device as in `Utilisation` without single requests.
 
     `reasons` counts the spans without device time by reason. `is_ours` is False for a trace of another profiler.
     """
@@ -226,7 +227,7 @@ class DeviceView(View):
         ]
 
     def why_none(self) -> str:
-        """Return a sentence on why there is no device time."""
+        """Return a sentence with the reason why no span has device time."""
         why = "no span asked for it; give its rule `device: true` in the profile"
         if self.asked:
             parts = ", ".join(f"{spans} {safe(reason)}" for reason, spans in self.reasons.items())
@@ -274,7 +275,7 @@ def bound_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[Endp
 
 
 class DevicePart(NamedTuple):
-    """A part of a device's time, and its share of the time that `of` names."""
+    """A part of a device's time, in ns and as a share of the time that `of` names."""
 
     name: str
     time_ns: int

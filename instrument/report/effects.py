@@ -6,9 +6,9 @@ In it, linear regression removes what the covariates still explain. The slopes a
 they do not absorb the samples' difference. Effects are differences of logarithms of times. So a slowdown by 10 % counts
 the same for short and long calls, and a few preempted calls hardly matter. Percentiles show slow outliers instead.
 
-Neighbouring calls are correlated, so a test cannot treat them as independent. The test compares runs if each sample has
-three or more runs. Otherwise it compares up to 16 blocks of successive calls for each sample, and correlated blocks are
-joined. Remaining correlation widens the error limits, as for a first-order autoregression.
+Successive calls are correlated, so a test cannot treat them as independent. The test compares runs if each sample has
+three or more runs. Otherwise it compares up to 16 blocks of successive calls per sample, and joins correlated blocks.
+If blocks are still correlated, the error limits are widened, as for a first-order autoregression.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from instrument.trace.indices import numbered, ranked
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The minimum number of like calls in each sample for a test by blocks. Blocks of fewer calls are not independent."""
+"""The minimum number of like calls in each sample to compare blocks of calls. Smaller blocks would be correlated."""
 
 LEAST_OF_STRATUM = 5
-"""The minimum number of calls that each sample needs in a stratum, so that the stratum is used."""
+"""The minimum number of calls in a stratum, in each of the two samples. A stratum with fewer is not used."""
 
 ROUNDING = 1e-9
 """The tolerance for rounding errors of logarithms at the edges of strata."""
@@ -40,7 +40,7 @@ LEAST_RUNS = 3
 """The minimum number of runs in each sample for a test that compares runs instead of blocks of calls."""
 
 CORRELATED = 0.3
-"""The correlation of neighbouring blocks above which pairs of blocks are joined."""
+"""The correlation of neighbouring blocks above which the blocks are joined in pairs."""
 
 EXTRA = "instrument-sdk[compare]"
 
@@ -53,7 +53,7 @@ POWER = 0.9
 
 @dataclass(frozen=True, slots=True)
 class CallSample:
-    """The calls of one side in the order of their begins: their times `values_ns`, their `covariates`, and their `run`.
+    """The calls before or after a change, by start time: their times `values_ns`, their `covariates`, and their `run`.
 
     `covariates` has a row for each covariate: `log1p` of a number that is not negative.
     """
@@ -81,7 +81,8 @@ class Effect:
         return math.expm1(self.difference)
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Return the two limits of the change. It exceeds them with the probability `level` (Welch's t-test)."""
+        """Return the two limits of the change. With the probability `level` the true change is outside of them (Welch's
+        t-test)."""
         width = -self.error * float(scipy_special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
@@ -101,7 +102,7 @@ def scipy_special() -> Any:
 
 
 def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
-    """Return the `ratio` quantile of a binomial distribution: the number of successes in `count` trials."""
+    """Return the `ratio` quantile of the number of successes in `count` trials (a binomial distribution)."""
     functions = scipy_special()
     number: int = math.ceil(functions.bdtrik(ratio, count, chance))
     return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
@@ -122,7 +123,7 @@ def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 class _LikeCalls:
     """The calls before and after a change, in the strata that have calls of both.
 
-    `cells` is the stratum of each call. The number of strata is added to it for calls after the change.
+    `cells` is the stratum of each call. For a call after the change, it is the stratum plus the number of strata.
     """
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
@@ -153,7 +154,7 @@ class _LikeCalls:
         return np.asarray(values - self.means(values).ravel()[self.cells])
 
     def without_slopes(self, values: Floats) -> Floats:
-        """Return the values without what the covariates explain within a stratum, by linear regression."""
+        """Return the values minus the part that the covariates explain within a stratum, by linear regression."""
         centered = np.array([self.centered(column) for column in self.covariates])
         squares = centered @ centered.T if len(centered) else centered
         some = np.flatnonzero(np.diagonal(squares) > 1e-6 * len(values)) if len(centered) else ()

@@ -40,10 +40,10 @@ from instrument.trace.stages import Stages
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """The times in which one span or function blocked an event loop: their number, sum and maximum, in ns.
+    """The times that one span or function blocked an event loop: their number, and their sum and maximum in ns.
 
-    `at` is the line of the service's code that took most of this time, "" if none was recorded. A row with `remaining`
-    replaces that many blockers.
+    `at` is the line of the service's code that took most of the time, "" if no line was recorded. If `remaining` is
+    above 0, the row sums up that many blockers.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Blocker:
 
 @dataclass(frozen=True, slots=True)
 class BlockedLoops:
-    """The times in which event loops were blocked: number, sum, maximum, and a row for each blocker."""
+    """The times that event loops were blocked: their number, sum and maximum, and a row for each blocker."""
 
     stretches: int
     summed_ns: int
@@ -73,7 +73,7 @@ class BlockedLoops:
 
 
 def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
-    """Return the blocked times of event loops, None without any. `rows` and `least_ns` limit the blockers."""
+    """Return the times that event loops were blocked, None for none. `rows` and `least_ns` limit the blockers."""
     durations: dict[str, list[int]] = {}
     places: dict[str, Counter[str]] = {}
     spans = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
@@ -186,10 +186,10 @@ IN_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """The time of one phase: the number of requests with it, their sum, and its share of all requests' wall time.
+    """The time of one phase: the number of requests with it, the sum of its times, and its share of all wall times.
 
-    The mean and the percentiles are over the requests with the phase. A row with `remaining` replaces that many phases,
-    and its number of requests, mean and percentiles are unknown.
+    The mean and the percentiles are over the requests with the phase. If `remaining` is above 0, the row sums up that
+    many phases. Its number of requests, mean and percentiles are unknown.
     """
 
     name: str
@@ -206,11 +206,12 @@ class PhaseTime:
 class EndpointTimes:
     """The requests of one endpoint. Their `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
 
-    Every request has an unknown time, perhaps 0. `errors` counts requests that failed by an exception or a fault of the
-    server. `cancelled` counts requests that ended early, for example because the client disconnected; they are no
-    errors. `statuses` counts answers by class, such as `2xx`. `streams` is None without streamed answers. `ratio` is
+    The unknown time of a request may be 0. `errors` counts requests that failed by an exception or a fault of the
+    server. `cancelled` counts requests that ended early, for example because the client disconnected. They do not count
+    as errors. `statuses` counts answers by class, such as `2xx`. `streams` is None without streamed answers. `ratio` is
     the share of the wall time of all requests in the view. `counted` is the number of all ended requests of the
-    endpoint, also those whose spans are no longer kept. A row with `remaining` replaces that many endpoints.
+    endpoint, including those whose spans are no longer kept. If `remaining` is above 0, the row sums up that many
+    endpoints.
     """
 
     name: str
@@ -287,7 +288,7 @@ class CompleteRequests:
         )
 
     def endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
-        """Return a row for each endpoint, in any order. `counted` has the number of all ended requests by endpoint."""
+        """Return a row for each endpoint, in no order. `counted` has the number of ended requests of each endpoint."""
         rows = self._times_of_groups(self.endpoint, self.names, options)
         return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
 
@@ -371,7 +372,7 @@ class CompleteRequests:
         return {int(groups[places[indexes[0]]]): self.answers.only(places[indexes]) for indexes in members}
 
     def phases_of(self, number: int) -> dict[str, list[int]]:
-        """Return the time of each phase of one request, as a list with one time."""
+        """Return the time of each phase of one request, in a list of its own, as for a group of requests."""
         first, last = np.searchsorted(self.request, [number, number + 1])
         times = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.parts[part]: [time_ns] for part, time_ns in times}
@@ -383,11 +384,11 @@ TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50,
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """An endpoint's requests in one `range` of the number `by`: their tokens, or the cached percentage of their prompt.
+    """An endpoint's requests in one `range` of the number that `by` names: tokens, or the cached percentage of prompts.
 
     Prefill times are over the requests with that stage. A token's time is the time after the first output token,
-    divided by the number of tokens after it. The first token is the first item of a stream, else the end of the
-    prefill. None is an unknown time.
+    divided by the number of tokens after it. The first token comes with the first item of a stream, else at the end of
+    the prefill. A time is None if it is unknown.
     """
 
     by: str
@@ -408,7 +409,7 @@ class TokenTimes:
 def times_by_tokens(
     attributes: Attributes, table: CompleteRequests, all_stages: Iterable[Stages], names: Sequence[str]
 ) -> tuple[TokenTimes, ...]:
-    """Return the times of some endpoints' requests by their output, input and cached tokens."""
+    """Return the times of the given endpoints' requests, by ranges of output, input and cached tokens."""
     inputs, outputs, cached = (
         read_numbers(attributes, name, table.rows) for name in (INPUT_TOKENS, OUTPUT_TOKENS, CACHED_TOKENS)
     )
@@ -473,7 +474,7 @@ def _sort_by_group(groups: Int64s, count: int, times: Int64s) -> list[list[int]]
 
 
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
-    """Return a row for each phase in the order of `IN_ORDER`. The options keep those with the most time."""
+    """Return a row for each phase in the order of `IN_ORDER`. The options may keep only phases with the most time."""
 
     def phase(name: str, times_ns: Sequence[int]) -> PhaseTime:
         summed_ns, (p50_ns, p99_ns) = sum(times_ns), percentiles_of(times_ns, (0.5, 0.99))

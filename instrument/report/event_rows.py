@@ -108,7 +108,7 @@ class NameTree:
         return summed(np.concatenate([sums, sums[self._instances]]), entries, len(self))
 
     def _add_hidden(self, sums: Records, thread: int | None) -> Records:
-        """Return the sums plus the self time of hidden phases. A row without calls begins with its first phase."""
+        """Return the sums plus the self time of hidden phases. A row without calls starts with its first phase."""
         lines = self._tally.of(thread)
         lines = lines[~self._visible[lines["node"]] & (lines["calls"] != 0)]
         entries = self._entry_of[lines["node"]]
@@ -122,9 +122,10 @@ class NameTree:
     def values(
         self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
-        """Return a field's value for each entry (or per call), and True for entries with a call at or below them.
+        """Return the value of a field, or the value per call, for each entry.
 
-        An entry without calls has the largest value of the entries below it, or with `least` the smallest.
+        Also return True for each entry with a call at or below it. An entry without calls has the largest value of the
+        entries below it, or the smallest if `least` is True.
         """
         calls = sums["calls"]
         has_own = (calls != 0) | (sums["first_ns"] != 0)
@@ -171,7 +172,7 @@ class NameTree:
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, sums: Records, state: str) -> int | None:
-        """Return the sum of the topmost rows, None if one of them has only calls below it."""
+        """Return the sum of the topmost rows, None if a topmost row has no calls of its own, only calls below it."""
         topmost = self._without_interruptions(self.children(ROOT))
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
@@ -195,7 +196,7 @@ class NameTree:
 
     @cached_property
     def _first_calls(self) -> Int64s:
-        """The begin of the first call at or below each entry."""
+        """The start time of the first call at or below each entry."""
         return self.values(self.sums(None)[0], "first_ns", least=True)[0]
 
     def _role(self, entry: int) -> int:
@@ -273,7 +274,7 @@ class ShownEntries:
 
 
 def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
-    """Return the number of the first tally line at or below each node, or the number of all lines without one."""
+    """Return the number of the first tally line at or below each node. Without any, it is the number of all lines."""
     first_line = np.full(len(parents), len(nodes), dtype=np.int64)
     first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
     return np.array(least_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
@@ -314,11 +315,11 @@ class EventRow:
 
     `name` is complete and unescaped. `depth` is 0 for topmost rows. `thread` is the thread's id, None for all threads
     merged. `total_ns` is `elapsed_ns`, `host_ns` or `device_ns`, depending on the state, and `ratio` is its share of
-    the block's Total time. Extremes and percentiles are of `elapsed` times, and None if the total is another time or if
-    `remaining` is above 0. `instance` is, with `AllOpDetail`, the path of a layer or else the place in the code.
-    `self_ns` is host time outside the row's children. It includes the self time of hidden phases and, in the row of a
-    type, of its instances. `waiting_ns` is the part of it in suspended calls. A row with `remaining` replaces that many
-    rows of its level.
+    the block's Total time. Extremes and percentiles are of `elapsed` times. They are None if `total_ns` is another kind
+    of time, or if `remaining` is above 0. `instance` is, with `AllOpDetail`, the path of a layer or else the place in
+    the code. `self_ns` is host time outside the row's children. It includes the self time of hidden phases and, in the
+    row of a type, of its instances. `waiting_ns` is the part of `self_ns` in suspended calls. If `remaining` is above
+    0, the row sums up that many rows of its level.
     """
 
     name: str
@@ -361,7 +362,7 @@ class EventsBlock:
 
 
 def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
-    """Return a block of all threads, if the options ask for it, then a block for each thread, the newest first."""
+    """Return a block of all threads merged, if the options ask for it, and a block per thread, the newest first."""
     by_thread: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
     shown: list[int | None] = []
     if options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1):

@@ -7,8 +7,8 @@ differ from fluid's where fluid is wrong:
   device both worked. In state CPU it adds up host times, in state GPU device times.
 - A row's device time is the time of its own events, but at least the sum of the rows below it. The events of a span
   include the work of the spans below it.
-- Ave. is the Total divided by the calls. Min., Max., p50 and p99 come from the tally's `elapsed` times. They print a
-  dash if a row's Total is not the sum of `elapsed` times.
+- Ave. is the Total divided by the calls. Min., Max., p50 and p99 come from the tally's `elapsed` times. They are dashes
+  if a row's Total is not the sum of `elapsed` times.
 - Ratio. is a row's Total as a share of the sum of the topmost rows of its block. A span that has not ended, or that
   ended on another thread, does not count as a call, but the rows below it count.
 - Rows are sums of work. So parallel children may exceed their parent, and device work may go on after its launching
@@ -20,8 +20,8 @@ differ from fluid's where fluid is wrong:
 - A row is identified by a list of names, so names may contain any character.
 
 Lines have 100 columns (160 in fluid). Times have six significant digits as in fluid, or fewer if names would not fit.
-Percentiles have four. A second table lists CPU Time and GPU Time of the rows with device time. For any other row the
-CPU Time is the Total and the GPU Time 0.
+Percentiles have four. A second table lists CPU Time and GPU Time of the rows with device time. Any other row has its
+Total as CPU Time, and 0 as GPU Time.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ WIDE = 160
 NAME_LIMIT = 64
 """The maximum width of a name with its indent and thread, in columns. PaddlePaddle's longest names fit."""
 DETAIL_LEAST = 12
-"""The minimum number of free columns after an instance's name for its detail to be printed."""
+"""The minimum number of free columns after an instance's name. With fewer, the instance's detail is not printed."""
 INDENT_LIMIT = 12
 """The maximum number of levels that are indented. Deeper rows print their level as a number."""
 LABEL_WIDTH = 25
@@ -77,14 +77,14 @@ CALLS_WIDTH = 10
 """The maximum number of digits of a count of calls. Larger counts are rounded."""
 RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
-"""Pairs of significant digits, for totals and for other exact times. The first pair with room for names is used."""
+"""Numbers of significant digits for totals, and for other exact times. The first pair with room for names is used."""
 EXPONENT = 3
 """The maximum width of the exponent of a large time, in columns."""
 SAMPLE = 100
-"""The number of first rows that are examined to choose the number of digits."""
+"""The number of rows, from the first, that are examined to choose the number of digits."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
-"""The number of decimals that a time in each unit needs to show single nanoseconds."""
+"""The number of decimals that show single nanoseconds, for each unit of time."""
 
 
 _COMPUTING = frozenset({"compute", "forward", "backward", "optimizer"})
@@ -97,9 +97,10 @@ class Overhead:
     """The Total time of all threads, split into computation and framework, and for a service also into waiting.
 
     Computation is the time of topmost layers, of spans named `compute`, and of phases declared as `compute`, `forward`,
-    `backward` or `optimizer`. If torch.profiler recorded torch's operators, it is their time instead. `computation_ns`
-    and `framework_ns` are None if no such span exists. `waiting_ns` is None without a service. Parallel computation may
-    exceed the Total time. `framework_ns` is None then, except in a service, where computation is scaled down to fit.
+    `backward` or `optimizer`. If torch.profiler recorded torch's operators, computation is their time instead.
+    `computation_ns` and `framework_ns` are None if no such span exists. `waiting_ns` is None without a service. The sum
+    of parallel computation may exceed the Total time. In this case `framework_ns` is None. In a service computation is
+    scaled down to the Total time instead.
     """
 
     total_ns: int
@@ -120,7 +121,7 @@ class Overhead:
 
 
 def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
-    """Return the split of a state's Total time. Programs with requests or coroutines also wait."""
+    """Return the split of the Total time of a state. Only programs with requests or coroutines have waiting time."""
     kinds = tally.tree.by_site(KIND)
     # Most processes have no such site. Then no site is checked.
     may_compute = any(site.attributes for site in tally.tree.sites) or "layer" in kinds or "phase" in kinds
@@ -191,7 +192,7 @@ def _is_waiting(site: Site) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The sum of the copies between devices and host at any depth: of all, of asynchronous or of synchronous copies.
+    """The sum of copies to, from or within devices, at any depth: of all, asynchronous or synchronous copies.
 
     `ratio` is their share of the Total time of all threads.
     """
@@ -206,9 +207,9 @@ class CopySum:
 class Events(View):
     """The `events` view: a block of rows for all threads merged, if wanted, then a block for each thread.
 
-    Threads are listed from the newest to the oldest. `overhead` and `copies` are sums over all threads, so a report by
-    thread has them only if there is one thread. `probes_ns` is the cost of probes that `corrected` self times exclude,
-    0 if it is unknown, None if times are not corrected.
+    Threads are listed from the newest to the oldest. `overhead` and `copies` are sums over all threads. A report
+    without the block of all threads has them only if there is one thread. `probes_ns` is the cost of probes that
+    `corrected` self times exclude. It is 0 if the cost is unknown, and None if times are not corrected.
     """
 
     window_ns: int | None
@@ -236,7 +237,7 @@ class Events(View):
         ]
 
     def _times_section(self, rows: Sequence[EventRow], digits: tuple[int, int] = (6, 6)) -> Section:
-        """Return the table of rows. `digits` are those of totals and of other exact times."""
+        """Return the table of rows. `digits` are the numbers of digits of totals and of other exact times."""
         total, time = digits
         shown = dict.fromkeys(("min_ns", "max_ns", "ave_ns", "self_ns"), time) | {"p50_ns": 4, "p99_ns": 4}
         texts: dict[str, Text] = {name: partial(_field_text, name, number) for name, number in shown.items()}
@@ -321,7 +322,7 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
 
 
 def _sync_of_copy(site: Site) -> tuple[object] | None:
-    """Return whether a site's copies are synchronous, in a tuple; None unless it copies to, from or within devices."""
+    """Return (True,) if a site's copies are synchronous; None if it does not copy to, from or within devices."""
     if site.kind != "copy":
         return None
     attributes = dict(site.attributes)
@@ -455,7 +456,7 @@ def _name_cells(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list
 
 
 def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
-    """Return the number of columns of a line that its other cells leave for the name."""
+    """Return the number of columns that remain for the name in a line with the given other cells."""
     widths = [max(columns(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
 

@@ -2,11 +2,12 @@
 
 Requests are similar if they have the same endpoint and like work: engine steps, weight in batches, and sizes among
 their attributes. Up to `NEAREST` similar requests are sorted by wall time. The typical time is the mean of the middle
-half of them, and the means of its parts add up to it. A cause accounts for its time beyond its own typical time. Causes
-are counted from the largest down until the excess is used up. The rest of the excess is unexplained.
+half of them, and the means of its parts add up to it. A cause accounts for its time beyond its own typical time. The
+largest causes are counted first, until they add up to the excess. If all causes add up to less, the rest of the excess
+is unexplained.
 
-A window is explained by the mean of its requests. Each of them is compared with a request outside of the window. That
-request has the median wall time of the `TRIALS` requests there with the most similar work.
+For a window, the mean of its requests is explained. Each request of the window is compared with one outside. Among the
+`TRIALS` outside requests with the most similar work, it is the one with the median wall time.
 
 The verdict is `typical` if the time is within the usual spread. It is `explained` if one cause accounts for at least
 `MOSTLY` of the excess, and the evidence separates that cause from all others. Otherwise it is `inconclusive`.
@@ -46,20 +47,21 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The usual spread of a window's mean is estimated from blocks as large as the window, at least `LEAST_BLOCKS` of them.
-It ends `DEVIATIONS` robust standard deviations above their median, so that blocks of the same incident count little."""
+"""The spread of a window's mean time is estimated from blocks with as many requests as the window, at least
+`LEAST_BLOCKS` blocks. A mean is usual up to `DEVIATIONS` standard deviations above their median. The standard deviation
+is a robust one, so that blocks of the same incident count little."""
 
 MOSTLY = 0.5
 """The minimum share of the excess that a cause must account for to explain it."""
 
 LEAST_SHARE = 0.05
-"""The excess, as a share of the typical time, up to which a time always counts as typical."""
+"""The largest excess, as a share of the typical time, with which a request always counts as typical."""
 
 MORE_STEPS = "more steps"
-"""The path that a cause names if the request had more engine steps than is typical of its endpoint."""
+"""The text in place of a cause's call path if the request had more engine steps than is typical of its endpoint."""
 
 NEARLY = 0.75
-"""The minimum share of waits for a processor or memory in a slowdown, so that these waits explain all of it."""
+"""The minimum share of a slowdown with which waits for a processor or for memory explain all of it."""
 
 NOTABLE = 0.01
 """The minimum share of the excess that a cause needs for a row in the table of causes."""
@@ -79,7 +81,8 @@ KEY_LENGTH = 40
 
 
 class RequestChoice(NamedTuple):
-    """The requests to explain: the one with a key, or the `slowest` ones that began between `since_ns` and `until_ns`.
+    """The requests to explain: the one with the given key, or the `slowest` ones that began between `since_ns` and
+    `until_ns`.
 
     These times count from the start of the trace. Without `slowest` the mean of all requests in that time is explained.
     """
@@ -95,8 +98,8 @@ class RequestChoice(NamedTuple):
 class CauseShare:
     """A cause with its time in the request, its typical time, and the part of the excess that it accounts for.
 
-    `path` is a call path, "" for a cause without one. `proofs` are spans that show the cause. `note` describes them, or
-    says why the cause does not explain the excess.
+    `path` is a call path, "" for a cause without one. `proofs` are spans that show the cause. `note` describes the
+    proofs, or gives the reason why the cause does not explain the excess.
     """
 
     name: str
@@ -129,9 +132,10 @@ class PartExcess:
 class Explanation(View):
     """The explanation of one request, or of the mean of all `requests` that began in a window from `begin_ns` on.
 
-    `verdict` is `typical`, `explained` or `inconclusive`, and `doubt` is the reason for the last. `alike` is the number
-    of requests compared with, and `is_like` is True if they have like work. The accounted times of `causes` and
-    `unexplained_ns` add up to the excess. `rivals` are the causes that were examined and account for nothing.
+    `verdict` is `typical`, `explained` or `inconclusive`, and `doubt` is the reason for `inconclusive`. `alike` is the
+    number of requests that the explained ones are compared with. `is_like` is True if those have similar work. The
+    accounted times of `causes` and `unexplained_ns` add up to the excess. `rivals` are the causes that were examined
+    and account for nothing.
     """
 
     name: str
@@ -280,7 +284,7 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
-    """Return the explanation of a window's requests, for the endpoint with the most time in it."""
+    """Return the explanation of a window's requests. Only the endpoint with the most time is explained."""
     trace, joined = recording.columns, recording.once(joined_requests)
     walls = trace.total_ns[joined.rows]
     names, of_site = trace.numbered_sites(lambda site: site.name)
@@ -382,7 +386,7 @@ class _Evidence:
         self._recording, self._times, self._places, self._typical = recording, times, places, typical
         self._by, self._is_like = by or TENANT, is_like
         self.more_work_ns = 0.0
-        """The time of the steps beyond the typical number of steps. `claims` sets it."""
+        """The time of the steps beyond the typical number of steps, set once the causes have been examined."""
         self._of_requests, self._usual = (
             _mean_times([times.times_of(place) for place in side.tolist()]) for side in (places, typical)
         )
@@ -421,7 +425,7 @@ class _Evidence:
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
     def claims(self) -> tuple[list[CauseShare], dict[str, str]]:
-        """Return the times of all examined causes, and for each doubtful cause the reason to doubt it."""
+        """Return all examined causes with their times. Also return the reason for doubt about each doubtful cause."""
         claims = [self._examine_cause(cause) for cause in CAUSES if cause != listed.BURST]
         load = self._times_by_path(listed.LOAD)
         queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
@@ -469,7 +473,8 @@ class _Evidence:
         return self._pressure(cause) is not None
 
     def _assign_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
-        """Move time of slow calls to processor contention or memory pressure if gauges prove it. Also return doubts."""
+        """Move time from slow calls to the causes processor contention or memory pressure, if gauges prove these. Also
+        return the reason for doubt about each doubtful cause."""
         extra_ns: dict[str, float] = {}
         for cause in listed.PRESSURES:
             pressure = self._pressure(cause)
@@ -530,7 +535,8 @@ def _excess_of(claim: CauseShare) -> float:
 
 
 def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    """Return a cause that accounts for nothing yet. A negative typical time, of faster steps, raises both times."""
+    """Return a cause that accounts for nothing yet. If steps were faster than usual, the typical time is negative. Both
+    times are then raised so that it is 0."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 

@@ -1,4 +1,4 @@
-"""The headlines of a report: up to three sentences on what takes the time, what that means, and what to read next.
+"""The headlines of a report: up to three sentences on the largest times, the likely reason, and the view to read next.
 
 The first sentence names the largest part of the busiest endpoint's time or, without requests, of the time of steps. The
 second names the part that makes the p99 slow, and the third the largest other cause. A headline needs at least `ENOUGH`
@@ -55,8 +55,8 @@ FULL = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A sentence on one `part` of the time and its share (`ratio`). `evidence` counts the requests, steps, stops or
-    device intervals that it is based on. `view` names the view with more details."""
+    """A sentence on one `part` of the time, with the share of that part as `ratio`. `evidence` counts the requests,
+    steps, stops or device intervals that the sentence is based on. `view` names the view with more details."""
 
     text: str
     part: str
@@ -292,9 +292,10 @@ def _describe_devices(view: DeviceView) -> Iterator[Headline]:
 
 
 def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
-    """Return a sentence on the span that most requests in flight are in. `places` are pairs of its name and age in ns.
+    """Return a sentence on the span in which most requests in flight are. `places` has a pair for each request: the
+    name and the age in ns of its current span.
 
-    It is "" for fewer than three requests, or if no span contains half of them.
+    Return "" for fewer than three requests, or if less than half of them are in spans of the same name.
     """
     counts = Counter(name for name, _ in places if name)
     if len(places) < SLOWEST - 2 or not counts:

@@ -5,8 +5,8 @@ from a network. Names and values of the service are only in the JSON, which is c
 cannot end the HTML element. The scripts insert them as text, never as markup.
 
 The JSON has the tables of the views, charts, and notes on omitted data. Each cell has a number and its text. Python
-computes every number. The scripts show, sort and draw the numbers. The size of a page is bounded, and the page names
-each bound that left something out.
+computes every number. The scripts show, sort and draw the numbers. The size of a page is bounded. The page names each
+bound because of which it omits data.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ from instrument.trace.indices import NONE
 from instrument.trace.layout import KernelColumns
 
 MOST_ROWS = 4000
-"""The maximum number of rows of the call tree. In each level a last row sums up the others."""
+"""The maximum number of rows of the call tree. In each level a last row sums up the omitted ones."""
 
 DETAIL = "OpDetail"
 """The tracer option of the page's call tree: phases have rows, and all instances of a layer share one row."""
 
 NEVER = -1
-"""The number of a missing parent or row. All real numbers are 0 or more."""
+"""The number for a missing parent or row. Existing ones have numbers from 0."""
 
 GREATEST = (1 << 63) - 1
 
@@ -99,7 +99,7 @@ class CallsTree:
         return self._add_children([max(row.self_ns, 0) for row in self.rows])
 
     def device_widths(self) -> list[int]:
-        """Return the width of each row in device time. It is at least the sum of its children."""
+        """Return the width of each row in device time. It is at least the sum of the widths of the row's children."""
         widths, below = [max(row.device_ns, 0) for row in self.rows], [0] * len(self.rows)
         for place in range(len(widths) - 1, -1, -1):
             widths[place] = max(widths[place], below[place])
@@ -291,7 +291,7 @@ ON_PAGE = (
     "requests", "batches", "neighbours", "events", "phases", "overview", "classes", "ops", "instances", "operators",
     "user", "kernels", "device", "copies", "memory", "distribution", "startup", "benchmark", "cost",
 )  # fmt: skip
-"""The views in the order of the page. It has no `brief`, whose numbers are at the top."""
+"""The views in the order of the page. There is no view `brief`, as its numbers are at the top of the page."""
 
 
 def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def _column_document(label: str, kind: str, unit: str) -> dict[str, Any]:
 
 
 def _format_of_column(field: str, values: Sequence[Any]) -> str:
-    """Return a column's format by its name, or `NUMBER` if its values are numbers without a format."""
+    """Return the format of a column by its name, or `NUMBER` for a name without a format if the values are numbers."""
     kind = format_of_field(field)
     value = next((value for value in values if value is not None), "")
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -371,8 +371,8 @@ def page_document(
     recording: Recording, options: Options, request: str | None = None, header: str = "", part: int = 1
 ) -> dict[str, Any]:
     """Return the JSON document of a recording's page. `request` is the request to show first, and `header` describes
-    the files. `part` divides the room for spans and device intervals if a complete page would be too large. Raises
-    `TraceError` for an unknown request."""
+    the files. The maximum numbers of spans and device intervals are divided by `part`, because a complete page may be
+    too large. Raises `TraceError` for an unknown request."""
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
     kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
     tree, lanes = CallsTree(recording, options), DeviceLanes(recording, kept_spans.number_of, MOST_STRETCHES // part)
@@ -423,7 +423,7 @@ def _about_document(recording: Recording, shown: Brief, header: str, unit: str) 
 
 
 def _top_numbers(recording: Recording, shown: Brief, unit: str) -> list[dict[str, str]]:
-    """Return the few numbers at the top of the page, each with a note on what it is a share of."""
+    """Return the numbers at the top of the page, each with a note that names the base of its share."""
     served, lost = shown.requests, sum(shown.losses.values())
     if served.requests:
         errors, cancelled = (sum(getattr(row, name) for row in served.endpoints) for name in ("errors", "cancelled"))

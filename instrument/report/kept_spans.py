@@ -1,9 +1,9 @@
-"""The requests that a page lists, and the spans that fit into it. Spans of the most important requests come first.
+"""The requests that a page lists, and the spans that fit into the page. The most important requests get room first.
 
 A page lists the requests. Without requests it lists the outermost steps, or else the topmost spans. The spans of a
-request that the user chose come first, then those of each endpoint's median request, then those of the slowest. A
-request's spans are those in all processes, the batches that served it, and the spans below both. If even the first
-request does not fit, its longest spans are kept.
+request that the user chose come first, then those of each endpoint's median request, then those of the slowest. The
+spans of a request are its own spans in all processes, the batches that served it, and the spans below these. If even
+the first request does not fit, its longest spans are kept.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MOST_LISTED = 10_000
 """The maximum number of requests in the list."""
 
 MOST_SPANS = 200_000
-"""The maximum number of spans in a page. They take about 1.5 MB, and the turns of requests as much again."""
+"""The maximum number of spans in a page. They take about 1.5 MB, and turns of requests may take as much again."""
 
 TURNS_OF_A_BATCH = 3
-"""The room that each batch of a request needs, counted in spans: for the request's share, and a stall before it."""
+"""The size in the page of each batch of a request, in spans: for the turn in the batch, and a stall before it."""
 
 TEXT_BYTES = 2_000_000
 """The maximum number of bytes that the attributes of all spans may take."""
@@ -60,10 +60,10 @@ KEYS, KEY_COLUMNS = 2, 64
 
 @dataclass(frozen=True)
 class Listed:
-    """The list of a page: rows of the trace by their begin. `of` is, for each span of the trace, its index in the list.
+    """The list of a page: rows of the trace, sorted by start time.
 
-    `what` is the noun for the rows: request, step or span. Requests also have `keys` by index, the `ledger`, and the
-    batches that `served` them.
+    `of` has the index in the list for each span of the trace. `what` is the noun for the rows: request, step or span.
+    For requests, the list also has their `keys` by index, their `ledger`, and the batches that `served` them.
     """
 
     trace: Columns
@@ -94,7 +94,7 @@ class Listed:
 
 
 class KeptSpans:
-    """The requests and spans of a recording that a page contains. `rows` are the rows of the spans, by their begin."""
+    """The requests and spans of a recording that a page contains. `rows` has the spans' rows, sorted by start time."""
 
     def __init__(
         self, recording: Recording, options: Options, request: str | None = None, most_spans: int = MOST_SPANS
@@ -134,7 +134,7 @@ class KeptSpans:
         yield from listed.slowest[:MOST_LISTED].tolist()
 
     def _choose_rows(self) -> Int64s:
-        """Return the rows of the spans that fit the page, and set `_whole` for the requests that have their spans."""
+        """Return the rows of the spans that fit the page. Set `_whole` for each request whose spans all fit."""
         trace, listed = self._trace, self.listed
         by_place = Members(listed.of, len(listed.rows))
         batches, below = self._rows_of_batches()
@@ -159,7 +159,8 @@ class KeptSpans:
         return np.flatnonzero(is_taken)
 
     def _rows_of_batches(self) -> tuple[Members, Members]:
-        """Return the numbers of each request's batches, and for each number the rows at or below that batch."""
+        """Return the numbers of the batches of each request. Also return, for each batch number, the rows of the batch
+        and of all spans below it."""
         served, trace = self.listed.served, self._trace
         if served is None or not len(served.batch):
             nothing = np.zeros(0, dtype=np.int64)
@@ -286,7 +287,7 @@ class KeptSpans:
         return numbers
 
     def _number_errors(self, rows: Int64s) -> dict[int, int]:
-        """Return the number of the error of each failed row, by the row's index."""
+        """Return the number of the error for each failed row. The keys are the indices of the rows."""
         errors = self._trace.error[rows]
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
@@ -344,7 +345,7 @@ class KeptSpans:
         }
 
     def _batch_columns(self) -> dict[str, Any]:
-        """Return, for each request with spans, its batches, their sizes, and the request's share of their time."""
+        """Return the batches of each request with spans, their sizes, and the request's share of the time of each."""
         served = self.listed.served
         if served is None or not self._whole.any():
             return {}
@@ -393,5 +394,5 @@ def sort_parts(parts: Iterable[str]) -> list[str]:
 
 
 def _value_text(value: object) -> str:
-    """Return an attribute's value as text. Only the part that the page shows is converted."""
+    """Return an attribute's value as text. Of a long value, only the part that the page shows is converted."""
     return str(value[:VALUE]) if isinstance(value, (str, tuple, list)) else str(value)

@@ -112,10 +112,11 @@ NO_HOST_TIME = "total time, for a kernel has no host time"
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """The calls of one kernel: the sum of their times, and `busy_ns`, the time in which at least one of them ran.
+    """The calls of one kernel: the sum of their times, and the time in which at least one of them ran (`busy_ns`).
 
     `ratio` is the sum's share of all kernels. `name` is complete. If the view's `source` is `STRETCHES`, it is the name
-    of the span with this device time. A row with `remaining` replaces that many kernels, and its `busy_ns` is None.
+    of the span with this device time. If `remaining` is above 0, the row sums up that many kernels, and `busy_ns` is
+    None.
     """
 
     name: str
@@ -132,10 +133,10 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlace:
-    """The kernels that the spans of one site launched themselves, not in a span inside them.
+    """The kernels that the spans of one site launched directly. Kernels launched in inner spans do not count.
 
-    `ratio` is the share of the sum of all kernels, and `heaviest` is the kernel with the largest sum. A row with
-    `remaining` replaces that many sites, and its `busy_ns` is None.
+    `ratio` is the share of the sum of all kernels, and `heaviest` is the kernel with the largest sum. If `remaining` is
+    above 0, the row sums up that many sites, and `busy_ns` is None.
     """
 
     name: str
@@ -150,7 +151,8 @@ class KernelPlace:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKernels:
-    """The kernels of one device: their number and summed time, the time with any, and its share of the window."""
+    """The kernels of one device: their number, their summed time, the time in which at least one ran, and the share of
+    that time in the window."""
 
     device: int
     calls: int
@@ -161,7 +163,7 @@ class DeviceKernels:
 
 @dataclass(frozen=True, slots=True)
 class OtherWork:
-    """Copies or fills (`kind`) on all devices: their number, the sum of their times, and the time in which any ran."""
+    """Copies or fills (see `kind`) on all devices: their number, their summed time, and the time in which any ran."""
 
     kind: str
     calls: int
@@ -340,8 +342,8 @@ class _Sums(NamedTuple):
 
 
 class _DeviceWork(NamedTuple):
-    """The device work of a window: kernels, copies and fills by kind, and the spans that launched the kernels (None if
-    unknown). `outside` is the number of calls outside of the window."""
+    """The device work of a window: kernels, copies and fills by kind, and the spans that launched the kernels. The
+    spans are None if unknown. `outside` is the number of calls outside of the window."""
 
     source: str
     window: Interval

@@ -1,8 +1,8 @@
-"""The `memory` view: how much memory grew, when and where its peak was, and which spans kept memory.
+"""The `memory` view: the growth of memory, the time and place of its peak, and the spans that kept memory.
 
-torch.profiler's record lists torch's allocations, and each counts for the span that was open on its thread. Without
-that record the view has only gauges and their maxima, such as the memory of the process and of torch's allocator on
-each device.
+torch.profiler's record lists torch's allocations. Each allocation counts for the span that was open on its thread.
+Without that record the view has only gauges and their maxima, such as the memory of the process and of torch's
+allocator on each device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from instrument.trace.trace import Allocations
 
 @dataclass(frozen=True, slots=True)
 class PlaceMemory:
-    """The memory that the spans of one site allocated and freed themselves, not in spans inside them.
+    """The memory that the spans of one site allocated and freed directly. Memory of inner spans does not count.
 
     `held_bytes` is the part of `allocated_bytes` that was still in use at the end. `thread` is "" for all threads
-    together, and `device` None for several. A row with `remaining` replaces that many sites.
+    together, and `device` is None for several devices. If `remaining` is above 0, the row sums up that many sites.
     """
 
     device: int | None
@@ -118,7 +118,7 @@ class DeviceMemory:
 
 
 class CountedAllocations(NamedTuple):
-    """The sums of all allocations: by place and thread in the order of their first ones, and by device number.
+    """The sums of all allocations: by place and thread, in the order of the first allocations, and by device number.
     `outside` is the number of allocations outside of the watched time."""
 
     uses: list[PlaceMemory]
@@ -129,8 +129,8 @@ class CountedAllocations(NamedTuple):
 
 
 def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Return the allocations of the watched time by device, place and, if `by_thread`, thread. Places are the wanted
-    spans. `state` selects all allocations (All), those of the host (CPU), or those of devices (GPU)."""
+    """Return the allocations of the watched time by device, place and, if `by_thread`, thread. The wanted spans are the
+    places. `state` selects all allocations (All), those of the host (CPU), or those of devices (GPU)."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     allocations = Allocations.of(facts.allocations)
@@ -192,7 +192,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
 def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
     """Return for each event True if an allocation precedes it at its address, and True if any event follows there.
 
-    The event after an allocation is its free, or the next allocation if the record misses the free.
+    The event after an allocation is the free of its memory or, if the record lacks that, the next allocation.
     """
     order = np.lexsort((address, device))
     address, device = address[order], device[order]
@@ -206,8 +206,8 @@ def _match_addresses(device: Int64s, address: Int64s, size_bytes: Int64s) -> tup
 
 @dataclass(frozen=True, slots=True)
 class GaugedMemory:
-    """The readings of a gauge: the first, the last and the largest, which was `most_ns` after the trace's start.
-    `peak_bytes` also covers the time between readings; it is None if no gauge has it."""
+    """The first, the last and the largest reading of a gauge. The largest was read `most_ns` after the trace's start.
+    `peak_bytes` also covers the time between readings. It is None if no gauge reports it."""
 
     device: int
     gauge: str
@@ -230,8 +230,8 @@ class GaugedMemory:
 class MemoryView(View):
     """The `memory` view. The watched time is from `since_ns` to `until_ns` of the trace, both None without a record.
 
-    `spans` is the number of spans that name places. None of them is missing from `places_since_ns` on. `outside` is the
-    number of allocations outside of the watched time.
+    `spans` is the number of spans that count as places. From `places_since_ns` on, no such span is missing. `outside`
+    is the number of allocations outside of the watched time.
     """
 
     since_ns: int | None

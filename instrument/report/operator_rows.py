@@ -1,7 +1,7 @@
 """The tables of the views `operators` and `user`: a row for each name of calls, with host and device times.
 
-A track is one thread, or one task on it. The time of a call on another track than its caller's is not part of the
-caller's time. The device time of a call is the union of the device intervals at or below it on its track.
+A track is one thread, or one task on it. If a call runs on a different track from its caller, its time is not part of
+the caller's time. The device time of a call is the union of the device intervals at or below it on its track.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from instrument.trace.indices import NONE, Groups, Members, distinct, nearest_ab
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """The sum, maximum and minimum of the times of some calls. `ave_ns` is the sum divided by all calls of the row."""
+    """The sum, maximum and minimum of the known times of a row's calls. `ave_ns` is the sum per call of the row."""
 
     total_ns: int
     ave_ns: float | None
@@ -116,9 +116,9 @@ def find_outermost(around: Int32s, name: Int64s) -> Int64s:
 
 @dataclass(frozen=True, slots=True)
 class CallRow:
-    """The calls of one name. `gpu` is None if no call had device time. Each view says what its ratios are shares of.
+    """The calls of one name. `gpu` is None if no call had device time. Each view's head names the base of ratios.
 
-    A row with `remaining` replaces that many rows of its level. Its ratios count only outermost calls.
+    If `remaining` is above 0, the row sums up that many rows of its level, and its ratios count only outermost calls.
     """
 
     name: str
@@ -165,8 +165,8 @@ def make_blocks(
 def call_rows(
     calls: CallTable, nodes: Int64s, depth: int, cpu_base_ns: int, gpu_base_ns: int, options: Options
 ) -> tuple[CallRow, ...]:
-    """Return a row for each name and kind of a level, as the options sort and limit them, and one row that sums up the
-    others. In the topmost level, nested calls of a row count once in its ratio."""
+    """Return a row for each name and kind of a level, sorted and limited by the options. A last row sums up the omitted
+    ones. In the topmost level, nested calls of a row count once in its ratio."""
     groups = calls.by_name(nodes)
 
     def row(name: str, kind: str, nodes: Int64s, once: Int64s) -> CallRow:
@@ -223,7 +223,7 @@ REMAINING = "Ratio of the remaining rows: without calls that are inside each oth
 
 
 def remaining_note(blocks: Iterable[CallBlock]) -> list[str]:
-    """Return the note on the ratio of a row that replaces others, [] if no topmost row does."""
+    """Return a note on the ratio of rows that sum up others. Return [] if no topmost row is such a row."""
     return [REMAINING] if any(row.remaining and row.depth == 0 for block in blocks for row in block.rows) else []
 
 
@@ -237,7 +237,8 @@ def describe_order(options: Options) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the table: host times (`CPU`) or device times (`GPU`) of a row. Only the `first` has the row's name."""
+    """A line of the table: the host times (`CPU`) or the device times (`GPU`) of a row. Only a row's `first` has its
+    name."""
 
     row: CallRow
     on: str

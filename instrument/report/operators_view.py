@@ -73,11 +73,11 @@ from instrument.trace.self_times import Clock
 
 @dataclass(frozen=True, slots=True)
 class FlopRow:
-    """The floating-point operations of one operator's calls, including the spans below them on the same track.
+    """The floating-point operations of one operator's calls, with those of spans below them on the same track.
 
     `calls` counts the outermost calls with operations. `time_ns` is their device time if all calls have one (`on` is
-    `GPU`), their host time if none has (`CPU`), else None. `ratio` is the share of all counted operations. A row with
-    `remaining` replaces that many operators.
+    `GPU`), their host time if none has (`CPU`), else None. `ratio` is the share of all counted operations. If
+    `remaining` is above 0, the row sums up that many operators.
     """
 
     name: str
@@ -96,8 +96,8 @@ class FlopRow:
 
 @dataclass(frozen=True, slots=True)
 class FlopTable:
-    """All counted floating-point operations, and rows with the most operations first. The `elsewhere` operations are in
-    no row, because they ran without an open span or while several tasks had open spans."""
+    """All counted floating-point operations, and a row per operator, the most operations first. The `elsewhere`
+    operations are in no row, because they ran without an open span or while several tasks had open spans."""
 
     flops: int
     elsewhere: int
@@ -124,10 +124,10 @@ class FlopTable:
 
 
 def flop_table(recording: Recording, kinds: Collection[str], options: Options) -> FlopTable | None:
-    """Return the floating-point operations of the spans of some kinds, None without operations.
+    """Return the floating-point operations of spans of the given kinds, None if no operation was counted.
 
-    All other spans with operations have rows, too. `rows` and `least_ns` (of a row's time) limit the table. The cost is
-    1 us for each span with operations.
+    Spans of other kinds that have operations of their own also have rows. `rows` and `least_ns` (of a row's time) limit
+    the table. The computation takes about 1 us for each span with operations.
     """
     trace = recording.columns
     first, last = recording.trace.coverage
@@ -168,8 +168,8 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
 class _Tree:
     """The spans with operations and all their callers on the same track, each once.
 
-    `calls` has the outermost calls by name and kind. `flops` has their operations, including all calls below. For kinds
-    that were not requested, it has the operations of the span alone.
+    `calls` has the outermost calls by name and kind. `flops` has their operations, including those of all calls below.
+    A span of a kind that was not requested counts only its own operations.
     """
 
     def __init__(self, trace: Columns, flops_of_rows: Sequence[tuple[int, int]], kinds: Collection[str]) -> None:
@@ -212,8 +212,8 @@ def _add_callers(trace: Columns, some: Sequence[int]) -> tuple[Int64s, Int32s]:
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """Return the device ns of each call, by row. It is the time of the kernels that torch.profiler saw the call launch
-    or, without kernels, the device intervals at or below the call on its track. It is 0 without either."""
+    """Return the device ns of each call, by row. If torch.profiler recorded kernels that the call launched, it is their
+    time. Otherwise it is the time of the device intervals at or below the call on its track, or 0 if there are none."""
     trace, columns = recording.columns, KernelColumns.of(recording.trace.kernels)
     rows = distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
@@ -237,14 +237,16 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
 
 
 def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
-    """Return the calls with device intervals at or below them on their track, and the device time of each call."""
+    """Return the calls that have device intervals, their own or those of calls below them on the same track, and the
+    device time of each call."""
     intervals = trace.device
     intervals = intervals.only(intervals.timed & (intervals.start_ns < intervals.end_ns))
     return lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
 
 
 def _sum_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return `GPU` and the calls' device time, `CPU` and their host time if none has it, else "" and None."""
+    """Return `GPU` and the sum of device times if all calls have one. Return `CPU` and the sum of host times if none
+    has. Otherwise return "" and None."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):
@@ -270,8 +272,8 @@ NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step')
 class OrderedOperator:
     """One operator in the order of execution. `number` counts the operators from 0 by their first call.
 
-    `total_ns` is the time of its calls in all timed iterations, on the device if they have device time. `mean_ns` is
-    the time per timed iteration.
+    `total_ns` is the time of its calls in all timed iterations: device time if the calls have it, else host time.
+    `mean_ns` is the time per timed iteration.
     """
 
     number: int
@@ -289,9 +291,9 @@ class OrderedOperator:
 class ExecutionOrder:
     """The operators of the iterations in the order of execution.
 
-    An iteration is a topmost span of the kind `iteration`, which is "" without iterations. `timed` counts the averaged
-    iterations, `skipped` the first ones that were left out, `cut` the ones with missing spans. The `remaining` unlisted
-    operators took `remaining_ns` per timed iteration.
+    An iteration is a topmost span of the kind `iteration`, which is "" without iterations. `timed` counts the
+    iterations in the averages, `skipped` the first iterations, which are left out on request, and `cut` the iterations
+    with missing spans. The list omits `remaining` operators, which took `remaining_ns` per timed iteration.
     """
 
     iteration: str
@@ -479,7 +481,7 @@ NO_SPAN = "No span of kind user was recorded: open one with scope(name), or give
 class User(View):
     """The `user` view: a block of rows for all threads, or for each thread. Ratios are shares of `window_ns`.
 
-    The window is the time without missing spans. A call counts with the part that is in the window.
+    The window is the time without missing spans. Only the part of a call that is in the window counts.
     """
 
     coverage: Coverage

@@ -1,24 +1,24 @@
 """The `overview` view: the share of the window in which each kind of work ran, on the host and on each device.
 
-The `overview` view is the Overview Summary of `paddle.profiler`. A moment counts once, also if several threads or
+The `overview` view is the Overview Summary of `paddle.profiler`. A moment counts once, even if several threads or
 streams work. Rows may overlap, so they do not add up. Ratios are shares of the first row, the window. If there are
 steps, a second ratio is the row's time within steps as a share of the time of steps. (`paddle.profiler` also counts
 time between steps.)
 
 Device times are intervals between pairs of events on a stream. Compute is all work except copies, so it includes
-memsets and communication. Communication is the intervals of spans of kind `comm` and of the spans below them.
+memsets and communication. Communication is the work of spans of kind `comm` and of the spans below them.
 
 The `distribution` view shows how much communication runs at the same time as computation. It is the Distribution
-Summary of `paddle.profiler`. In all times parallel work counts once. Only time within steps counts, or the whole window
-if there are no steps, and ratios are shares of that time. On the host, communication is the time in spans of kind
-`comm`. An asynchronous communication lasts from its call to the end of its wait. On a device, communication is the work
-of such spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a device is all other work except
-copies. Computation on the host is the time in operators, layers and phases, without communication, copies and loading
-on the same thread.
+Summary of `paddle.profiler`. In all times parallel work counts once. Only time within steps counts or, without steps,
+the whole window. Ratios are shares of that time. On the host, communication is the time in spans of kind `comm`. An
+asynchronous communication lasts from its call to the end of its wait. On a device, communication is the work of such
+spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a device is all other work except copies.
+Computation on the host is the time in operators, layers and phases, without communication, copies and loading on the
+same thread.
 
 The row `together` compares all communication with computation on the devices (on the host if no device computed).
-Unlike in `paddle.profiler`, work of a communication is no computation, and computation on one device during the
-communication of another device is no overlap.
+Unlike `paddle.profiler`, the view does not count the work of a communication as computation. It also does not count
+computation on one device during the communication of another device as overlap.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WORK = {
 
 @dataclass(frozen=True, slots=True)
 class KindUse:
-    """The spans of one kind in the window: their number, the time with any of them, and the part of it in steps.
+    """The spans of one kind in the window: their number, the time in which any was open, and the part of it in steps.
 
     `ratio` is the share of the window. `step_ratio` is the share of the time of steps, None without steps.
     """
@@ -172,7 +172,7 @@ def overview(recording: Recording, options: Options) -> Overview:
 
 
 def _rank_of_kind(kind: str) -> int:
-    """Return the index of a kind in the usual order. Kinds that only a foreign file has come last."""
+    """Return the index of a kind in the usual order. Unknown kinds, from files of other profilers, come last."""
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
@@ -185,7 +185,7 @@ class _Stretches:
 
 
 def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
-    """Return the intervals of each kind of span. Interruptions are left out: interrupted spans include them."""
+    """Return the intervals of each kind of span, except interruptions, whose time is in the interrupted spans."""
     inside = overlap(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clipped(trace.start_ns, trace.end_ns, window)
@@ -220,7 +220,7 @@ def divide_by_device(intervals: DeviceIntervals, works: Mapping[str, Bools]) -> 
 
 
 def _combine_intervals(stretches: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
-    """Yield the intervals of each row: of all devices together if there are several, then of each device."""
+    """Yield the intervals of each row. The rows of all devices together come first, if there are several devices."""
     numbers = sorted({device for device, _ in stretches})
     for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
         chosen = numbers if device == ALL_DEVICES else [device]
@@ -250,7 +250,7 @@ NO_COMMUNICATION = (
 
 @dataclass(frozen=True, slots=True)
 class DistributionView(View):
-    """The `distribution` view. `of` is `step` or `window`. Ratios are shares of its time, `base_ns`."""
+    """The `distribution` view. `base_ns` is the time of the `step`s or the `window` (`of`). Ratios are shares of it."""
 
     coverage: Coverage
     of: str
@@ -288,7 +288,8 @@ class DistributionView(View):
 
 @dataclass(frozen=True, slots=True)
 class DistributionUse:
-    """Communication and computation of the `host`, of one device, or `together`. Ratios are shares of `base_ns`."""
+    """The times of communication and computation: of the `host`, a device, or both `together`. `base_ns` is the base of
+    all ratios."""
 
     name: str
     base_ns: int
@@ -312,7 +313,7 @@ class DistributionUse:
 
 @dataclass(frozen=True, slots=True)
 class OperationUse:
-    """The calls of one operation in one process group: sums over the calls, and over the waits for asynchronous calls.
+    """The calls of one operation in one process group. Sums are over calls and waits for asynchronous calls.
 
     `device_ns` is None if no call has device time.
     """
@@ -411,7 +412,7 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
 
 
 def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the begin and end of each communication. A wait with the attribute `in_flight_ns` begins with its call."""
+    """Return the start and end times of each communication. With `in_flight_ns`, a wait starts at its call."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
         if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):
@@ -420,7 +421,7 @@ def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
 
 
 def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
-    """Return the operations, the longest sum of calls and waits first, and one row that sums up the others."""
+    """Return the operations, the longest in calls and waits first. A last row sums up the omitted ones."""
     names, of_site = trace.numbered_sites(lambda site: _describe_operation(site)[0])
     is_wait, total_ns = (
         trace.of_sites([_describe_operation(site)[1] for site in trace.sites])[calls],
@@ -447,7 +448,7 @@ def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[Ope
 
 
 def _describe_operation(site: Site) -> tuple[str, bool]:
-    """Return the operation of a site with its process group, and True if the site is the wait for that operation."""
+    """Return a site's operation with its process group, and True if the site is only the wait for that operation."""
     operation = dict(site.attributes).get("op")
     if not isinstance(operation, str):
         return site.name, False

@@ -1,4 +1,4 @@
-"""The `phases` view: how the time of steps divides into phases such as loading, forward and backward, and other time.
+"""The `phases` view: the time of steps, divided into phases such as loading, forward and backward, and into other time.
 
 It is the Model Summary of `paddle.profiler`, with the two lines that SINGA prints at verbosity 1. If a loop waits for
 its input between two steps, that wait belongs to the later step. Without steps the view divides requests, and without
@@ -7,9 +7,9 @@ requests the window.
 A phase is a span declared as one (`phase:` in a rule or scope), a span of kind `phase`, or a loader. Each moment of a
 thread counts for the open phase that began first, so an inner phase is part of the outer phase. Only phases within the
 closure of an optimizer count separately. A moment of a step counts first for spans on the step's own thread and task.
-Tasks that the step started, and suspended generators, get only the remaining moments, because it is unknown when they
-ran. Other tasks get none. The rows add up to the steps, so `others` is never negative. In `paddle.profiler` it may be
-negative, because overlapping phases count twice.
+The remaining moments count for tasks that the step started and for suspended generators, because it is unknown when
+these ran. Spans of other tasks do not count. The rows add up to the steps, so `others` is never negative. In
+`paddle.profiler` it may be negative, because overlapping phases count twice.
 
 Device time is the time of a phase's work on streams, including copies. Parallel work on several streams counts for each
 stream. The device time of `others` is the work that no phase launched.
@@ -43,8 +43,8 @@ OWN, OWN_OPTIMIZER, OTHER = range(3)
 class Calls:
     """The calls of phases within units (such as steps): the index of each call's phase in `names`, and its time.
 
-    `whole_ns` is the time of each phase in complete units. `pieces` are the intervals of calls by track, and `of_piece`
-    is the call of each interval. `outside_ns` are the durations of the calls outside of units.
+    `whole_ns` is the time of each phase in complete units. `pieces` are the intervals of the calls, sorted by track,
+    and `of_piece` is the index of each interval's call. `outside_ns` are the durations of the calls outside of units.
     """
 
     names: Sequence[str]
@@ -57,7 +57,7 @@ class Calls:
 
 
 def _group_by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
-    """Return the list of times of each phase that has any."""
+    """Return a list of times for each phase with calls."""
     groups = Groups(phase, len(names)).members()
     return {names[phase[indexes[0]]]: times_ns[indexes].tolist() for indexes in groups}
 
@@ -127,7 +127,7 @@ def _place_calls(trace: Columns, units: Units, rows: Int64s, stood_still: Bools)
 def _divide_units(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Return the intervals in which calls get the time of a unit: the call, the interval and the unit of each.
+    """Divide the time of units among calls. Return the intervals, each with the index of its call and of its unit.
 
     Of simultaneous calls the first gets the time. A call of length 0 has an interval if no call of its rank is open.
     """
@@ -151,10 +151,11 @@ def _divide_units(
 
 @dataclass(frozen=True, slots=True)
 class StreamUses:
-    """The device time of units and of the calls in them. Streams are added up, each with parallel work once.
+    """The device time of units and of the calls in them.
 
-    `units` and `calls` have the sums of the units and calls with work on a stream, calls by phase. `phases` has the sum
-    of each phase, `base_ns` is the sum of all units, and `covered_ns` that of all calls.
+    The times of several streams are added up. Parallel work on one stream counts once. `units` and `calls` have the
+    times of the units and calls with work on a stream. `calls` is grouped by phase. `phases` has the sum of each phase,
+    `base_ns` is the sum of all units, and `covered_ns` the sum of all calls.
     """
 
     units: Sequence[int]
@@ -193,7 +194,7 @@ def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
 
 
 def _sum_by_key(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
-    """Return the device time of each key, and the keys. Overlapping times on one stream count once."""
+    """Return the device time of each distinct key, and these keys. Overlapping times on one stream count once."""
     parts, firsts = numbered(keys, streams)
     lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
     distinct_keys = distinct(keys)
@@ -221,7 +222,8 @@ NO_PHASE = (
 class PhaseTimes:
     """The host or device times of a row: the sum, and the mean, maximum and minimum over its calls.
 
-    `ratio` is the share of the first row. A value that does not exist, such as the mean of `others`, is None.
+    `ratio` is the share of the time in the table's first row. A value that does not exist, such as the mean of the row
+    `others`, is None.
     """
 
     total_ns: int
@@ -245,9 +247,10 @@ class PhaseRow:
 class PhasesView(View):
     """The `phases` view. `of` is the unit: `step`, `request` or `window`.
 
-    `timed` units are complete, and `cut` units have lost spans. `skipped` steps were left out on request, and the spans
-    of `overwritten` earlier steps are gone. `mean_ns` is the mean time of each phase in complete units. `outside` calls
-    of phases ran outside of all units and took `outside_ns`.
+    `timed` is the number of complete units, and `cut` the number of units with lost spans. `skipped` is the number of
+    steps that were left out on request, and `overwritten` the number of earlier steps whose spans are lost. `mean_ns`
+    is the mean time of each phase in complete units. `outside` is the number of calls of phases that ran outside of all
+    units, and `outside_ns` is their time.
     """
 
     coverage: Coverage
@@ -309,7 +312,7 @@ class PhasesView(View):
         ]  # fmt: skip
 
     def _singa_lines(self) -> list[str]:
-        """Return SINGA's lines. SINGA adds all other phases to backward; here each has a line of its own."""
+        """Return the lines as SINGA prints them. Phases that SINGA adds to backward have lines of their own."""
         if self.of != "step" or not self.timed or not {"forward", "backward"} & self.mean_ns.keys():
             return []
         counts = [f"{self.timed} iteration{'s' * (self.timed > 1)} timed", f"{self.skipped} skipped"]
@@ -323,7 +326,7 @@ class PhasesView(View):
 
 
 def propagation_lines(mean_ns: Mapping[str, float]) -> list[str]:
-    """Return SINGA's two lines, from the mean time of each phase."""
+    """Return the two lines that SINGA prints, made from the mean time of each phase."""
     return [
         f"{name.capitalize()} Propagation Time : {six_digits(mean_ns.get(name))} sec"
         for name in ("forward", "backward")
@@ -334,7 +337,8 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     """Return the view of the kept spans. It uses `state`, `rows`, `least_ns`, `skip_first` and `unit`.
 
     `rows` and `least_ns` limit the rows to the phases with the most time. `skip_first` leaves out the first steps of
-    each thread, by the step's own number or else by its begin. The running time is n log n for n phases.
+    each thread. Their order is that of the recorded step numbers or, without numbers, of the start times. The
+    computation takes a time of n log n for n phases.
     """
     trace, facts = recording.columns, recording.trace
     units = find_units(trace, facts.coverage, options.skip_first)
@@ -388,7 +392,7 @@ def _mean_times(times_ns: Mapping[str, int], whole: int, whole_ns: int) -> dict[
 
 
 def _device_times(streams: StreamUses, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes | None:
-    """Return the device times of `count` units or calls. `times_ns` has only those with work on a stream."""
+    """Return the device times of `count` units or calls. `times_ns` has only times with work on a stream."""
     if not streams.units:
         return None
     return _phase_times(times_ns if len(times_ns) == count else [*times_ns, 0], total_ns, streams.base_ns, count)
@@ -409,7 +413,7 @@ def _rank_of_phase(phase: str) -> tuple[int, str]:
 
 
 def _largest_rows(rows: Sequence[PhaseRow], options: Options, base_ns: int, device_base_ns: int) -> list[PhaseRow]:
-    """Return the rows with the most time in their order, and one row that sums up the others."""
+    """Return the rows with the most time, in the given order. A last row sums up the omitted ones."""
 
     def rest(omitted: Sequence[PhaseRow]) -> PhaseRow:
         host = _rest_times(sum(row.host.total_ns for row in omitted), base_ns)

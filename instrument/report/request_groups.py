@@ -64,7 +64,7 @@ class RequestGroups:
 
 
 def request_groups(recording: Recording, options: Options) -> RequestGroups:
-    """Return all requests in groups by `requests_by`. The last group has the requests without the attribute."""
+    """Return all requests, grouped by the option `requests_by`. The last group is that without the attribute."""
     trace, rows = recording.columns, recording.once(joined_requests).rows
     if options.requests_by in ("", ENDPOINT):
         names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -77,7 +77,7 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
 
 
 def values_of(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
-    """Return each request's value of an attribute. The end of a name suffices: `tenant` for the header `x-tenant`."""
+    """Return each request's value of an attribute. The end of its name suffices: `tenant` for the header `x-tenant`."""
     if not len(trace.attributes.having(attribute)):
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
         attribute = next((name for name in _attribute_names(trace, rows) if name.endswith(ends)), attribute)
@@ -108,7 +108,8 @@ ROWS_WITH_NAMES = 1_000
 
 
 def group_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
-    """Return the most frequent values and a name for all others, and the group of each value, `NONE` for None."""
+    """Return the names of groups: the most frequent values, and a name for all other values. Also return the number of
+    each value's group, `NONE` for None."""
     values = list(values)
     counts = Counter(value for value in values if value is not None)
     largest = [value for value, _ in counts.most_common(at_most)]
@@ -196,10 +197,10 @@ SEARCHED_ROWS = 2_000
 """The number of rows that are searched for names of sizes. They are spread evenly over the recording."""
 
 NEAREST = 100
-"""The maximum number of requests to compare a request with, and of a window's requests to compare."""
+"""The maximum number of requests that a request is compared with, and of a window's requests that are compared."""
 
 TRIALS = 5
-"""The number of similar requests outside of a window. The one with the median wall time is used."""
+"""The number of similar requests outside of a window, of which the one with the median wall time is used."""
 
 POOL = 5_000
 """The maximum number of requests outside of a window that are searched for similar ones."""
@@ -215,7 +216,8 @@ CHANCE = 0.01
 
 
 def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the indices of requests with similar work and True. If too few, return any of the endpoint and False."""
+    """Return the indices of requests with similar work and True. With too few, return any requests of the endpoint and
+    False."""
     trace, joined = recording.columns, recording.once(joined_requests)
     is_same = have_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
     is_same[place] = False
@@ -255,7 +257,7 @@ def choose_evenly(places: Int64s, most: int) -> Int64s:
 
 
 def median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
-    """Return, for each target, the one with the median time of the `TRIALS` requests `outside` most similar to it."""
+    """Return, per target, the request of median time among the `TRIALS` in `outside` with the most similar work."""
     trace, joined = recording.columns, recording.once(joined_requests)
     walls, work = trace.total_ns[joined.rows], recording.once(_measure_work)
     medians = []
@@ -281,7 +283,7 @@ def _measure_work(recording: Recording) -> NDArray[np.float64]:
 
 
 def slow_from_ns(walls: Int64s, requests: int) -> float:
-    """Return the wall time above which a request is slow. By chance, `CHANCE` of all typical requests exceed it.
+    """Return the wall time above which a request is slow. By chance, `CHANCE` typical requests per recording exceed it.
 
     The distribution of long wall times is assumed to be exponential, as in a queue.
     """

@@ -57,10 +57,10 @@ BAR = 32
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A line of the list: one turn, or the sum of `times` short turns. `begin_ns` counts from the request's begin.
+    """A line of the list: one turn, or the sum of `times` short turns.
 
-    `name` is the span's name, "" for the time between spans. `in_batches_ns` is the time in batches of up to `size`
-    requests, and `own_ns` is the request's share of it.
+    `begin_ns` counts from the start of the request. `name` is the span's name, "" for the time between spans.
+    `in_batches_ns` is the time in batches of up to `size` requests, and `own_ns` is the request's share of it.
     """
 
     part: str
@@ -258,7 +258,8 @@ def _make_turns(
 
 
 def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Return the request's share of each of its turns in a batch, in ns, in proportion to the length of the turn."""
+    """Return the request's share of each of its turns in a batch, in ns. The share of the whole batch is divided in
+    proportion to the lengths of the turns."""
     of_pairs: dict[int, list[Moment]] = {}
     for moment in moments:
         if moment.pair != NONE:

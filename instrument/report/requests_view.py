@@ -1,10 +1,10 @@
 """The `requests` view: the times of each endpoint's requests, the parts of their times, and the slowest of them.
 
 An endpoint is all topmost request spans with the same name. Each moment of a request's wall time belongs to one part:
-the running phase that began last, on any thread or task of the request. So an inner phase shortens the outer one. Of
-two phases that began at once, the shorter one counts as later. A moment without a phase is `unknown`. The parts add up
-to the wall time to the nanosecond. If rules name the requests' keys, phases in other processes count, too. Batches, and
-the times between them, are then parts as well (`instrument.trace.ledger`).
+the running phase that began last, on any thread or task of the request. So an inner phase shortens the outer one. If
+two phases began at the same time, the shorter one counts as the later one. A moment without a phase is `unknown`. The
+parts add up to the wall time to the nanosecond. If rules name the keys of requests, phases in other processes count,
+too. Batches and the times between them are then also parts (see `instrument.trace.ledger`).
 
 A span is a phase if its rule or scope declares one (`phase:`), or if its kind is `phase`. Copies to and from a device
 are the phases `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, and communication
@@ -80,10 +80,10 @@ A_REQUEST = (
 )
 
 ENOUGH = 3
-"""The minimum number of an endpoint's requests from which its typical times are computed."""
+"""The minimum number of requests of an endpoint. With fewer, no typical times are computed."""
 
 NOTABLE = 20
-"""A slow request has a cause in the table if its excess is larger than its wall time divided by this number."""
+"""The list gives the cause of a slow request only if its excess is larger than its wall time divided by this number."""
 
 SLOWEST = 5
 """The number of slowest requests that are listed if the option `rows` is not set."""
@@ -95,7 +95,7 @@ YEARS_NS = 200 * 366 * 86_400 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class DeviceWithin:
-    """The work of one device during the requests that used it."""
+    """The work of one device during the requests that used the device."""
 
     device: int
     endpoints: tuple[EndpointUse, ...]
@@ -109,7 +109,7 @@ DEVICE_SHARES = (
 
 @dataclass(frozen=True, slots=True)
 class EndpointShare:
-    """The device time of an endpoint's requests. A row with `remaining` replaces that many endpoints."""
+    """The device time of an endpoint's requests. If `remaining` is above 0, the row sums up that many endpoints."""
 
     name: str
     requests: int
@@ -163,9 +163,9 @@ class RequestTimes(View):
 
     `counted` is the number of all requests that ended, and `errors` the number that failed. Both include requests whose
     spans are no longer kept, so they may exceed `requests`. `requests_cut` is the number of requests that cross an edge
-    of the window or had not ended; no other field counts them. `late_failures` failed after their answer, and are no
-    errors. `blocked` is None if no event loop was blocked. `groups` has the requests by an attribute. `device_shares`
-    has the device time of batches.
+    of the window or had not ended. No other field counts these. `late_failures` is the number of requests that failed
+    after their answer. They do not count as errors. `blocked` is None if no event loop was blocked. `groups` has a row
+    for each value of an attribute. `device_shares` has each endpoint's share of the device time of batches.
     """
 
     coverage: Coverage
@@ -184,7 +184,7 @@ class RequestTimes(View):
     shares: tuple[GroupShare, ...]
     tokens: tuple[TokenTimes, ...]
     _served_ns: int
-    """The time from the begin of the first request to the end of the last one."""
+    """The time from the start of the first request to the end of the last one, in ns."""
     _options: Options
 
     def sections(self) -> list[Section]:
@@ -360,9 +360,9 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 
 def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int, int]]:
-    """Return the calls and errors of topmost requests by name, from the tally.
+    """Return the numbers of calls and errors of topmost requests by name, from the tally.
 
-    Names of requests that are parts of other requests by their key are left out, because the tally does not know keys.
+    A request may be part of another one with the same key. Its name is left out, because the tally does not know keys.
     """
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.numbered_sites(attrgetter("name"))

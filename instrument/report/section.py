@@ -5,7 +5,7 @@ Tables are declared once for both text and HTML.
 A table's columns are written as `field=Heading`, with `|` between them. A `+` before a column shows it only on the HTML
 page, which is wider. A field is an attribute or method of the row, an attribute of an attribute (`part.field`), or an
 index into a tuple. The end of the field's name selects its format: `_ns` is a time, `_bytes` a size, `ratio` a
-percentage. A row whose `remaining` is above 0 replaces that many rows, and its first column shows this number.
+percentage. If a row's `remaining` is above 0, it sums up that many rows, and its first column shows this number.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NO_EVENTS = "no events"
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of kept spans, and the time from which no span is missing, in ns from the start of the trace.
+    """The number of kept spans, and the time from which on no span is missing, in ns after the start of the trace.
 
     `complete` is True if no span was overwritten by a newer one.
     """
@@ -108,8 +108,8 @@ class Section:
     """A table of a view, with the lines `lead` above it and `notes` below it. Without rows it prints `empty`.
 
     `texts` maps a field to the function that prints it, if the default is not right. `widths` are the minimum widths of
-    the columns. A single number is the minimum of every column except the first. `paragraph` prints a row that is too
-    long for a table as several lines, from its number (1 is the first), the row and the unit.
+    the columns. A single number is the minimum of every column except the first. `paragraph` is for rows that are too
+    long for a table. It returns the lines of a row from the row's number (from 1), the row and the unit.
     """
 
     title: str
@@ -180,7 +180,7 @@ class View:
         return self.TITLE
 
     def head(self) -> list[str]:
-        """Return the lines below the title: the number of spans, the unit of times, and the bases of ratios."""
+        """Return the lines below the title: the number of spans, the unit of times, and the bases of the ratios."""
         return []
 
     def nothing(self) -> list[str]:
@@ -226,7 +226,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: st
 
 
 def special_name(row: Any, name: str) -> str:
-    """Return the name of a row that replaces other rows or whose name is empty; "" for any other row."""
+    """Return the printed name of a row that sums up other rows or whose name is empty. Return "" for any other row."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
@@ -234,7 +234,7 @@ def special_name(row: Any, name: str) -> str:
 
 
 def value_of(row: Any, name: str) -> Any:
-    """Return the value of a row's field such as `time.mean_ns`, None if a part of this path is None."""
+    """Return the value of a row's field, which may be a path such as `time.mean_ns`, None if a part of it is None."""
     value = row
     for part in name.split("."):
         if value is None:
@@ -245,7 +245,7 @@ def value_of(row: Any, name: str) -> Any:
 
 
 def format_of_field(name: str) -> str:
-    """Return how a field is formatted, from the end of its name."""
+    """Return the format of a field. The end of its name determines the format."""
     last = name.rpartition(".")[2]
     if last.endswith("_ns"):
         return TIME
@@ -289,7 +289,7 @@ COST = "Cost of "
 
 
 def instrumentation_lines(recording: Recording) -> list[str]:
-    """Return the last section of a report: the cost, the losses and what was not observed; [] if there is nothing."""
+    """Return the last section of a report: the cost, the losses, and notes on what was not observed; [] without any."""
     cost = recording.cost
     lines = [] if cost is None else [_cost_line(cost, recording.window_ns, recording.recorder)]
     lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in recording.losses.items() if count]
@@ -311,7 +311,7 @@ def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
 
 
 def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
-    """Return a text on the higher cost of calls that find the recorder's data no longer in the processor's caches."""
+    """Return a text on the higher cost of calls for which the recorder's data is not in the processor's caches."""
     if cost.most_ns <= cost.total_ns:
         return ""
     return (
@@ -324,11 +324,11 @@ MODULES = {
     **dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators", "distribution": "overview",
     "neighbours": "batches",
 }  # fmt: skip
-"""The modules of views whose module has another name than the view."""
+"""The module of each view whose module does not have the view's name."""
 
 
 def _import_view(name: str) -> ModuleType:
-    """Import the module of a view. It imports numpy, so a service calls this only when it prints the view."""
+    """Import the module of a view. The module imports numpy, so a service imports it only to print the view."""
     return import_module(f"instrument.report.{MODULES.get(name, name)}_view")
 
 
@@ -378,8 +378,9 @@ def make_views(views: Sequence[str], recording: Recording, options: Options) -> 
 
 
 def summary(views: Sequence[str], recording: Recording, options: Options) -> str:
-    """Return the views as one text in the given order, then the cost and losses of the instrumentation. These come last
-    only without the views `brief` and `cost`, which print them themselves. Raises `ValueError` for an unknown view."""
+    """Return the views as one text in the given order, then the cost and losses of the instrumentation. If `brief` or
+    `cost` is among the views, cost and losses do not follow, because these views contain them. Raises `ValueError` for
+    an unknown view."""
     parts = [view.lines() for view in make_views(views, recording, options).values()]
     if not {"brief", "cost"}.intersection(views):
         parts.append(instrumentation_lines(recording))

@@ -11,9 +11,9 @@ function itself, add up to 100 %. The waits of suspended coroutines have rows of
   copy or loader. All other sites of a kind share a row, which has the kind's name in brackets.
 
 A function is the topmost request of a call path or, outside of requests, its topmost span. Each function has a table.
-If there are several, a table of their sum comes first. There a function's calls inside another function count once. The
-numbers are from the tally, so they include all calls of all threads. A function called inside another function counts
-for both, and a recursive call counts once.
+If there are several functions, a table of their sum comes first. In this table, a function called inside another
+function does not count twice. The numbers are from the tally, so they include all calls of all threads. A function
+called inside another function counts for both, and a recursive call counts once.
 """
 
 from __future__ import annotations
@@ -65,17 +65,18 @@ WORKING = ("op", "layer", "comm", "copy")
 """The kinds of span that count as work."""
 
 WITH_CLASS = ("op", "layer", "comm")
-"""The kinds of span whose code belongs to a class. The code of a scope is that of its caller."""
+"""The kinds of span whose code belongs to a class. Scopes are not among them, as their code is their caller's."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelfRow:
-    """A class, op or instance in a function. `time_ns` is self time, and `running` the sum of ratios down to this row.
+    """A class, op or instance in a function.
 
-    The last of `names` is the row's own. For an instance the names of the calls around it, inside the function, come
-    first. `p50_ns`, `p99_ns` and `max_ns` are of complete calls, None if none has ended. `where` is `device` if all
-    calls have device time, `host` if none has, else `both`. It is `waiting` for the time in which coroutines were
-    suspended; their running time has another row. Only an instance has a `number`.
+    `time_ns` is self time, and `running` the sum of ratios down to this row. The last of `names` is the name of the
+    row. The names of an instance start with those of the calls that contain it within the function. `p50_ns`, `p99_ns`
+    and `max_ns` are of complete calls, None if none has ended. `where` is `device` if all calls have device time,
+    `host` if none has, else `both`. It is `waiting` for the time in which coroutines were suspended; their running time
+    has another row. Only an instance has a `number`.
     """
 
     names: tuple[str, ...]
@@ -119,8 +120,8 @@ class Remaining:
 class FunctionTimes:
     """A function, or the sum of all functions if `name` is empty: its calls, their times, and its rows.
 
-    `outer_ns` is the time of the calls. `inner_ns` is the part of it in spans inside, on the same thread and task, or
-    None if the function calls itself in parallel on other tasks. `work_ns` is the self time of operators, layers,
+    `outer_ns` is the time of the calls. `inner_ns` is the part of that time in inner spans on the same thread and task.
+    It is None if the function calls itself in parallel on other tasks. `work_ns` is the self time of operators, layers,
     copies and communication below it, on any thread. Ratios of rows are shares of `time_ns`, the sum of their self
     times.
     """
@@ -201,7 +202,7 @@ class SelfTimes(View):
         ]  # fmt: skip
 
     def _call_lines(self, function: FunctionTimes) -> list[str]:
-        """Return lines on the time of a function's calls, and on the part of it in spans inside."""
+        """Return lines on the time of a function's calls, and on the part of that time in inner spans."""
         unit = self._options.unit
         name = safe(function.name) or ("(no name)" if function.kind else "")
         called = f" to {shorten(name, LINE // 2)} ({function.kind})" if function.kind else ""
@@ -390,7 +391,7 @@ class _FunctionTable:
         self.functions: Int64s = np.concatenate([node, sums, edges], axis=1)
 
     def _label_of_node(self, node: int) -> str:
-        """Return a node's name and instance, and where it is in the code if another site has that label."""
+        """Return a node's name and instance. If another site has the same label, add the node's place in the code."""
         number = self._site_of[node]
         label = self._names.get(number)
         if label is None:
@@ -403,7 +404,8 @@ class _FunctionTable:
         return self._every[self._site_of[node]]
 
     def _nodes_down_to(self, node: int, *, whole: bool) -> list[int]:
-        """Return the nodes of the call path down to a node. Unless `whole`, return only those inside its function."""
+        """Return the nodes of the call path down to a node. Unless `whole` is True, return only the nodes inside the
+        node's function."""
         parents, site_of, is_request = self._parents, self._site_of, self._is_request
         path, inside = [node], 0
         while True:
@@ -450,7 +452,8 @@ class _FunctionTable:
         return p50_ns, p99_ns, total.max_ns
 
     def _make_rows(self, sums: FunctionSums) -> tuple[tuple[SelfRow, ...], Remaining | None]:
-        """Return the first rows that the options allow, and the sum of the others, None if there are none."""
+        """Return the first rows, up to the limit of the options, and the sum of the omitted rows. The sum is None if no
+        row is omitted."""
         shown: list[SelfRow] = []
         sum_ns = calls = instances = 0
         groups = self._groups[sums.first : sums.first + sums.rows]
@@ -491,7 +494,7 @@ class _FunctionTable:
 def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     """Return the rows of each function, with running and waiting time apart, and the number of each row's function.
 
-    Also return, for each line with time, the number of its row and its own number.
+    Also return two numbers for each tally line with time: the number of its row, and the number of the line.
     """
     waited, self_ns = lines["waiting_ns"], lines["self_ns"]
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)
@@ -508,7 +511,7 @@ def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tu
 
 
 def _find_functions(parents: Int32s, is_request: Bools) -> tuple[Int32s, Int32s]:
-    """Return the node of each node's function, and the topmost node above each node."""
+    """Return, for each call node, the node of its function and the topmost node of its call path."""
     root_of = topmost_rows(parents)
     topmost = is_request & (nearest_above(parents, is_request) == NONE)
     request = nearest(parents, topmost)
@@ -526,7 +529,7 @@ def _sum_by_group(columns: Int64s, groups: Int64s, count: int) -> Int64s:
 
 
 def _order_rows(groups: Int64s, function: Int64s, order: str) -> NDArray[Any]:
-    """Return the order of rows: by function, then the largest first. Of equal rows the latest comes first.
+    """Return the order of rows: by function, then the largest row first. Among equal rows the latest comes first.
 
     `order` is `calls`, or `ave` for the self time per call. Any other order is by self time.
     """

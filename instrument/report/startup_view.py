@@ -1,9 +1,9 @@
-"""The `startup` view: where the time of a process went until it served its first request.
+"""The `startup` view: the time of a process until it has served its first request, divided into parts.
 
-Its numbers are totals of the tally, first calls and times of imports, which newer data never overwrites. Loading and
-compiling are spans of the phases `load` and `compile`. If they are nested, only the topmost span counts. Spans that
-began after the first request are not part of the start-up. If a call path has calls before and after that request, the
-kept spans show how the path's time divides.
+Its numbers come from the totals of the tally, the first calls and the import times. Newer data never overwrites these.
+Loading and compiling are spans of the phases `load` and `compile`. If they are nested, only the topmost span counts.
+Spans that began after the first request are not part of the start-up. If a call path has calls before and after the
+first request, its time is divided by means of the kept spans.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ COLUMN_WIDTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The calls of one site that load or compile (`phase`).
+    """The calls of one site that load or compile (see `phase`).
 
-    `total_ns` is their sum without nested calls of the same site, and `self_ns` the sum without recorded calls below.
-    `in_requests_ns` is the part of the total within requests, for which a client waited. A row with `remaining`
-    replaces that many sites. It has no total, because they may be nested.
+    `total_ns` is the sum of their times without nested calls of the same site. `self_ns` is the sum of their self
+    times, without the recorded calls below. `in_requests_ns` is the part of the total within requests, for which a
+    client waited. If `remaining` is above 0, the row sums up that many sites. It has no total, because the calls of
+    these sites may be nested.
     """
 
     phase: str
@@ -73,7 +74,7 @@ class Preparation:
 class Imports:
     """The imports of one package, as in `ImportTime`. `ratio` is the share of the package's own modules in all imports.
 
-    A row with `remaining` replaces that many packages. It has no total, because some may have imported others.
+    If `remaining` is above 0, the row sums up that many packages. It has no total, because packages may import others.
     """
 
     package: str
@@ -90,8 +91,8 @@ class Imports:
 class WarmUp:
     """The first call of one site, compared with the later ones. `median_ns` is the median of their times.
 
-    `extra_ns` is the time of the first call beyond that median, at least 0. A row with `remaining` replaces that many
-    sites.
+    `extra_ns` is the time of the first call beyond that median, at least 0. If `remaining` is above 0, the row sums up
+    that many sites.
     """
 
     name: str
@@ -122,10 +123,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class FirstRequestTimes:
-    """The first request: when it began, how long it took, and the median time of later requests.
+    """The first request: its start time, its duration, and the median duration of later requests.
 
-    `after_ns` counts from the begin of the process or, if that is unknown, from the start of the session. `first_ns` is
-    None if only calls below the request are known. `why` is one of `FIRSTS`.
+    The start time `after_ns` counts from the start of the process or, if that is unknown, from the start of the
+    session. `first_ns` is None if only calls below the request are known. `why` is one of `FIRSTS`.
     """
 
     name: str
@@ -136,7 +137,7 @@ class FirstRequestTimes:
 
     @property
     def ended_ns(self) -> int | None:
-        """The time from the begin of the process to the end of the first request, None if it is unknown."""
+        """The time from the start of the process to the end of the first request, None if it is unknown."""
         return None if self.first_ns is None else self.after_ns + self.first_ns
 
 
@@ -144,13 +145,13 @@ class FirstRequestTimes:
 class StartupView(View):
     """The `startup` view.
 
-    `before_ns` is the time from the process's begin to the session's start, None if unknown. `way_ns` is the time from
-    the session's start to the first request, None without a request. `way` has its parts as sums over threads, and what
-    remains. `late` has the same parts after the first request began, outside of requests. If `is_late_partial`, calls
-    whose spans are overwritten may count in `way` instead. `ran_ns` is the time from the process's begin until each
-    called site had run once, and `ran_last` is the last one. `imports` is None if imports were not timed, and
-    `imports_ns` is the sum over all packages. `preparations` are loading and compiling. `warm_ups` are sites with a
-    longer first call.
+    `before_ns` is the time from the start of the process to the start of the session, None if unknown. `way_ns` is the
+    time from the session's start to the first request, None without a request. `way` has the parts of that time, summed
+    over threads, and the remaining time. `late` has the same parts for the time after the first request began, outside
+    of requests. If `is_late_partial`, calls whose spans are overwritten may count in `way` instead. `ran_ns` is the
+    time from the start of the process until each called site had run once, and `ran_last` is the site that was last.
+    `imports` is None if imports were not timed, and `imports_ns` is the sum over all packages. `preparations` are
+    loading and compiling. `warm_ups` are sites with a longer first call.
     """
 
     is_known: bool
@@ -337,7 +338,7 @@ def _preparing_phase(site: Site) -> str | None:
 
 
 def _unwatched_parts(rows: Iterable[Row]) -> set[str]:
-    """Return the parts of the start-up that nothing recorded. They need `startup: auto`, or a rule for their phase."""
+    """Return the parts of the start-up without recorded calls. They need `startup: auto` or a rule with their phase."""
     phases = {_preparing_phase(row.path[-1]) for row in rows}
     return {IMPORTS, *(WORDS[phase] for phase in PREPARING if phase not in phases)}
 
@@ -369,7 +370,7 @@ def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
 
 
 def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
-    """Return the packages that the options allow, the longest time of their own modules first."""
+    """Return the rows of packages that the options allow, the package whose own modules took the longest first."""
 
     def rest(rows: Sequence[Imports]) -> Imports:
         ratio, sums = share(sum(row.self_ns for row in rows), all_ns), ("entries", "self_ns", "in_spans_ns", "late_ns")

@@ -35,7 +35,7 @@ DASHES = 25
 """The number of dashes on each side of a section's title."""
 
 NAME_LEAST = 12
-"""The width in columns to which names may be shortened if wide numbers follow."""
+"""The minimum width in columns of the names in a table. Wide numbers may shorten names down to it."""
 
 TEXT_LEAST = 32
 """The width in columns to which texts other than names may be shortened. Numbers are narrower, so they stay whole."""
@@ -68,7 +68,7 @@ def row_name(row: Any) -> str:
 
 
 def where_of(site: Site) -> str:
-    """Return where a site is in the code: its function, else its file and line, "" if unknown."""
+    """Return the place of a site in the code: its function, if unknown its file and line, "" if both are unknown."""
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
@@ -120,9 +120,9 @@ def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
-    """Return texts with the same beginning as a few first characters, `...`, and the text from where they differ.
+    """Shorten texts that begin alike to a few first characters, `...`, and the text from the first difference on.
 
-    Results that are then still equal begin where a text differs from the one most similar to it.
+    If results are still equal, the text after `...` begins where it differs from the most similar text.
     """
     shown = _shorten_to_indices(texts, [_common_length(min(texts), max(texts))] * len(texts), limit)
     alike: dict[str, list[str]] = {}
@@ -143,7 +143,7 @@ def _common_length(first: str, second: str) -> int:
 
 
 def _shorten_to_indices(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
-    """Return, for each text, a few first characters, `...`, and the text from its index in `partings` on."""
+    """Shorten each text to a few first characters, `...`, and the rest of the text from its index in `partings` on."""
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
         while 0 < parting < len(text) and not _columns_of(text[parting]):
@@ -294,7 +294,7 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
 def bounded(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
-    """Return the rows that the options allow in the same order, and as the last row the sum of all omitted rows."""
+    """Return the rows that the options allow, in the given order, followed by a row that sums up the omitted ones."""
     heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.bound]
     if len(heavy) == len(lines):
         return tuple(lines)
@@ -308,7 +308,8 @@ def adding(*sums: str) -> Callable[[Sequence[Any]], Any]:
 
 
 def remaining_row(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
-    """Return one row that replaces the omitted `rows`: the sums of some fields, the `facts`, and all else empty."""
+    """Return one row that sums up the omitted `rows`. It has the sums of the fields `sums` and the values in `facts`.
+    All other fields are empty."""
     values = {field.name: "" if isinstance(getattr(rows[0], field.name), str) else None for field in fields(rows[0])}
     added = {name: sum(getattr(row, name) for row in rows) for name in sums}
     return type(rows[0])(**{**values, **added, "remaining": len(rows), **facts})

@@ -1,4 +1,4 @@
-"""The use of each device in a window: busy, starved or idle, to the nanosecond, and the same within each request.
+"""The use of each device in a window: busy, starved or idle time, for the window and for each request.
 
 All numbers come from the device intervals of recorded spans, so a device is idle if no recorded work runs on it. An
 interval is the time between two events on a stream, and may include gaps between kernels. The interval of an outer call
@@ -44,7 +44,7 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class StreamUse:
-    """One stream: the number and sum of its timed intervals, the time with any of them, and its share of the window."""
+    """One stream: its timed intervals, their sum, the time in which any was open, and its share of the window."""
 
     stream: int
     intervals: int
@@ -55,7 +55,7 @@ class StreamUse:
 
 @dataclass(frozen=True, slots=True)
 class LabelUse:
-    """One label: the number of its intervals, and their sum, None for a label of intervals without times."""
+    """The device intervals with one label: their number, and their summed time, None if they have no times."""
 
     label: str
     intervals: int
@@ -68,7 +68,8 @@ class NameUse:
 
     `calls` counts the calls with device time. `summed_ns` adds up the device time of each call, in which overlapping
     intervals count once. `busy_ns` is the time with at least one call, and `busy_ratio` its share of the device's busy
-    time. An outer call includes the calls below. A row with `remaining` replaces that many names and has only sums.
+    time. The time of a call includes the calls below it. If `remaining` is above 0, the row sums up that many names and
+    has only sums.
     """
 
     name: str
@@ -86,10 +87,11 @@ class NameUse:
 
 @dataclass(frozen=True, slots=True)
 class EndpointUse:
-    """The requests of one endpoint with device time on a device. A row with `remaining` replaces that many endpoints.
+    """The requests of one endpoint with device time on one device. If `remaining` is above 0, the row sums up that many
+    endpoints.
 
-    `wall_ns` is the sum of their wall times. It has three parts: the device worked for the request itself, only for
-    others, or was idle.
+    `wall_ns` is the sum of their wall times. The wall time has three parts: the device worked for the request, it
+    worked only for other spans, or it was idle.
     """
 
     name: str
@@ -167,8 +169,8 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The spans of one name that asked for device time and got none, with the reason (a label, or `NO_EVENTS`). A row
-    with `remaining` replaces that many names."""
+    """The spans of one name that asked for device time and got none, and the reason: a label, or `NO_EVENTS`. If
+    `remaining` is above 0, the row sums up that many names."""
 
     reason: str
     name: str
@@ -185,8 +187,8 @@ class Utilisation:
     """The use of all devices in one window. `asking` is the number of spans that asked for device time.
 
     `unanswered` has those that got none. `in_flight_ns` is the time with at least one request in flight. `requests_cut`
-    is the number of requests that cross an edge of the window, and `requests_without` of requests in it without device
-    time.
+    is the number of requests that cross an edge of the window. `requests_without` is the number of requests in the
+    window without device time.
     """
 
     window: Interval
@@ -199,7 +201,7 @@ class Utilisation:
 
 
 class _RequestWork(NamedTuple):
-    """Requests as columns: their rows, the device's work for each in ns, and its busy time during each in ns."""
+    """Requests as columns: their rows, and for each the device's work and its busy time during the request, in ns."""
 
     rows: Int64s
     own_ns: Int64s
@@ -258,7 +260,7 @@ def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[In
 
 
 def _request_work(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _RequestWork:
-    """Return a device's work for those complete requests that used it."""
+    """Return a device's work for each complete request that used the device."""
     places = places_of(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
     has = places != NONE
     places = places[has]

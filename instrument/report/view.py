@@ -1,4 +1,4 @@
-"""The options that views take, the recording that they read, and their JSON form.
+"""The options of views, the recording that views read, and the JSON form of their numbers.
 
 A view is a function ``name(recording, options)`` in ``report/name_view.py``. It returns a frozen dataclass. The fields
 and public properties of that class are the numbers of the view, with times in ns. Its method `lines` prints them.
@@ -109,8 +109,8 @@ class InstrumentationStats:
     `added_ns` returns the cost per call of each site's probe. `pairs_ns` is the cost of recording the pairs of device
     events. `threads_ns` is the processor time of the SDK's own threads, by their task. `passed` counts, by site, the
     calls that were left out to stay within the budget. `muted` contains the sites whose calls are not recorded now.
-    `notes` describe everything else that was not observed. Of the ring's `ring_rows` rows (`ring_bytes` in all),
-    `held_rows` are in use.
+    `notes` describe everything else that was not observed. The rings have `ring_rows` rows and take `ring_bytes`. Of
+    their rows, `held_rows` are in use.
     """
 
     clock: str

@@ -181,7 +181,7 @@ def first_process(run: str) -> int:
 
 
 def paths_in(folder: Path, pattern: str) -> list[Path]:
-    """Return the sorted paths in a folder that match a pattern, none if the folder cannot be read."""
+    """Return the sorted paths in a folder that match a pattern. Return no paths if the folder cannot be read."""
     with suppress(OSError):
         return sorted(folder.glob(pattern))
     return []
@@ -203,7 +203,7 @@ def unreported(folder: Path) -> list[int]:
 
 
 def unsent(folder: Path) -> int:
-    """Return how many spans of ended processes may be unsent, from the file that the agent keeps."""
+    """Return how many spans of ended processes may be unsent, as a file of the agent says."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -211,7 +211,8 @@ def unsent(folder: Path) -> int:
 
 @contextmanager
 def register_socket(path: Path) -> Iterator[None]:
-    """Link to an agent's socket from the folder of runs during the block, so that commands find the agent."""
+    """Link to an agent's socket from the folder of runs while the `with` block runs, so that commands find the
+    agent."""
     link = None
     with suppress(OSError):
         link = make(f"by-hand-{os.getpid()}") / SOCKET
@@ -333,7 +334,8 @@ FIRST = "INSTRUMENT_RUN_PID"
 """The environment variable with the process id of the command that `instrument run` runs."""
 
 INTERPRETER, BEGINNINGS = "python", "agents"
-"""The names of two entries of a run's folder: a link to the interpreter for agents, and a file of their start times."""
+"""The names of two files in a run's folder: a link to the interpreter for agents, and the list of the agents' start
+times."""
 
 MOST_AGENTS, AGENTS_WINDOW_S = 10, 600.0
 """The maximum number of agents that start for a run within a window of this many seconds. Further starts are
@@ -381,8 +383,8 @@ def start_agent(listener: socket.socket, run: str, first: int) -> None:
 def can_replace(path: Path) -> bool:
     """Return True if a process of the run may start another agent at a socket after the end of the current one.
 
-    It may not if a user started that agent by hand, or if `instrument run` is a container's first process, which
-    restarts its own agent.
+    A process may not replace an agent that a user started by hand. Nor may it if `instrument run` is a container's
+    first process, which restarts the agent itself.
     """
     folder = path.parent
     is_of_container = first_process(folder.name) == 1 and FIRST in os.environ
@@ -430,9 +432,9 @@ def _try_lock(file: IO[str]) -> bool:
 def spawn_agent(
     interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
 ) -> int:
-    """Start an agent on a listening socket as a child, or with `is_apart` as an orphan. Return the child's process id.
+    """Start an agent on a listening socket, as a child of this process or with `is_apart` as an orphan.
 
-    This runs no fork hooks. Raises `OSError`.
+    Return the child's process id. This runs no fork hooks. Raises `OSError`.
     """
     settings = {"run": run, "first": first, "path": [*filter(None, sys.path)], "says": says, "is_apart": is_apart}
     words = [interpreter, "-I", "-S", str(AGENT_SCRIPT), json.dumps(settings)]

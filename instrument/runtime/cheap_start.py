@@ -49,7 +49,8 @@ class LazyModule:
 
 @contextmanager
 def late_patterns() -> Iterator[None]:
-    """Have modules that are imported in the block compile patterns at first use. The process must have one thread."""
+    """Make modules that are imported in the `with` block compile their patterns at first use. The process must have
+    only one thread."""
     compile_now = re.compile
     re.compile = late_pattern
     try:
@@ -201,7 +202,8 @@ def members(thing: Any) -> list[tuple[str, Field[Any]]]:
 
 
 class _LateFields:
-    """A class attribute with the fields in the form of `dataclasses`, made when it is first read."""
+    """A class attribute with the class's fields, as `dataclasses` stores them. They are made when the attribute is
+    first read."""
 
     def __init__(self, cls: Any, name: str, frozen: bool, kw_only: bool) -> None:
         self._cls, self._name = cls, name

@@ -203,7 +203,8 @@ def _group_core_limits(pid: int | None) -> list[float]:
 
 
 def _read_core_limit(*files: Path) -> list[float]:
-    """Return a list with the number of cores to which files of a group limit it, empty for no visible limit."""
+    """Return a list with the number of cores to which the files of a control group limit it. The list is empty if no
+    limit is visible."""
     try:
         quota, period = " ".join(file.read_text("ascii") for file in files).split()
         return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []
@@ -239,7 +240,8 @@ class Connections(NamedTuple):
 def connections_of(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
-    """Return the connections of a process, given by its folder in `/proc`, none if the system does not show them.
+    """Return the connections of a process, given by its folder in `/proc`. Return no connections if the system does not
+    show them.
 
     `listened` are ports at which the process listened earlier. For an ended process, `table` has the sockets of its
     network, and `start_ticks` is its start time.
@@ -262,7 +264,8 @@ def connections_of(
 
 
 def listens() -> bool:
-    """Return True if this process listens at a port. It examines its own descriptors, because tables cost more."""
+    """Return True if this process listens at a port. This examines the process's descriptors, because reading the
+    system's tables costs more."""
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - of thousands
             with suppress(OSError):
@@ -318,9 +321,9 @@ class TcpRow(NamedTuple):
 
 
 def _ticks_left_since(start_ticks: int) -> int:
-    """Return the `ticks_left` of a connection that was closed just as a process started.
+    """Return the `ticks_left` of a connection that was closed just when a process started.
 
-    A connection with fewer was closed earlier, perhaps by an earlier server.
+    A connection with fewer ticks was closed earlier, perhaps by an earlier server.
     """
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either

@@ -20,9 +20,9 @@ MOST_KINDS, OTHER_KINDS = 20, "others"
 
 
 class Faults:
-    """A counter of our own faults by place in the code. It logs the first fault of each place.
+    """A thread-safe counter of our own faults, by place in the code.
 
-    It is thread-safe. Under pytest it raises the fault again, so that no test can miss it.
+    It logs the first fault of each place. Under pytest it raises the fault again, so that no test can miss it.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Faults:
             )
 
     def attempt(self, place: str, action: Callable[[], object]) -> None:
-        """Call an action. Count its exception as our fault, so that the caller goes on."""
+        """Call an action. An exception counts as our fault and is not raised, so that the caller goes on."""
         try:
             action()
         except Exception as fault:
@@ -78,7 +78,7 @@ class Faults:
             return {place: sum(kinds.values()) for place, (_, kinds) in self._of_rules.items()}
 
     def notes_of_rules(self) -> list[str]:
-        """Return a sentence per rule with unreadable values, with the description of its first one."""
+        """Return a sentence for each rule with unreadable values. It describes the rule's first unreadable value."""
         with self._lock:
             return [
                 f"{place}: not read: {sum(kinds.values())} times{_counts_text(kinds)}; {first}"

@@ -94,7 +94,8 @@ def append(path: Path, text: str) -> None:
 
 
 def remove_abandoned(folder: Path) -> int:
-    """Remove unfinished files in a folder whose writers have ended. Return the bytes of the other unfinished files."""
+    """Remove those unfinished files in a folder whose writers have ended. Return the total size in bytes of the
+    remaining unfinished files."""
     written_bytes = 0
     for part in folder.glob(f"{PREFIX}*{SUFFIX}"):
         with suppress(OSError):  # its writer, or another process that looks, was faster
@@ -113,9 +114,10 @@ def remove_abandoned(folder: Path) -> int:
 
 
 def remove_first(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
-    """Remove files, given with their sizes, in order until `over_bytes` are freed. Return the removed ones.
+    """Remove files, given with their sizes, in order until `over_bytes` are freed.
 
-    A file that another process removes first counts, too. A file of another user remains.
+    Return the removed files. A file that another process removes first also counts as removed. A file of another user
+    remains.
     """
     removed = []
     for path, size_bytes in files:

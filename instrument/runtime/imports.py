@@ -164,11 +164,12 @@ def install(
     begins: Callable[[str], object] = lambda _: None,
     watch: Watch | None = None,
 ) -> Undo:
-    """Install a hook that calls `imported(module)` after the import of each module for which `wants(name)` is true.
+    """Install a hook that calls `imported(module)` after the import of each module for which `wants(name)` is true, and
+    `begins(name)` before it.
 
-    `begins(name)` is called before the import. Both run on the importing thread, under the module's import lock.
-    `asked_for_code()` is called when `runpy` is about to run such a module, as for `python -m`. Imports pause the trace
-    function of `watch`. Return a function that removes the hook.
+    Both run on the importing thread, under the module's import lock. `asked_for_code()` is called when `runpy` is about
+    to run such a module, as for `python -m`. Imports pause the trace function of `watch`. Return a function that
+    removes the hook.
     """
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)

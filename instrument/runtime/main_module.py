@@ -34,7 +34,7 @@ RUNNERS = frozenset(
 """Programs that run a script as the main module of their own process, as in `python -m pdb script.py`."""
 
 TRACERS = frozenset(("coverage", "debugpy", "pdb", "trace"))
-"""The runners that trace the script. Before Python 3.12 only one tracer can run, so their scripts are not watched."""
+"""The runners that trace the script. Before Python 3.12, only one tracer can run, so their scripts are not watched."""
 
 _WATCHED = ("<module>", "_bootstrap")
 """The names of code objects whose start is watched: module bodies, and the first function of a spawned child."""
@@ -75,13 +75,13 @@ def _runner() -> str:
 
 
 def tracer_of_main() -> str:
-    """Return the runner whose trace function takes the place of the watch's, "" for none."""
+    """Return the name of the runner whose trace function replaces that of the watch, "" if there is none."""
     runner = _runner() if sys.version_info < (3, 12) else ""
     return runner if runner in TRACERS else ""
 
 
 class MainNames(ModuleType):
-    """A module object for a namespace without one: that of a script below a runner, or of a spawned child."""
+    """A module object for a namespace that has none, such as that of a script below a runner or of a spawned child."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -122,7 +122,8 @@ def spawned_main() -> MainNames | None:
 
 
 class Plan(NamedTuple):
-    """The lines of a module's body before which new names are reported (`stops`), and that of the last definition."""
+    """The lines of a module's body before which new names are reported (`stops`), and the line of the last
+    definition."""
 
     stops: frozenset[int]
     last: int
@@ -160,7 +161,8 @@ def _statements(block: list[ast.stmt], *, nested: bool) -> Iterator[tuple[ast.st
 
 
 def _blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
-    """Return the blocks within a statement such as `if`. A definition has none, because its body has its own frame."""
+    """Return the blocks within a statement such as `if`. A definition has no blocks, because its body runs in a frame
+    of its own."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return []
     blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]

@@ -54,9 +54,9 @@ _published: _Published | None = None
 
 
 def publish(payload: bytes) -> str:
-    """Publish an encoded `ProcessContext`, in place of an earlier one of this process.
+    """Publish an encoded `ProcessContext`, which replaces an earlier one of this process.
 
-    Return why that failed, "" on success or if another SDK of the process has published one.
+    Return the reason for a failure. Return "" on success, or if another SDK in the process has published a context.
     """
     global _published
     if len(payload) > PAYLOAD_LIMIT:
@@ -78,7 +78,7 @@ def publish(payload: bytes) -> str:
 
 
 def withdraw() -> None:
-    """Withdraw the context of this process, if there is one."""
+    """Withdraw the published context of this process, if there is one."""
     global _published
     with _lock:
         context, _published = _published, None
@@ -94,7 +94,8 @@ def after_fork_in_child() -> None:
 
 
 def _write_context(context: _Published, payload: bytes) -> None:
-    """Write the payload and the header such that readers find the context complete or marked as changing."""
+    """Write the payload and the header in an order in which readers always find the context complete, or marked as
+    changing."""
     before, context.payload = context.payload, ctypes.create_string_buffer(payload, len(payload))
     address, at = ctypes.addressof(context.payload), context.address
     # A lock that is taken and released is a barrier between the writes before and after it.

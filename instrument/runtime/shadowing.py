@@ -24,7 +24,7 @@ _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
 
 
 def guard_imports(folders: Iterable[str] = ()) -> None:
-    """Have our imports ignore modules in `folders`, and in folders before the standard library on `sys.path`."""
+    """Make our imports ignore modules in `folders`, and in folders that precede the standard library on `sys.path`."""
     before = []
     for entry in sys.path:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):
@@ -116,7 +116,7 @@ class _Guard:
 
 
 def release() -> None:
-    """Put the service's own modules back into `sys.modules`, in place of the standard ones that we loaded."""
+    """Put the service's own modules back into `sys.modules`, where they replace the standard modules that we loaded."""
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
             finder.release()
@@ -125,7 +125,7 @@ def release() -> None:
 
 
 def _is_own_import(frame: FrameType | None) -> bool:
-    """Return True if our code makes the import, directly or through a library of ours."""
+    """Return True if our code makes the import, directly or through a library that we use."""
     while frame is not None:
         file, package = frame.f_code.co_filename, str(frame.f_globals.get("__name__")).partition(".")[0]
         is_machinery = file.startswith("<frozen ")  # and our hook, which calls itself so

@@ -99,7 +99,7 @@ class Termination:
 
 
 def before_exit(action: Callable[[int], object]) -> Callable[[], None]:
-    """Have `os._exit` call `action` with the exit code first. Return the undo.
+    """Make `os._exit` first call `action` with the exit code. Return a function that undoes this.
 
     Forked workers exit by `os._exit`, without Python's exit handling. The action must not wait.
     """
@@ -134,5 +134,5 @@ def _address_of_handler(number: int) -> int | None:
 
 
 def _is_main_thread() -> bool:
-    """Return True on the thread that runs Python's signal handlers, in any greenlet of it."""
+    """Return True on the thread that runs Python's signal handlers, in each of its greenlets."""
     return threading.get_native_id() == os.getpid()

@@ -19,8 +19,8 @@ RESTART_S = 0.2
 """Seconds after which a dead thread starts again."""
 
 WORK_SLICE_S, PAUSE_S = 0.001, 0.0005
-"""Seconds for which a thread of ours works without a pause, and seconds of the pause. Without pauses a server would
-wait 5 ms for the GIL several times per request."""
+"""Seconds for which a thread of ours works without a pause, and seconds of each pause. Without pauses, a server would
+wait for the GIL several times per request, 5 ms each time."""
 
 _own_threads: dict[int, tuple[str, int]] = {}
 """The names and process ids of our running threads, by thread id."""
@@ -29,7 +29,7 @@ _own_threads: dict[int, tuple[str, int]] = {}
 class Thread:
     """A daemon thread that calls `run`, and calls it again if it returns or raises while `is_needed()`.
 
-    Such an end is counted as a fault: an error, or a `SystemExit` that the service has thrown into all threads.
+    An end by an error counts as a fault, and so does a `SystemExit` that the service has thrown into all threads.
     """
 
     def __init__(self, run: Callable[[], object], name: str, is_needed: Callable[[], bool] = lambda: False) -> None:
@@ -131,7 +131,7 @@ _library_threads: dict[int, int] = {}
 
 @contextmanager
 def count_library_threads() -> Iterator[None]:
-    """Count the threads that start during the block as ours, such as OpenBLAS's at the import of numpy."""
+    """Count the threads that start while the `with` block runs as ours, such as OpenBLAS's at the import of numpy."""
     before = _count_tasks()
     try:
         yield
@@ -147,13 +147,14 @@ def _count_tasks() -> int:
 
 
 class _ForkWarning:
-    """A pattern that matches Python's warning on a fork of a process with threads, once.
+    """A pattern that matches, once, Python's warning on a fork of a process with threads.
 
-    A match removes the filter. Python 3.12 warns before the parent's fork hooks, later versions after them.
+    The match removes the warning filter with this pattern. Python 3.12 warns before the parent's fork hooks, later
+    versions after them.
     """
 
     def match(self, text: str) -> bool:
-        """Return True for the warning, and remove the filter."""
+        """Return True for the warning, and remove the warning filter."""
         is_it = text.startswith("This process ") and "is multi-threaded" in text
         if is_it:
             restore_fork_warning()
@@ -200,7 +201,7 @@ def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_chi
 
 
 def catch_up_with_fork() -> None:
-    """Call the child's fork hook if C code forked this process without Python's hooks, as uWSGI does."""
+    """Call the fork hook for a child if C code, such as uWSGI, forked this process without Python's hooks."""
     if _child_begins is not None and os.getpid() != _pid:
         _child_begins()
 

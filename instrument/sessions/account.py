@@ -109,8 +109,8 @@ class SessionDiagnostics:
         return (probes_ns + self.pairs_ns()) / counted if counted else 0.0
 
     def cost_of(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
-        """Return the cost in a window with these calls by site, of which `timed` have device times. The processor time
-        of our threads is spread evenly over `session_ns`."""
+        """Return the cost in a window. `calls` has the number of calls by site, of which `timed` calls have device
+        times. The processor time of our threads is spread evenly over `session_ns`."""
         spans = sum(calls.values())
         probes_ns = self.costs.sum_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
         mean_ns = probes_ns / spans if spans else 0.0
@@ -131,7 +131,7 @@ class SessionDiagnostics:
         return {name: spent_ns for name, spent_ns in ns_by_work.items() if spent_ns}
 
     def stats(self, clock: str, ring_bytes: int) -> view.InstrumentationStats:
-        """Return the statistics for the `cost` view that no recording has. `clock` names the clock of spans."""
+        """Return the statistics for the `cost` view that are not in a recording. `clock` names the clock of spans."""
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
@@ -163,11 +163,11 @@ class SessionDiagnostics:
         return {name: count for name, count in counts.items() if count}
 
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
-        """Return a sentence per target that was not observed, and per fault.
+        """Return a sentence for each target that was not observed, and for each fault.
 
-        Without `with_muted`, muted sites are left out, for a report with a table of them. Without `of_all`, rules whose
-        modules this process has not imported are left out, because the run's first process reports them. Rules of a
-        preset for which this program has nothing, such as copies without a device, are always left out.
+        If `with_muted` is False, muted sites are left out, because the report has a table of them. If `of_all` is
+        False, rules whose modules this process has not imported are left out, because the run's first process reports
+        them. Rules of a preset that do not apply to this program, such as copies without a device, are always left out.
         """
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
@@ -222,8 +222,8 @@ class SessionDiagnostics:
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the verdict on each rule and target, with its count of calls. Without `of_all`, leave out rules whose
-        modules are not imported."""
+        """Return the verdict on each rule and target, with its count of calls. If `of_all` is False, leave out rules
+        whose modules are not imported."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
         for site, called in calls_by_site(self.recorder).items() if verdicts else ():

@@ -1,4 +1,4 @@
-"""The export of a running session, which reads and sends spans itself, or leaves both to the agent.
+"""The export of a running session: it reads and sends spans in this process, or leaves both to the agent.
 
 The module `handover` makes this choice.
 """
@@ -60,8 +60,8 @@ class SessionLock:
 
     @contextmanager
     def acquired(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock for a block and yield True, or False after `timeout_s`. Then send a postponed signal
-        again."""
+        """Acquire the lock for a block and yield True. If that takes longer than `timeout_s`, yield False. After the
+        block, send a postponed signal again."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -73,7 +73,7 @@ class SessionLock:
                 os.kill(os.getpid(), number)
 
     def postpone(self, number: int) -> bool:
-        """Postpone a signal if the calling thread has the lock: it is sent again at the release. Return True if so."""
+        """Postpone a signal until the lock's release and return True, if the calling thread has the lock."""
         if self._is_owned():
             self._postponed = number
         return self._is_owned()
@@ -144,8 +144,8 @@ class Exporting:
         return True
 
     def choose(self) -> None:
-        """Leave the export to the agent if there is one or one can be started. This is final, even if the agent
-        ends."""
+        """Leave the export to the agent if there is an agent or this process can start one. The choice is final, even
+        if the agent ends."""
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
             self.handover.is_here, self.handover.has_agent = False, True
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -164,7 +164,7 @@ class Exporting:
         return reader if reader is not None and not reader.is_over else None
 
     def _read_own(self, read: Callable[[], bool]) -> bool:
-        """Return the result of `read()`, which reads more of the recording. On an error end the export, return True."""
+        """Return the result of `read()`, which reads more rows. After an error, end the export and return True."""
         reader = self.reading
         if reader is None or RECORDER.memory_fd < 0:
             return True
@@ -178,7 +178,8 @@ class Exporting:
             return True
 
     def publish_facts(self, *, is_joined: bool) -> None:
-        """Write into the recording what the agent needs to export it. The control thread calls this regularly."""
+        """Write the values that the agent needs for the export into the recording. The control thread does so
+        regularly."""
         self._facts.publish_resource()
         self._facts.publish_counts()
         joined = self._membership.joins if is_joined else 0
@@ -203,10 +204,10 @@ class Exporting:
         return self._exporter is not None and settings is not None and settings.endpoint == endpoint
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans of a window that the session's export will not send, for the caller to send.
+        """Return the spans of a window that the session's export will not send, so that the caller can send them.
 
-        The export sends an open request whole once it ends. If the agent exports, it sends all spans of the window, and
-        the list is empty. Raises `ExportError` if the agent does not answer.
+        The export sends the spans of an open request when the request ends. If the agent exports, it sends all spans of
+        the window, and the list is empty. Raises `ExportError` if the agent does not answer.
         """
         if not spans:
             return []
@@ -282,7 +283,7 @@ class Exporting:
         return exposition.text_of(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
 
     def _begin_scrapes(self) -> None:
-        """Begin to read the recording for scrapes alone, and publish that."""
+        """Begin to read the recording for scrapes alone, and publish to other processes that scrapes need it."""
         self._begin_reading()
         self._facts.is_scraped = True
         self._facts.publish()
@@ -334,7 +335,7 @@ class Exporting:
             )
 
     def _flush_here(self, reader: OwnExport, end: float) -> None:
-        """Pass finished spans to this process's exporter until all are passed, or until the time `end`."""
+        """Pass finished spans to this process's exporter. Stop when all spans are passed, or at the time `end`."""
         self._await_device_times(end)
         self._facts.publish_counts(at_once=True)
         is_done = False
@@ -345,7 +346,7 @@ class Exporting:
                 time.sleep(FLUSH_POLL_S)
 
     def flush_by_agent(self, end: float, patience_s: float = math.inf) -> tuple[otlp.Delivery, int]:
-        """Have the agent send all finished spans, and wait for that until the time `end`.
+        """Have the agent send all finished spans, and wait until they are sent, at most until the time `end`.
 
         Return the delivery, and the count of spans that are not sent yet. The wait ends early if the agent's exporter
         has started, reads no new rows for `patience_s` seconds and has nothing to send.
@@ -399,7 +400,7 @@ class Exporting:
             self._read_own(partial(reader.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:
-        """End the export. Without `has_delivered`, drop unsent rows, because gauges of an idle process are useless."""
+        """End the export. Unless `has_delivered`, drop unsent rows, because gauges of an idle process are useless."""
         reader = self.handover.own
         if not has_delivered and self._exporter is not None:
             if reader is not None:
@@ -410,6 +411,6 @@ class Exporting:
 
 
 def rows_recorded() -> int:
-    """Return how many rows this process has recorded in the current session."""
+    """Return the number of rows that this process has recorded in the current session."""
     recorded: int = sum(ring.head for ring in RECORDER.rings()) + RECORDER.ended_rows
     return recorded

@@ -50,9 +50,9 @@ def with_pid(template: str, *, is_first: bool) -> str:
 
 
 def file_name(template: str, *, service: str, pid: int, window: int, run: str = "") -> str:
-    """Fill in `{service}`, `{run}`, `{pid}` and `{window}` of a path template. The service gets only safe characters.
+    """Fill in `{service}`, `{run}`, `{pid}` and `{window}` of a path template.
 
-    Raises `TraceError` for any other name in braces.
+    Unsafe characters of the service's name are replaced. Raises `TraceError` for any other name in braces.
     """
     safe_service = re.sub(r"[^\w.-]+", "_", service).encode()[:96].decode(errors="ignore").lstrip(".")
     values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
@@ -73,7 +73,7 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
 
 
 def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
-    """Return the files of a template, with and without `{pid}`, and the process id in each name, 0 for none."""
+    """Return the files of a template, with and without `{pid}`, each with the process id in its name, 0 for none."""
     import glob
 
     pid_by_name: dict[str, int] = {}
@@ -113,7 +113,7 @@ def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 
 
 def write(stream: TextIO, text: str, limit_ns: int) -> None:
-    """Write a text to a standard stream. Raises `TimeoutError` if the pipe stays full for `limit_ns`."""
+    """Write a text to a standard stream. Raises `TimeoutError` if the stream is a pipe and full for `limit_ns`."""
     if stream not in (sys.__stdout__, sys.__stderr__):
         stream.write(text)  # the host's own
         stream.flush()
@@ -152,11 +152,10 @@ class Destination:
         return Path(name) if self.folder == environment.working_folder() else self.folder / name
 
     def make_room(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
-        """Remove the oldest files of the templates until the rest fits into `disk_bytes`. Return the count of removed
-        ones.
+        """Remove the oldest files of the templates until the remaining ones fit into `disk_bytes`.
 
-        Files in `keep` stay. Unfinished files of ended processes are removed first, the newest file of each other
-        running process last.
+        Return the number of removed files. Files in `keep` are never removed. The unfinished files of ended processes
+        are removed first. The newest file of each other running process is removed last.
         """
         free_bytes = disk_bytes
         rank_by_name: dict[str, tuple[bool, int, int]] = {}
@@ -223,8 +222,8 @@ def why_no_files() -> str:
 
 
 def prepare() -> None:
-    """Import all modules that writing needs, before a thread of ours could: a child forked during an import would
-    inherit it half-done."""
+    """Import all modules that writing needs before a thread of ours imports them. A child that is forked during an
+    import would inherit a half-done import."""
     try:
         from instrument.chrome import writing  # noqa: F401
         from instrument.sessions import step_columns  # noqa: F401

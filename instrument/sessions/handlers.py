@@ -44,7 +44,7 @@ ROWS_LIMIT = 200_000
 are dropped and counted, but never the newest."""
 
 WAIT_LIMIT_NS = 30 * 10**9
-"""Nanoseconds for which `Profiler.stop` waits for windows to be written and sent. Then it drops the other windows."""
+"""Nanoseconds for which `Profiler.stop` waits until windows are written and sent. Then it drops the remaining ones."""
 
 _FILE = "{service}-{pid}-{window}.json.gz"
 
@@ -77,7 +77,7 @@ class Window:
 
     @property
     def trace(self) -> Trace:
-        """The trace of the window. It is made when first read, in some 2 us per span, 15 us per operator of torch.
+        """The trace of the window. It is made when first read, in some 2 us per span, and 15 us per operator of torch.
 
         If torch.profiler ran in the window, the trace has its operators as spans, and its kernels, allocations and
         floating-point operations.
@@ -137,7 +137,7 @@ Handler = Callable[[Window], object]
 
 
 class InBackground:
-    """A handler that a `Profiler` runs on its thread and not within `step`. A direct call runs it at once."""
+    """A handler that a `Profiler` runs on a thread of its own, not within `step`. A direct call runs it at once."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -213,16 +213,17 @@ def is_asynchronous(handler: Any) -> bool:
 def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | None = None) -> Handler:
     """Return a handler for `on_trace_ready` that sends each window's spans to an OpenTelemetry collector.
 
-    It runs on the `Profiler`'s thread. Settings that are left out come from `export.otlp` of the profile, else from the
-    `OTEL_*` variables. The default collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
+    It runs on the `Profiler`'s thread. Settings that are not given come from `export.otlp` of the profile, else from
+    the `OTEL_*` variables. The default collector is at http://localhost:4318. `endpoint` has the syntax of a profile.
 
-    Every span is sent once. If the session already exports to the same endpoint, a window sends only the spans that the
-    session's `capture` does not keep, and no steps; by default that is none. The session sends a request that is open
-    at the window's end once the request ends. Otherwise a span that is open at a window's edge is sent with its first
-    window, clipped and marked.
+    Every span is sent once. If the session already exports to the same endpoint, a window sends no steps, and only
+    those spans that the session's `capture` does not keep. By default there are none. A request that is open at the
+    window's end is sent by the session when the request ends. Otherwise a span that is open at a window's edge is sent
+    with its first window, clipped and marked.
 
-    After a failure the rest of the window is not sent. The session's losses count its spans, and `Profiler.failures`
-    the window. The call imports modules for some 0.1 s. Raises `ProfileError` for an invalid endpoint or headers.
+    After a failure the rest of the window is not sent. Its spans count in the session's losses, the window in
+    `Profiler.failures`. The call imports modules for some 0.1 s. Raises `ProfileError` for an invalid endpoint or
+    headers.
     """
     settings: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -317,8 +318,8 @@ def _bodies_of(spans: Sequence[Span], trace: Columns, exporter: otlp.Exporter) -
 class Backlog:
     """A queue of windows, with a thread that runs their handlers in order. The first window starts the thread.
 
-    Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the oldest windows are dropped. `fail(event, error)` is called on any thread
-    for failed handlers and dropped windows.
+    Beyond `WINDOWS_LIMIT` or `ROWS_LIMIT` the oldest windows are dropped. `fail(event, error)` is called for each
+    failed handler and dropped window, on any thread.
     """
 
     def __init__(self, fail: Callable[[str, Exception], None]) -> None:
@@ -330,7 +331,7 @@ class Backlog:
         self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
-        """Queue a window for its handlers, in 2 us. At interpreter exit, when no thread can start, run them at once."""
+        """Queue a window for its handlers, in 2 us. At interpreter exit, as no thread can start, run these at once."""
         if self._thread is None:
             thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
             try:

@@ -1,8 +1,8 @@
 """The handover of work from this process to its agent: the export of the recording, and the reading of gauges.
 
 The agent of a process reads and exports its recording, so the session needs no reader and no thread for that. If the
-agent is killed, the next agent continues from the checkpoint in the recording. A session that never had an agent
-exports by itself, with the same classes, and imports numpy for that.
+agent is killed, the next agent continues from the checkpoint in the recording. A session without any agent exports by
+itself. It uses the same classes as the agent, which import numpy.
 
 The agent cannot read torch's allocator from outside, so the control thread of the process sends the allocator's values.
 The process reads all gauges itself if it has no agent, or if the agent refuses. A lock on the recording ensures that
@@ -120,8 +120,8 @@ class OwnExport:
         return self._run is None or self._run.send_now(self._run.members[0])
 
     def unsent(self, spans: Sequence[Span]) -> list[Span]:
-        """Return those spans that this export will not send, and have it send open requests once they end. Raises
-        `ExportError` if not all rows could be read because the exporter's queue stayed full."""
+        """Return the given spans that this export will not send. Open requests will be sent when they end. Raises
+        `ExportError` if rows could not be read because the exporter's queue stayed full."""
         run, end = self._run, time.monotonic() + UNREAD_LIMIT_S
         if run is None:
             return list(spans)
@@ -144,7 +144,7 @@ class OwnExport:
         return False
 
     def note_sent(self, source: Source) -> None:
-        """Store how far the spans of a recording (`source`) have been sent."""
+        """Store up to which row the spans of a recording (`source`) have been sent."""
         exported = self._exported
         if exported is not None and exported.owns_source(source):
             exported.note_sent()
@@ -157,9 +157,10 @@ class OwnExport:
     # ---------------------------------------------------------------- the end
 
     def end(self, end: float) -> bool:
-        """Pass all remaining rows of an ended session to the exporter, until the time `end` of the monotonic clock.
+        """Pass the remaining rows of an ended session to the exporter, at most until the time `end` of the monotonic
+        clock.
 
-        Return True if the exporter had no room for all rows.
+        Return True if the exporter's queue had no room for all of them.
         """
         run = self._run
         if run is None:
@@ -207,7 +208,7 @@ LOOK_S = 0.005
 
 
 class Handover:
-    """The choice who exports, this process (`is_here`) or the agent, and the progress of that export.
+    """The choice of the exporter, which is this process (`is_here`) or the agent, and the progress of the export.
 
     `own` is the reader in this process, None if nothing is read here.
     """
@@ -235,7 +236,7 @@ class Handover:
         return self.is_refused and not self.is_taken()
 
     def note_undelivered(self, count: int, *, is_reported: bool) -> None:
-        """Count the spans that are undelivered at the session's end. If `is_reported`, the agent will report losses."""
+        """Count the undelivered spans at the session's end. If `is_reported`, the agent will report the lost ones."""
         reason = UNDELIVERED if is_reported else UNREPORTED
         self.left = {export_checkpoint.UNREAD if self.is_abandoned() else reason: count} if count else {}
 
@@ -254,10 +255,11 @@ class Handover:
         return self._read(ExportCheckpoint.is_taken, default=False)
 
     def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
-        """Wait until the agent has read all `recorded` rows of an ended session, which the next session overwrites.
+        """Wait until the agent has read all `recorded` rows of an ended session, because the next session overwrites
+        them.
 
-        With `metered`, wait also until it has counted their metrics. `is_left()` returns True if an agent will read
-        the rows, even if it has not begun. Return the count of unread rows.
+        With `metered`, wait also until the agent has counted their metrics. `is_left()` returns True if an agent will
+        read the rows, even if it has not begun to. Return the count of unread rows.
         """
         end = time.monotonic() + LAST_READ_S
         while True:
@@ -334,8 +336,8 @@ LAST_READING_S = 0.5
 class GaugeWatch:
     """A reader of a process's gauges, through the agent or on a thread of this process.
 
-    `_changed()` is called when the set of read GPUs changes. Only one thread at a time may call `begin` and `stop`. The
-    control thread calls `look` and `handle_message`.
+    `_changed()` is called when the set of GPUs whose gauges are read changes. Only one thread at a time may call
+    `begin` and `stop`. The control thread exchanges the messages with the agent.
     """
 
     _gauges: Gauges
@@ -391,7 +393,7 @@ class GaugeWatch:
             claim.close()
 
     def look(self) -> None:
-        """Send the agent torch's memory readings and changed GPUs. The control thread calls this regularly."""
+        """Send the agent new readings of torch's memory, and changed GPUs. The control thread calls this regularly."""
         if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or RECORDER.memory_fd < 0:
             return
         if not self._gauges.is_reading and self._membership.is_joined:
@@ -415,7 +417,7 @@ class GaugeWatch:
     # ---------------------------------------------------------------- what the agent does not know
 
     def _send_changes(self) -> None:
-        """Send the agent new settings if the service has changed which GPUs it may use."""
+        """Send the agent new settings if the set of GPUs that the service may use has changed."""
         before = self._sent_settings
         if self.facts() != before:
             self._membership.send({"gauges": self._sent_settings})

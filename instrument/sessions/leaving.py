@@ -35,7 +35,7 @@ from instrument.sessions.recorded import Recorded
 
 AGENT_SEND_S = 1.0
 """Seconds for which an ending process with a summary waits for the agent to send its spans. The run's first process
-waits until its deadline, because its end may also end its container, with the agent."""
+waits until its deadline, because its end may also end its container and thereby the agent."""
 
 STALLED_AGENT_S = 1.0
 """Seconds for which an ending process waits for an agent that reads no new rows, such as a stopped one."""
@@ -89,7 +89,8 @@ class Leaving:
     def after_fork_in_child(self) -> None:
         """Have the session end as a forked child exits by `os._exit`, which calls no handler of `atexit`.
 
-        A child of multiprocessing calls the finalisers of multiprocessing before, a child of Celery's pool a signal.
+        Before that, a child of multiprocessing calls multiprocessing's finalisers, and a child of Celery's pool sends
+        one of Celery's signals.
         """
         if self._observed_for:
             from instrument.proposal import observation
@@ -108,9 +109,10 @@ class Leaving:
         util.Finalize(None, self._at_exit, exitpriority=-100)
 
     def _at_exit(self) -> None:
-        """End the session at interpreter exit. If a KeyboardInterrupt ended the program, raise it again.
+        """End the session at interpreter exit.
 
-        Otherwise Python would exit with code 1 and not by the signal, because imports during exit make it forget that.
+        If a KeyboardInterrupt ended the program, raise it again. Otherwise Python would exit with code 1 and not by the
+        signal, because imports during the exit clear the mark of the interrupt.
         """
         FAULTS.attempt("exit", self._stop)
         if issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
@@ -120,7 +122,7 @@ class Leaving:
     def stop_on_thread(self) -> None:
         """End the session on a new thread, when only our threads keep the process from ending.
 
-        A report imports numpy, so OpenBLAS is limited to one thread. Further threads of it would never end.
+        A report imports numpy, so OpenBLAS is limited to one thread. Further threads of OpenBLAS would never end.
         """
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         Thread(self._stop, "instrument-exit").start()
@@ -196,8 +198,8 @@ class Leaving:
     def _wait_for_collector(self, deadline: Deadline) -> None:
         """Wait for the collector, but only briefly if another process of the run has just waited for it in vain.
 
-        Otherwise a parent that ends its workers one by one would wait for each of them. A short wait is not counted as
-        one in vain, so that later processes wait in full for a collector that answers again.
+        Otherwise a parent that ends its workers one by one would wait for each of them. A short wait does not count as
+        a wait in vain, so that later processes wait for the full time if the collector answers again.
         """
         exporter = self._recorded.exporter
         if exporter is None:
@@ -240,7 +242,7 @@ class Leaving:
             self._saving.print_summary(settings, round(deadline.last_s() * 1e9))
 
     def _log_unsent(self) -> None:
-        """Log how many spans were not sent, unless the agent can still report that."""
+        """Log the number of spans that were not sent, unless the agent can still report them."""
         handover = self._exporting.handover
         lost = dict(handover.losses())
         if self._recorded.exporter is not None and handover.is_here:
@@ -252,8 +254,9 @@ class Leaving:
             logger.warning("some spans of this process had not reached the collector at its end: %s", text)
 
     def _has_little_to_report(self) -> bool:
-        """Return True if this process recorded only garbage collections while rules are active in other processes. It
-        is a parent of workers, and its own report would wrongly say that nothing was recorded."""
+        """Return True if this process recorded only garbage collections while rules are active in other processes. Such
+        a process is a parent of workers. Its own report would say that nothing was recorded, although its workers
+        recorded calls."""
         called = calls_by_site(RECORDER)
         other_marks = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
         return bool(called and other_marks) and all(site == COLLECTION for site in called)

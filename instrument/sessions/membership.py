@@ -1,8 +1,8 @@
-"""The connection of a process to the agent of its run, by which it joins, sends messages, and says goodbye.
+"""The connection of a process to the agent of its run. It is used to join, to send messages, and to say goodbye.
 
-An open connection shows the agent that the process lives. A dead, stopped or slow agent does not delay the service.
-Only the goodbye waits briefly, if this process may have to print the run's report. Joining needs no thread. The control
-thread handles the agent's messages.
+While the connection is open, the agent knows that the process lives. A dead, stopped or slow agent does not delay the
+service. Only the goodbye waits briefly, because this process may have to print the run's report. To join, a process
+needs no thread. The control thread handles the agent's messages.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Membership:
     def join(self, *, begins: bool = False) -> str:
         """Connect to the agent, and send it this process's facts and recording.
 
-        Return why that failed, "" on success or if there is no agent to join. With `begins`, start an agent in place of
-        one that has gone, in some 20 ms.
+        Return the reason for a failure, "" on success or if there is no agent to join. With `begins`, start an agent in
+        place of one that has ended, which takes some 20 ms.
         """
         self.close()
         if not self.path:
@@ -115,11 +115,11 @@ class Membership:
         return bool(self.path) and agent_socket.has_listener(Path(self.path))
 
     def has_agent(self) -> bool:
-        """Return True if an agent exists, or if this process may start one in place of one that has gone."""
+        """Return True if an agent exists, or if this process may start one in place of an agent that has ended."""
         return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
 
     def can_begin_agent(self) -> bool:
-        """Return True if this process may start an agent in place of one that has gone."""
+        """Return True if this process may start an agent in place of one that has ended."""
         return bool(self.path) and agent_socket.can_replace(Path(self.path))
 
     @property
@@ -178,7 +178,7 @@ class Membership:
         return text.decode()
 
     def next_message(self) -> Mapping[str, Any] | None:
-        """Return the agent's next message, {} if none has arrived, None if the agent has gone."""
+        """Return the agent's next message, {} if none has arrived, None if the agent has ended."""
         return self._put_aside.pop(0) if self._put_aside else self._received()
 
     def _received(self) -> Mapping[str, Any] | None:
@@ -203,9 +203,10 @@ class Membership:
         """Say goodbye to the agent, and return its answer on who prints the run's report. Without `save`, return {}.
 
         `save(path)` writes the recording for that report. The answer has `others` if a running process will print it,
-        `report` if the caller must print this text, and `late` if it was not ready in time. `unheard` means that the
-        agent is slow or gone; then the answer has the ids of `unreported` processes and the count of `unsent` spans. A
-        process that is alone in the run gets {}, or a note on processes that record nothing as `unseen`.
+        `report` if the caller must print this text, and `late` if it was not ready in time. It has `unheard` if the
+        agent is slow or has ended. In this case it also has the ids of `unreported` processes and the count of `unsent`
+        spans. For a process that is alone in the run, the answer is {}, or has a note on processes that record nothing
+        (`unseen`).
         """
         if not self.path:
             return {}
@@ -278,7 +279,7 @@ class Membership:
 
 
 def target_of(descriptor: int) -> str:
-    """Return the path or the pipe behind a descriptor of this process, "" if unknown."""
+    """Return the path or the pipe that a descriptor of this process refers to, "" if unknown."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:

@@ -1,6 +1,6 @@
 """The functions of `import instrument` that start, stop and read the one session of a process.
 
-The module's handlers end the session at a signal and continue it after a fork.
+The module's handlers end the session on a signal, and continue it in a forked child.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def log_switched_off() -> None:
 def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | None:
     """Record from now on what a profile asks for, until `stop`: ``instrument.start("profile.yaml")``.
 
-    `profile` is a path or a `Profile`. Left out, it is the file that `INSTRUMENT_PROFILE` names. Without either,
+    `profile` is a path or a `Profile`. By default it is the file that `INSTRUMENT_PROFILE` names. Without any profile,
     decorators and scopes record, and nothing is exported. Returns the session. With `INSTRUMENT=off`, and while `check`
     imports the service, it does nothing and returns None. Raises `ProfileError` for a bad file and `StateError` when a
     session runs already.
@@ -165,10 +165,12 @@ def summary(**options: Any) -> str:
     - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
     - `sorted_by`: default, calls, total, max, min, ave, or one of the last four with cpu_ or gpu_ before it, also
       cpu_total, gpu_total
-    - `rows`: the most rows of each table, None for `most` or for all; `least_ns`: leaves out rows with less time, in ns
+    - `rows`: the maximum number of rows of each table; `least_ns`: the minimum time of a row in ns
     - `threads`: merged, apart or both; `unit`: of times, s, ms, us or ns
-    - `corrected`: self times less what the probes below a span cost; `skip_first`: iterations left out of means
-    - `requests_by`: endpoint, or an attribute, by which views group requests; `at_most`: groups before one of the rest
+    - `corrected`: subtracts the cost of the probes below a span from self times; `skip_first`: the number of first
+      iterations to leave out of means
+    - `requests_by`: endpoint, or an attribute by which views group requests; `at_most`: the maximum number of groups,
+      with one more for all others
 
     Raises `StateError` if no session runs, `ValueError` for an unknown view or value, `TypeError` for an unknown
     option, and `TraceError` for a file of another process or time.
@@ -286,7 +288,7 @@ def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mappi
 
 
 def _nearest_to_import(name: str, error: BaseException) -> str:
-    """Return a hint at the module whose name is most like that of a missing one, "" for none."""
+    """Return a hint with the name of the module that is most similar to the name of a missing module, "" for none."""
     missing = getattr(error, "name", None) or ""
     if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{missing}."):
         return ""
@@ -313,7 +315,7 @@ def stop_on_sigterm() -> None:
 
 
 def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
-    """Stop the session because of a signal. Return False if that is impossible now; the signal is then sent again."""
+    """Stop the session because of a signal. Return False if that is impossible now. It is then sent again."""
     running = _session
     if running is not None and running.exporting.lock.postpone(number):
         return False
@@ -335,7 +337,7 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""The id of the process that sends a signal to itself again, by the signal's number; 0 once the signal is handled."""
+"""By a signal's number, the id of the process that sends the signal to itself again; 0 once the signal is handled."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:

@@ -39,10 +39,10 @@ Answer = Mapping[str, Any]
 
 
 class Request(NamedTuple):
-    """A request to a process to reload its profile from `path`, None for its own file.
+    """A request to a process to reload its profile from `path`, or from its own file if `path` is None.
 
-    With `service`, only processes of that service answer it. `switch` allows another file than the process's own. With
-    `records`, no profile is read, and the recording is switched on or off.
+    With `service`, only processes of that service answer it. With `switch`, `path` may be another file than the
+    process's own. With `records`, no profile is read, and the recording is switched on or off.
     """
 
     path: str | None = None
@@ -69,8 +69,8 @@ class Reload:
     """The result of a reload of a running session's profile.
 
     `attached` and `undone` name the new and the removed targets of function rules, and the new and the removed rules
-    for layers and copies. `refused` has a sentence per setting that could not be changed. `generation` counts profiles
-    from 1. `digest` identifies the profile now in force.
+    for layers and copies. `refused` has a sentence per setting that could not be changed. `generation` is the number of
+    the profile in this session, from 1. `digest` identifies the profile that is now in force.
     """
 
     generation: int
@@ -166,7 +166,8 @@ def refusals(profile: Profile, in_force: Profile) -> tuple[str, ...]:
 def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[str], list[str]]:
     """Attach the rules that are only in the profile `to`, and undo those that are only in `now`.
 
-    Return the names of both. Raises `StateError` after a failure, which leaves the rules of `now` in force.
+    Return the names of the attached and of the undone targets. Raises `StateError` after a failure, which leaves the
+    rules of `now` in force.
     """
     try:
         return selection.change(to)
@@ -176,7 +177,8 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 
 
 class Generations:
-    """The profiles of a session, one after the other, as code, the agent or a changed file replaces them.
+    """The successive profiles of a session. A call in the code, a request of the agent, or a changed file may replace
+    the current profile.
 
     `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` applies the current
     profile with added rules. `has_ended()` returns True once the session has stopped. After a change, call `settle()`
@@ -226,7 +228,7 @@ class Generations:
         return self.file if self._session.profile.control.watch else None
 
     def prepare_to_watch(self) -> bool:
-        """Import the reader of profiles if the profile's file is to be watched. Return True if so."""
+        """Return True if the profile's file is to be watched for changes. If so, import the reader of profiles."""
         session = self._session
         if not session.profile.control.watch:
             return False
@@ -330,7 +332,7 @@ INVALID_FILE_S = 1.0
 """Seconds for which a file may be invalid before that is reported, because it may only be half-written."""
 
 MAIN_THREAD_CHECK_S = 0.2
-"""Seconds between two checks whether the main thread has ended, because then the process may have to end, too."""
+"""Seconds between two checks whether the main thread has ended. When it has ended, the process may have to end, too."""
 
 EXPORT_CHECK_S = 1.0
 """Seconds between two checks whether an exporter reads this process's recording."""
@@ -386,7 +388,7 @@ class ControlThread:
                 self.go_on()
 
     def go_on(self) -> None:
-        """Start the thread, or wake it to look for the agent. Do nothing before `watch` or `hear_agent` was called."""
+        """Start the thread or, if it runs, wake it to look for the agent. Before `watch` or `hear_agent` do nothing."""
         with self._lock:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)  # it looks for the agent
@@ -446,7 +448,7 @@ class ControlThread:
                     _attempt(self._handle_agent_message)
 
     def _wait(self, wait_s: float) -> list[tuple[int, int]]:
-        """Wait for a message of the agent or a wake-up. This uses poll because a forked child would share an epoll."""
+        """Wait for a message of the agent or a wake-up. `poll` is used, as a forked child would share an `epoll`."""
         waiting = poll()
         for descriptor in (self._wake, self._agent_fd):
             if descriptor >= 0:
@@ -454,7 +456,7 @@ class ControlThread:
         return list(waiting.poll(1000 * wait_s))
 
     def _find_agent(self, now: float) -> float | None:
-        """Connect to an agent if there is no connection. Return the time of the next attempt, None if there is none."""
+        """Connect to an agent if none is connected. Return the time of the next attempt, None if there will be none."""
         membership = self._membership
         if not membership.joins:
             return None  # the session joins first

@@ -1,8 +1,8 @@
 """The `Profiler` of a training loop, which calls `step` at the end of each step and gets traces of windows of steps.
 
 A `Profiler` joins the running session, or begins a session that ends with the last `Profiler`. Recording is never
-switched off, so a window also has the spans that were open at its edges, clipped and marked. A step outside of a window
-costs as much as a step within, but is not read.
+switched off, so a window also has the spans that were open at its edges, clipped and marked. Recording a step outside
+of a window costs as much as one inside, but the rows outside are not read.
 
 If neither the call nor the environment names a profile, the loop records with `EVERYTHING`: phases, the wait for
 batches, communication, every layer, copies, and the load of process and machine.
@@ -59,25 +59,24 @@ class Profiler:
                 train(batch)
                 profiler.step()
 
-    - `profile` is that of a session of its own, as for `start`: none may run already. By default the running session
-      is looked at, and left as it is. If none runs, one is begun with the profile that `INSTRUMENT_PROFILE` names,
-      else with `EVERYTHING`: phases, the wait for batches, communication, every layer, copies, and what process and
-      machine use. It ends with the last Profiler that uses it. The `schedule` of a profile counts requests, not these
-      steps.
-    - `schedule` is ``(first, end)`` for the steps first to end - 1, what `schedule(...)` returns, or any function from
-      a step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN). Left out, all steps are one window.
+    - `profile` begins a session of its own, as in `start`, so no session may be running. Without it, the Profiler uses
+      the running session and does not change it. If no session runs, the Profiler begins one with the profile that
+      `INSTRUMENT_PROFILE` names, else with `EVERYTHING`: phases, the wait for batches, communication, every layer,
+      copies, and the load of process and machine. This session ends with the last Profiler that uses it. The `schedule`
+      of a profile counts requests, not these steps.
+    - `schedule` is ``(first, end)`` for the steps first to end - 1, a result of `schedule(...)`, or any function from a
+      step to a state (CLOSED, READY, RECORD, RECORD_AND_RETURN). Without it, all steps are one window.
     - `on_trace_ready` is a function of a `Window`, or several in a list. It runs within `step` or `stop`, between two
       windows, so that its own work is in neither. `export_chrome` and `export_otlp` run on a thread of ours, in the
-      order of the windows; `stop` waits for it at most `WAIT_LIMIT_NS`. A handler that fails, and a window that is
-      given up because newer ones came too fast, is noted and counted in `failures`, and never stops the loop.
+      order of the windows; `stop` waits for that thread at most `WAIT_LIMIT_NS`. A failed handler, or a window that was
+      dropped because newer ones came too fast, is noted and counted in `failures`. It never stops the loop.
     - `state` and `tracer_option` are those of the profile.
     - `timer_only` measures the steps and records nothing, even against the profile.
-    - `torch` has torch.profiler run within the windows, where torch is imported, and adds its operators as
-      spans, its kernels, allocations, and floating-point operations. It is True, False, or options, see `TorchOptions`:
-      ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True if a session is begun
-      with `EVERYTHING`. Each window's notes state its cost; on a GPU it waits for the device at a window's end. A
-      torch.profiler of the program's own goes first.
-    """
+    - `torch` has torch.profiler run within the windows, where torch is imported, and adds its operators as spans, its
+      kernels, allocations, and floating-point operations. It is True, False, or options, see `TorchOptions`:
+      ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True if the Profiler begins a
+      session with `EVERYTHING`. Each window's notes state the cost. On a GPU, torch.profiler waits for the device at a
+      window's end. If the program runs a torch.profiler itself, that one takes precedence."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class Profiler:
         self._waited: dict[int, int] = {}
 
     def start(self) -> None:
-        """Begin step 0. Raises `StateError` if the Profiler already runs, or another session rules out its profile."""
+        """Begin step 0. Raises `StateError` if the Profiler already runs, or if a session with another profile runs."""
         with self._lock:
             if self._is_running:
                 raise StateError("the Profiler already runs; call stop() first, or create another one")
@@ -188,7 +187,7 @@ class Profiler:
                 self._windows.begin_window(self._step_ns)
 
     def _prepare(self, windows: Windows) -> bool:
-        """Start torch.profiler and read gauges, if a window begins next. Return True if that took time."""
+        """Start torch.profiler and read gauges, if a window is about to begin. Return True if these took time."""
         if self._torch is not None:
             self._torch.look()
             if windows.state is State.READY:
@@ -538,8 +537,8 @@ def records_everything(session: Session) -> bool:
 
 
 def torch_profiler_for(session: Session, options: TorchOptions, state: str | None = None) -> TorchProfiler | None:
-    """Return a driver of torch.profiler for a loop, None if `options`, by default `EVERYTHING` alone, do not ask for
-    it."""
+    """Return a driver of torch.profiler for a loop, None if the options do not ask for it. By default, only a session
+    that began with `EVERYTHING` has one."""
     if options.is_wanted is False or (options.is_wanted is None and not records_everything(session)):
         return None
     is_of_host = (state or session.profile.state) == "CPU"

@@ -1,7 +1,7 @@
 """The values that a session publishes to other processes, in its recording and in messages to its agent.
 
-The values are the process's identity, its export settings, verdicts on its rules, and counts that only the session has.
-The session writes a changed value again. Writing costly values takes at most a fixed share of the time.
+The values are the process's identity, its export settings, the verdicts on its rules, and counts that only the session
+has. A changed value is written again. Writing costly values takes at most a fixed share of the time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VERDICTS_PAUSE_NS = 10_000_000_000
 """The maximum nanoseconds between two writes of the verdicts on the rules."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
-"""The maximum number of notes for other processes, of characters per note, and of names of uncalled targets."""
+"""Three maximum numbers: of notes for other processes, of characters in a note, and of names of uncalled targets."""
 
 
 class PublishedFacts:
@@ -107,7 +107,7 @@ class PublishedFacts:
             self.publish()
 
     def publish_resource(self) -> None:
-        """Write the resource attributes of the service's own tracer provider, so that both exports have the same."""
+        """Write the resource attributes of the service's tracer provider, so that both exports have the same."""
         if self._recorded.exporter is None:
             return
         resource = dict(self._recorded.exporter.resource())
@@ -188,7 +188,7 @@ class PublishedFacts:
         )
 
     def publish_marks(self) -> None:
-        """Write the marks that identify functions with metrics. This may take a 20th of the time."""
+        """Write the marks that identify functions with metrics. A call soon after the last does nothing."""
         began_ns = time.monotonic_ns()
         if not self.is_metered_elsewhere or began_ns < self._marks_until_ns:
             return
@@ -240,7 +240,8 @@ class PublishedFacts:
     def publish_verdicts(self, *, at_once: bool = False) -> None:
         """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
 
-        Unless `at_once`, takes at most a 20th of the time, at intervals that grow to `VERDICTS_PAUSE_NS`.
+        Unless `at_once` is True, a call too soon after the last one does nothing. So this takes at most a 20th of the
+        time. The interval between two writes grows up to `VERDICTS_PAUSE_NS`.
         """
         began_ns, recorded = time.monotonic_ns(), self._recorded
         if began_ns < self._verdicts_until_ns and not at_once:

@@ -72,11 +72,11 @@ HEALTH_PROBES = late_pattern(
 """A pattern that matches the names of health probes and of metrics endpoints, which do no work of the service."""
 
 Firsts = Mapping[int, tuple[int, int]]
-"""The first completed call of each call path, by call node: its begin and its duration in ns."""
+"""The first completed call of each call path, by call node: its start time and its duration in ns."""
 
 
 class Recorded:
-    """The components that record with one profile in this process, and the readers of what they recorded.
+    """The components that record with one profile in this process, and the readers of the recorded data.
 
     `keep_gpus(gpus)` is called with the GPUs whose gauges are read. All methods may be called from any thread.
     """
@@ -184,7 +184,7 @@ class Recorded:
         return otlp.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
-        """Return trace id, span id, flags and trace state of a span: in its remote caller's trace, else in our own."""
+        """Return trace id, span id, flags and trace state of a span. The trace is the remote caller's, else our own."""
         ids, remote = self.ids(), remote_of(remote_value)
         may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
         if may_be_below and not any(RECORDER.paths().by_site(is_request)):
@@ -258,7 +258,7 @@ class Recorded:
         """Return the spans in the rings that overlap an interval. Open spans are clipped and marked.
 
         The steps of a `Profiler` are spans, too. Without a `Profiler`, steps are derived from the phases and loaders of
-        training, if the profile records these. `origin` is the process's identity at the interval's end.
+        a training loop, if the profile records these. `origin` is the process's identity at the interval's end.
         """
         from instrument.sessions.step_columns import steps_of_batches, with_steps
 
@@ -276,7 +276,7 @@ class Recorded:
         return trace
 
     def take(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
-        """Copy the rows of an interval, in 10 ns per span. `trace_of` makes a trace of the copy later."""
+        """Copy the rows of an interval, which takes 10 ns per span. `trace_of` makes a trace of the copy later."""
         from instrument.trace.of_recording import RowSnapshot
 
         mapped = RECORDER.mapped()
@@ -418,7 +418,7 @@ def _totals(merged: bool) -> Tally:
 
 
 def _caller_in_environment() -> str:
-    """Return the remote parent span in the environment (`TRACEPARENT`) in the form of `Origin`, "" for none."""
+    """Return the remote parent span that the environment variable `TRACEPARENT` names, as in `Origin`, "" for none."""
     if not {"TRACEPARENT", "OTEL_PROPAGATORS"} & os.environ.keys():
         return ""
     from instrument.instrumentors.requests.propagation import read_environment
@@ -429,9 +429,10 @@ def _caller_in_environment() -> str:
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
     """Choose the first request that did work, for `Startup`. Return it with the reason for the choice.
 
-    The first call of a site in `sites` is preferred. Otherwise it is the earliest request with a recorded call below
-    it, except health probes. If that is not the first request of its site, only the begin of the lower call is known,
-    and the length is 0. Return None if the chosen request is also the first of all.
+    The first call of a site in `sites` is preferred. Otherwise the earliest request with a recorded call below it is
+    chosen, except health probes. If it is not the first request of its site, only the start time of the call below it
+    is known. The request then gets this start time and the length 0. Return None if the chosen request is also the
+    first of all requests.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest(call for call in calls.values() if call.site in sites)

@@ -302,7 +302,7 @@ class Session:
         self.control.hear_agent()
 
     def mark_board(self) -> None:
-        """Publish to the other processes of the run which rules have targets and calls in this process."""
+        """Report the rules that have targets and calls in this process to the other processes of the run."""
         if self.is_of_run or self._forked:
             marks = [board.RECORDED] if RECORDER.calls or self.threads.has_met_span else []
             board.put([*marks_of(self.verdicts(of_all=False)), *marks])

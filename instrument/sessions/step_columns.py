@@ -1,4 +1,5 @@
-"""The insertion of a loop's steps as spans into a recorded trace, between the spans around a step and those inside it.
+"""The insertion of a loop's steps as spans into a recorded trace. A step becomes the child of the span around it, and
+the parent of the spans inside it.
 
 A step cannot be recorded as a scope, because the call that ends it may be inside other spans. So steps are inserted
 after recording, when all spans of the thread are known. A span that was open at the end of a step keeps its parent. The
@@ -41,8 +42,8 @@ class _Call(NamedTuple):
 def steps_of_batches(trace: Columns) -> list[Step]:
     """Derive the steps of training loops that report none. Each goes from the fetch of a batch to a later fetch.
 
-    A step has all batches up to a run of the optimizer, so batches with accumulated gradients are one step. A batch
-    without a backward pass, as in an evaluation, is in no step. The last step ends with its optimizer. Steps are
+    A step has all batches up to a run of the optimizer, so batches whose gradients are accumulated are one step. A
+    batch without a backward pass, as in an evaluation, is in no step. The last step ends with its optimizer. Steps are
     numbered from 0. A trace with spans of steps or requests has no derived steps.
     """
     if trace.of_kind("step", "request").any():
@@ -87,7 +88,7 @@ def _steps_of_thread(thread_id: int, fetches: Sequence[_Call], passes: Sequence[
 
 
 def _outermost_calls(calls: Sequence[_Call]) -> list[_Call]:
-    """Return those calls of one thread that are within no other call, in order."""
+    """Return the calls of one thread that no other call contains, in order."""
     outermost: list[_Call] = []
     for call in calls:
         if not outermost or call.start_ns >= outermost[-1].end_ns:
@@ -161,8 +162,8 @@ class _StepInserter:
         self._made.append((step_id, parent_id, root_id, self_ns))
 
     def _innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
-        """Return the innermost span around each of `count` steps, else `NONE`. Each row is around the steps from its
-        `first` to before its `last`."""
+        """Return the innermost span around each of `count` steps, else `NONE`. Each row contains the steps from its
+        `first`, up to but not including its `last`."""
         trace = self._trace
         innermost = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)

@@ -2,11 +2,11 @@
 
 An operator costs a microsecond or more, and on a GPU torch.profiler waits for the device at the end of a window. So
 torch.profiler runs only in loops with a `Profiler`, never in a service. This module never imports torch. If
-torch.profiler fails, the window has a note in place of operators.
+torch.profiler fails, the window has a note on the error instead of operators.
 
-An operator becomes a child of the innermost span that was open on its thread at the operator's middle. The operator is
-cut to that span, because the two clocks differ by up to a microsecond. Device work counts as device time of the
-innermost operator that launched it. Only copies have spans of their own.
+An operator becomes a child of the innermost span that was open on its thread in the middle of the operator's time. The
+operator's times are cut to that span, because the two clocks differ by up to a microsecond. Device work counts as
+device time of the innermost operator that launched it. Only copies have spans of their own.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def with_operators(trace: Trace, torch_trace: Trace, moved_ns: int) -> Trace:
 
 
 class _Operators:
-    """The spans of torch's operators within the interval of a trace, on the clock of that. `tops` are the outermost
-    ones. `below` has the operators within each outermost one, by its id, in order of time."""
+    """The spans of torch's operators within the interval of a trace, with times on that trace's clock. `tops` are the
+    outermost operators. `below` has the operators within each outermost one, by its id, in order of time."""
 
     def __init__(self, trace: Trace, torch_trace: Trace, moved_ns: int) -> None:
         self.made: list[Span] = []
@@ -128,7 +128,7 @@ class _Operators:
                 pending += [(inner, span) for inner in self.below.get(span.span_id, ())]
 
     def move_into_operators(self, spans: Sequence[Span]) -> None:
-        """Move recorded spans that ran within an operator, such as a hook's, below the innermost operator around."""
+        """Move recorded spans that ran within an operator, such as those of a hook, below the innermost operator."""
         tops: dict[int, list[Span]] = {}
         for top in self.tops:
             tops.setdefault(top.thread_id, []).append(top)
@@ -155,7 +155,7 @@ class _Operators:
 
 
 def _enclosing_span(among: Sequence[Span], span: Span) -> Span | None:
-    """Return which of the spans `among`, which do not overlap, contains a span, None for none."""
+    """Return the span in `among` that contains the given one, None if none does. Spans in `among` do not overlap."""
     at = bisect_right(among, span.start_ns, key=_start) - 1
     return among[at] if at >= 0 and among[at].end_ns >= span.end_ns else None
 
@@ -192,7 +192,7 @@ def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
 
 
 def _innermost_open(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: Sequence[int]) -> list[Span | None]:
-    """Return for each pair of a thread and a time the innermost span that was open there and then, None for none."""
+    """Return the innermost span that was open on each thread at the time with the same index, None if none was open."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
     from instrument.trace.self_times import innermost
@@ -224,10 +224,10 @@ OPEN_WINDOW_LIMIT_S = 2.0
 
 MARK = "instrument.clock"
 MARKS = 4
-"""The number of marks at each end of a window. A mark is a moment on torch's clock and ours; the first is imprecise."""
+"""The number of marks at each end of a window. A mark is one moment on both clocks. The first mark is imprecise."""
 
 ROUNDS, TRIALS = 8, 32
-"""The number of rounds that measure the cost of an operator, and of operators per round. The fastest round counts."""
+"""The number of rounds that measure the cost of an operator, and the operators per round. The fastest counts."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 
@@ -245,8 +245,8 @@ _operator_ns: dict[tuple[bool, bool], float] = {}
 class TorchOptions:
     """The options of torch.profiler for a loop.
 
-    With `is_wanted` None, it runs only if the loop began the session without a profile. `record_shapes` adds
-    floating-point operations. `profile_memory` adds allocations, and limits the record to the thread of the loop.
+    If `is_wanted` is None, torch.profiler runs only if the loop began the session without a profile. `record_shapes`
+    adds floating-point operations. `profile_memory` adds allocations, and limits the record to the thread of the loop.
     torch.profiler ends after `limit_s` seconds of a window, by default `WINDOW_LIMIT_S` with a schedule, else
     `OPEN_WINDOW_LIMIT_S`.
     """
@@ -370,7 +370,7 @@ class TorchProfiler:
                 self._timer.start()
 
     def look(self) -> None:
-        """Stop torch.profiler within a window if its time limit is over."""
+        """Stop torch.profiler within a window if it has run for its time limit."""
         with self._lock:
             record = self._record
             if self._running is not None and record is not None:
@@ -430,7 +430,7 @@ class TorchProfiler:
         return not self._is_bound or threading.get_ident() == self._thread_id
 
     def _watch(self, ours: Any) -> Callable[[], None]:
-        """Stop our torch.profiler if the program starts one, because ours would then lose its record."""
+        """Stop our torch.profiler when the program starts its own, because ours would otherwise lose its record."""
         kind = type(ours.profiler)
         original = kind._prepare_trace
 
@@ -484,7 +484,7 @@ class TorchProfiler:
 class TorchRecord:
     """The record of torch.profiler of one window: the trace that it saved, and the time that it took.
 
-    `cut` says why torch.profiler ended before the window, "" if it did not. `lock` guards `join`.
+    `cut` is the reason why torch.profiler ended before the window, "" if it did not. `lock` guards `join`.
     """
 
     def __init__(self) -> None:
@@ -548,7 +548,7 @@ class TorchRecord:
         return with_operators(joined, torch_trace, moved_ns)
 
     def _clock_offset_ns(self, trace: Trace, torch_trace: Trace) -> int:
-        """Return the nanoseconds from torch's clock to ours, from the marks between readings of our clock."""
+        """Return the offset from torch's clock to ours in ns. Each mark is between two readings of our clock."""
         mark_times = sorted(span.start_ns for span in torch_trace.spans if span.site.name == MARK)
         if len(mark_times) != len(self._marks):
             return torch_trace.origin.realtime_of(0) - trace.origin.realtime_of(0)
@@ -564,7 +564,7 @@ def is_there() -> bool:
 
 
 def _measure_operators_ns() -> int:
-    """Return the time of the fastest round of `TRIALS` operators in ns, 0 if the program intercepts operators."""
+    """Return the time of `TRIALS` operators in the fastest round in ns, 0 if the program intercepts operators."""
     torch = sys.modules["torch"]
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return 0

@@ -45,8 +45,8 @@ class Step(NamedTuple):
 class Loop:
     """The newest steps of all loops of a process, without overlaps.
 
-    The steps of an inner loop would count the same time as those of the outer one. So of overlapping steps, only those
-    of the loop that joined first stay. All methods may be called from any thread.
+    The steps of an inner loop would count the same time as those of the outer one. So if steps overlap, only those of
+    the loop that joined first are kept. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Loop:
         self._steps: deque[tuple[int, Step]] = deque(maxlen=MOST_STEPS)
 
     def join(self, loop: object) -> None:
-        """Register a loop, which comes after all registered ones."""
+        """Register a loop. If steps overlap, those of loops registered earlier take precedence."""
         self._orders.setdefault(loop, next(self._joined))
 
     def add(self, step: Step, loop: object) -> None:
@@ -68,7 +68,8 @@ class Loop:
                 steps.append((order, step))
 
     def _drop_overlapping(self, order: int, start_ns: int) -> bool:
-        """Drop the steps that end after `start_ns`, unless one is of a loop that joined earlier. Return False then."""
+        """Drop the steps that end after `start_ns`. If a step of a loop that joined earlier is one of them, drop none
+        and return False."""
         over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
         if any(step_order <= order for step_order, _ in over):
             return False
@@ -103,7 +104,7 @@ class Loop:
 
 
 class State(str, Enum):
-    """The state of a step: outside of windows, just before a window, within one, or the last step of one."""
+    """The state of a step: outside of windows, just before a window, within a window, or the last step of a window."""
 
     CLOSED = "CLOSED"
     READY = "READY"
@@ -202,7 +203,7 @@ class Windows:
             self._opened_ns, self.first_step = now_ns, self.steps
 
     def change(self, schedule: Schedule | None, now_ns: int) -> tuple[int, int, int] | None:
-        """Change to another schedule, and count steps from 0. Return the window that ends with that, None for none."""
+        """Change to another schedule, and count steps from 0. Return the window that the change ends, None for none."""
         window = self.stop(now_ns)
         self._opened_ns = None
         self._follow(schedule)
@@ -231,7 +232,7 @@ WINDOWS_THREAD = "instrument-windows"
 
 
 class Stretch(NamedTuple):
-    """A copy of the rows of an interval, of which a trace can be made later. `threads` has the names of threads."""
+    """A copy of the rows of an interval, from which a trace can be made later. `threads` has the names of threads."""
 
     snapshot: RowSnapshot
     threads: Mapping[int, str]
@@ -251,10 +252,11 @@ class Stretch(NamedTuple):
 
 
 class WindowReader:
-    """A reader of a recorder's rows that counts the steps of a profile's schedule, and so finds the ends of windows.
+    """A reader of a recorder's rows that counts the steps of a profile's schedule to find the ends of windows.
 
-    Its steps are requests, or calls of the schedule's function. Ended windows wait in `cut`, each with the process's
-    identity at its end, from `make_origin`. Only one thread may use the reader at a time.
+    These steps are requests, or calls of the function that the schedule names. Ended windows wait in `cut`, each with
+    the process's identity at the window's end, as `make_origin` returns it. Only one thread may use the reader at a
+    time.
     """
 
     def __init__(self, recorder: Recorder, selection: Selection, make_origin: Callable[[], Origin]) -> None:
@@ -297,7 +299,7 @@ class WindowReader:
             self.cut.append((window, self._make_origin()))
 
     def change(self, profile: Profile, now_ns: int) -> None:
-        """Change to the schedule of another profile. If it differs, end the open window."""
+        """Change to the schedule of another profile. If the schedules differ, end the open window."""
         if profile.schedule != self._schedule:
             self.look()
             self._schedule = profile.schedule
@@ -306,7 +308,7 @@ class WindowReader:
             self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
     def stop(self, end_ns: int) -> Cut | None:
-        """Return the open window at the end, perhaps incomplete. Return None for none or an empty one."""
+        """Return the window that is open at the end, perhaps incomplete; None if there is none or if it is empty."""
         return self._windows.stop(end_ns)
 
     @property

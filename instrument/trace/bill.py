@@ -85,11 +85,11 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Bill:
-    """Waits in ns. The indices of `charged_ns` are the kind of wait, the group that waited and the group that caused
-    the wait.
+    """Waits in ns.
 
-    The last causing group is nobody. `suffered_ns` has all waits of each group: those of the ledger, and the time in
-    which the event loop was blocked during own work.
+    The indices of `charged_ns` are the kind of wait, the group that waited, and the group that caused the wait. In the
+    last causing group are waits that no request caused. `suffered_ns` has all waits of each group: those of the ledger,
+    and the time in which the event loop was blocked during own work.
     """
 
     charged_ns: NDArray[np.int64]
@@ -156,7 +156,8 @@ class Account:
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
     def _sum_weights(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield each group, nobody last, with the sum of the weights of all members up to that group in each batch."""
+        """Yield each group, and per batch the sum of the weights of that group's and all earlier groups' members. The
+        last group is that of no request."""
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
         members_of = Members(groups, self._count + 1)
@@ -168,8 +169,8 @@ class Account:
     def _measure_runs(
         self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool
     ) -> NDArray[np.int64]:
-        """Return how long batches, or blocked loops, ran in intervals of lanes, by waiting and by running group.
-        `waiting` has the group of each interval."""
+        """Return how long batches or blocked loops ran in intervals of lanes, for each pair of a waiting and a running
+        group. `waiting` has the group of each interval."""
         pieces, upto = self.lanes.pieces, np.zeros((self._count, self._count + 1), dtype=np.int64)
         some = np.flatnonzero(lanes != NONE)
         firsts, stops = pieces.reached(lanes[some], starts[some], ends[some])
@@ -196,7 +197,8 @@ class Account:
         return np.diff(upto, axis=1, prepend=0)
 
     def _charge_batches(self, given_ns: Int64s) -> NDArray[np.int64]:
-        """Return the time that requests waited in batches for other members, by waiting and by causing group."""
+        """Return the time that requests waited in batches for other members, for each pair of a waiting and a causing
+        group."""
         served, rows = self._joined.served, self._charged_turns
         rows = rows[self._turns.pair[rows] != NONE]
         pairs, _, waited_ns = divide_own_and_waiting(given_ns, self._turns.pair[rows], self._turns.length_ns[rows])
@@ -210,7 +212,8 @@ class Account:
         return np.diff(upto, axis=1, prepend=0)
 
     def _charge_blocked_work(self) -> NDArray[np.int64]:
-        """Return the time of own work in which other requests blocked the loop, by waiting and by causing group."""
+        """Return the time in which other requests blocked the loop of a request's own work, for each pair of a waiting
+        and a causing group."""
         lanes, requests = self.lanes, np.flatnonzero(self._is_charged)
         if not lanes.is_blocked.any():
             return np.zeros((self._count, self._count + 1), dtype=np.int64)
@@ -339,7 +342,8 @@ class Engine:
         return steps[item[1]][0] if item[1] < len(steps) else NONE
 
     def _list_stops(self, is_present: Bools) -> deque[tuple[int, int]]:
-        """Return the begin and length of each time in which a loop was blocked, but not by an absent request."""
+        """Return the start and length of each time in which a request that is present, or no known request, blocked the
+        loop."""
         lanes = self._lanes
         has_batches = np.isin(lanes.pieces.groups, lanes.pieces.groups[~lanes.is_blocked])
         is_stop = lanes.is_blocked & has_batches & np.append(is_present, [True])[lanes.blocker]

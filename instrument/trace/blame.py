@@ -96,7 +96,7 @@ def blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typical: M
 def _find_collection(
     trace: Columns, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
 ) -> Cause | None:
-    """Return the garbage collections as the cause if they took at least half of the excess, else None."""
+    """Return the garbage collections as the cause if they took at least half of the excess time, else None."""
     is_collected = trace.of_sites([is_collection(site) for site in trace.sites])
     if not is_collected.any():
         return None
@@ -275,27 +275,28 @@ ROUNDS = 3
 """The number of fits in succession. Each fit leaves out the steps that are far from the previous fit."""
 
 FAR = 4.0
-"""The distance above which a step is far from a fit, in multiples of the median distance."""
+"""A step is left out of the next fit if its distance from the fit exceeds this multiple of the median distance."""
 
 PATHS = 64
-"""The maximum number of call paths with a separate excess. The other, shorter paths have one common excess."""
+"""The maximum number of call paths with a separate excess time. The paths that took less time share one excess time."""
 
 CELLS = 8_000_000
 """The maximum number of steps times call paths, to bound the memory. More steps leave fewer paths."""
 
 UNEVEN = 1.2
-"""The ratio of padded to real weight above which a step is uneven. Only uneven steps show whether an engine pads."""
+"""A step is uneven if its padded weight exceeds its real weight by this factor. Only uneven steps show whether an
+engine pads."""
 
 PADS = 0.7
-"""The ratio of the padded fit's error to the real fit's error, over uneven steps, below which an engine pads."""
+"""An engine pads if, over uneven steps, the error of the padded fit is below this fraction of the real fit's error."""
 
 HEAVY = 4.0
-"""The ratio of a member's weight to the usual largest weight of requests, above which the member is heavy."""
+"""A member of a step is heavy if its weight exceeds the usual largest weight of requests by this factor."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The steps of a trace by begin. The length of each in ns is divided into parts that add up to it.
+    """The steps of a trace, ordered by start time. The length of each in ns is divided into parts that add up to it.
 
     `load_ns` is the expected time without the unusually heavy member and without padding. `heavy_ns` is the time for
     that member, `padding_ns` the time to pad members to the heaviest one. `heavy` is the index of the unusually heavy
@@ -359,8 +360,8 @@ def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
 
 
 def _measure_paths(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Floats, Bools, Int64s]:
-    """Return the self time of each step by path, True for cells with the first call of their site, and the site of each
-    path.
+    """Return the self time of each step and path, True for each step and path with the first call of its site, and the
+    site of each path.
 
     Only rows on the step's thread count. The last path has the remaining time of the step.
     """
@@ -390,9 +391,9 @@ def _measure_paths(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Float
 def _measure_loads(
     served: Served, place: Int64s, count: int, requests: int
 ) -> tuple[Floats, Floats, Floats, Floats, Int64s]:
-    """Return the members, the weight and the largest weight of each step, and its unusually heavy member.
+    """Return, for each step, the number of members, their total weight, and the largest weight.
 
-    The last two results are that member's weight and the index of its request.
+    The last two results describe the step's unusually heavy member: its weight, and the index of its request.
     """
     pairs = np.flatnonzero(place[served.batch] != NONE)
     steps, request, weights = place[served.batch[pairs]], served.request[pairs], served.weight[pairs] / THOUSANDTHS
@@ -413,7 +414,8 @@ def _measure_loads(
 
 
 def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tuple[Floats, float] | None:
-    """Return the expected time of each step by path, and the time per unit of weight; None with too few steps."""
+    """Return the expected time of each step and path, and the time per unit of weight. Return None if there are too few
+    steps."""
     count = len(length_ns)
     if count < LEAST_STEPS or not length_ns.all():
         return None
@@ -438,8 +440,8 @@ def _fit_expected(all_loads: Floats, spent_ns: Floats, length_ns: Floats) -> tup
 
 
 def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven: Bools) -> bool:
-    """Return True if the first expected times are clearly nearer to the lengths of uneven steps than the second
-    ones."""
+    """Return True if, over uneven steps, the first expected times are clearly nearer to the real lengths than the
+    second ones."""
     if int(is_uneven.sum()) < LEAST_STEPS:
         return False
     lengths = length_ns[is_uneven]
@@ -448,9 +450,9 @@ def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven
 
 
 def cells_of(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
-    """Return the load of some steps and the time of their heavy members, from one request's point of view.
+    """Return the load of the given steps and the time of their heavy members, as one request sees them.
 
-    If the heavy member is the request itself, its time is load.
+    If the request itself is the heavy member, that time counts as load.
     """
     is_own = costs.heavy[steps] == request
     load_ns = costs.load_ns[steps] + np.where(is_own, costs.heavy_ns[steps], 0.0)

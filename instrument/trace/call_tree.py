@@ -274,7 +274,8 @@ class _Paths:
         self._known_sites: set[int] = set()
 
     def below(self, parent: int, site: int) -> int:
-        """Return the node for a call of a site in a parent node. A recursive call gets the site's node on its path."""
+        """Return the node for a call of a site below a parent node. A recursive call gets the node that its site
+        already has on the path."""
         node = self._below.get((parent, site))
         if node is None:
             node = self._below[parent, site] = self._add_node(parent, site)

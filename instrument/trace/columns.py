@@ -44,10 +44,11 @@ class Attributes(Protocol):
         """Return the rows with an attribute of this name, in order."""
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the value of an attribute in each of some rows, None for a row without it."""
+        """Return the value of an attribute in each given row, None for a row without it."""
 
     def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
-        """Return the number of each row's set of attributes, `NONE` without one, and the distinct sets."""
+        """Return the index of each row's set of attributes among the distinct sets, `NONE` for a row without
+        attributes, and these sets."""
         numbers = np.full(len(rows), NONE, dtype=np.int64)
         places = np.flatnonzero(np.isin(rows, self.rows()))
         numbers[places] = np.arange(len(places))
@@ -102,7 +103,7 @@ class ComposedAttributes(Attributes):
         return self._compose_rows([part.having(name) for part in self._parts])
 
     def _compose_rows(self, rows: Sequence[Int64s]) -> Int64s:
-        """Return the composed rows for some rows of each part, in order."""
+        """Return the composed rows for the given rows of each part, in order."""
         composed = [np.zeros(0, dtype=np.int64)]
         for number, rows_of_part in enumerate(rows):
             composed_rows = np.flatnonzero(self._part == number)
@@ -302,8 +303,8 @@ class Columns:
         return Columns(sites=self.sites, errors=self.errors, **(nothing | columns | changes))
 
     def owners(self, is_wanted: Bools) -> Int32s:
-        """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root has precedence, because
-        parents in between may not have been kept."""
+        """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root is taken even if the
+        parents in between were not kept."""
         rows = np.arange(len(self), dtype=np.int32)
         owner = np.where(is_wanted, rows, np.int32(NONE)).astype(np.int32)
         above, open_rows = self.parent.copy(), np.flatnonzero(self.parent != NONE)
@@ -318,7 +319,7 @@ class Columns:
         return np.where(by_root, roots, owner).astype(np.int32)
 
     def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
-        """Return the device time of each of some rows in ns, and True for each row with a measured interval."""
+        """Return the device time of each given row in ns, and True for each row with a measured interval."""
         device = self.device
         numbers = places_of(rows, len(self))[device.row]
         is_given = numbers != NONE
@@ -335,7 +336,7 @@ class Columns:
 
     @cached_property
     def around(self) -> Int32s:
-        """The parent of each row on the same track (thread and task); `NONE` if it has none there."""
+        """The parent of each row, `NONE` if the parent is on another track (thread and task)."""
         around: Int32s = np.where(self.on_line_of_parent, self.parent, np.int32(NONE)).astype(np.int32)
         return around
 

@@ -83,7 +83,7 @@ def arrow_type(kind: str) -> Any:
 
 
 def make_texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
-    """Return an Arrow array of the name with each number as index, NULL for `NONE`."""
+    """Return an Arrow array with the name at each index in `numbers`, NULL for the index `NONE`."""
     arrow = pyarrow()
     indices = arrow.array(numbers.astype(np.int64), mask=numbers == NONE)
     cleaned = arrow.array([name if name is None else clean(name) for name in names], arrow.string())
@@ -153,7 +153,7 @@ class SpanKeys(NamedTuple):
     root: UInt64s
 
     def of(self, rows: Int64s) -> Values:
-        """Return the id columns of some rows."""
+        """Return the id columns of the given rows."""
         return {"trace_id": ids_of(self.high[rows], self.low[rows]), "span_id": ids_of(self.span[rows])}
 
 
@@ -188,7 +188,8 @@ class DatasetProcess(NamedTuple):
 
 
 def process_name(origin: Origin) -> str:
-    """Return a name of boot or host, pid and start, which no other process of any host or run has."""
+    """Return a name that no other process of any host or run has. It consists of the boot or host, the pid and the
+    start time."""
     return clean(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
 
 
@@ -251,7 +252,7 @@ class TraceRows:
         return make_texts(self.trace.site[rows], [site.name for site in self.trace.sites])
 
     def spans(self, rows: Int64s) -> Any:
-        """Return the table of some spans, given by row."""
+        """Return the table of the spans in the given rows."""
         trace, sites, site = self.trace, self.trace.sites, self.trace.site[rows]
         codes = [f"{place.module}:{place.qualname}" if place.qualname else None for place in sites]
         columns = {
@@ -295,7 +296,8 @@ class TraceRows:
         return {"thread_id": threads, "thread": make_texts(places, names)}
 
     def requests(self, places: Int64s, is_complete: Bools) -> Any:
-        """Return the table of some requests, given by index. `is_complete` is by row of the trace."""
+        """Return the table of the requests with the given indices. `is_complete` has a value for each row of the
+        trace."""
         trace, parts, keys, arrow = self.trace, self._ledger, self._joined.keys, pyarrow()
         rows, device, types = self._joined.rows[places], self._device_ledger, schema("requests")
         times = parts.times_by_part(_PARTS, len(self._joined.rows))
@@ -329,7 +331,7 @@ class TraceRows:
         return self._make_table("requests", rows, trace.start_ns[rows], columns)
 
     def batches(self, rows: Int64s) -> Any:
-        """Return the table of some batches, given by row."""
+        """Return the table of the batches in the given rows."""
         served, count = self._joined.served, len(self.trace)
         groups = Groups(served.batch, count)
         columns = {
@@ -343,7 +345,7 @@ class TraceRows:
         return self._make_table("batches", rows, self.trace.start_ns[rows], columns)
 
     def batch_members(self, pairs: Int64s) -> Any:
-        """Return the table of some pairs of a batch and a request. The pairs of a batch are consecutive."""
+        """Return the table of the given pairs of a batch and a request. The pairs of a batch are consecutive."""
         served = self._joined.served
         rows, places = served.batch[pairs], served.request[pairs]
         requests = np.append(self._joined.rows, 0)[places]
@@ -362,7 +364,7 @@ class TraceRows:
         return self._make_table("members", rows, self.trace.start_ns[rows], columns)
 
     def intervals(self, places: Int64s) -> Any:
-        """Return the table of some device intervals, given by index."""
+        """Return the table of the device intervals with the given indices."""
         device, numbers = self.trace.device, self._device[places]
         rows = device.row[places].astype(np.int64)
         uuids = [{gpu.device: gpu.uuid or None for gpu in member.facts.gpus} for member in self.members]
@@ -389,11 +391,13 @@ class NumberedIds(Protocol):
     """Converts the numbers of a process's spans to ids."""
 
     def many(self, numbers: UInt64s, part: int, /) -> UInt64s:
-        """Return the span ids for `part` 0. For 1 and 2, return the upper and lower halves of the roots' trace ids."""
+        """Return 64-bit ids: span ids if `part` is 0, the upper half of the roots' trace ids if 1, and the lower half
+        if 2."""
 
 
 class ConsecutiveIds:
-    """Makes ids of a constant of the process plus the span's number, so that each conversion makes the same ids."""
+    """Makes ids by adding the span's number to a constant of its process, so that each conversion makes the same
+    ids."""
 
     def __init__(self, origin: Origin) -> None:
         text = f"{process_name(origin)}\0{origin.run}\0{origin.service}".encode(errors="surrogatepass")
@@ -412,8 +416,8 @@ def make_keys(
     members: Sequence[DatasetProcess],
     absent_roots: Mapping[int, RemoteParent] | None = None,
 ) -> SpanKeys:
-    """Return the ids of all rows. A parent or root without a row gets the id that its process would give.
-    `absent_roots` has the callers of trees without a row for the root."""
+    """Return the ids of all rows. A parent or root without a row gets the id that its process would give it.
+    `absent_roots` has the callers of trees whose root has no row."""
     absent_of = [{} if member.numbers is None else member.numbers.absent for member in members]
 
     def ids_by(processes: Int64s, numbers: Int64s, part: int) -> UInt64s:

@@ -68,7 +68,8 @@ class Folder:
             raise TraceError(f"cannot write to {path}: {problem}") from problem
 
     def why_not_written(self) -> str:
-        """Return the reason why a local folder cannot be made or written to, "" if it can be or is not local."""
+        """Return the reason why a local folder cannot be created or written to. Return "" for a folder that can be, or
+        that is not local."""
         path = self.path
         while self.is_local and not os.path.lexists(path):
             path = os.path.dirname(path)  # noqa: PTH120
@@ -284,7 +285,8 @@ def _read_ints(table: Any, name: str) -> Int64s:
 
 
 def _set_offset(table: Any, offset_ns: int) -> Any:
-    """Return rows of a process with one offset between its clocks, because the wall clock may have been set."""
+    """Return the rows of a process with one offset between its two clocks for all rows. They may differ because the
+    wall clock was set."""
     starts = _read_ints(table, "start_unix_ns") - _read_ints(table, "clock_offset_ns") + offset_ns
     return table.set_column(table.schema.get_field_index("start_unix_ns"), "start_unix_ns", pyarrow().array(starts))
 
@@ -336,10 +338,11 @@ def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) 
 
 
 def _sort_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tuple[Int64s, dict[str, Int64s]]:
-    """Return the order of rows by begin, the outer ones first, and in it the numbers of spans, parents and roots.
+    """Return the order of rows by start time, the outer ones first, and in that order the numbers of spans, parents and
+    roots.
 
-    A parent or root in another process becomes 0, because the process did not know it. A parent or root that no process
-    has gets an unused number.
+    A parent or root in another process becomes 0, because the process did not know that span. A parent or root that no
+    process has gets an unused number.
     """
     count = len(ids.span)
     by_id = np.argsort(ids.span, kind="stable")

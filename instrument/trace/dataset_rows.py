@@ -152,7 +152,8 @@ def make_table_of_rows(
 
 
 def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
-    """Return the ids that rows were read with from a dataset. Moved rows get the ids of their new parents and roots."""
+    """Return the ids that the rows have in the dataset they were read from. Moved rows get the ids of their new parents
+    and roots."""
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))
@@ -168,12 +169,13 @@ def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanK
 
 
 IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
-"""A function that returns device intervals by row. Its arguments are the span ids of all rows, the rows that ask for
-device times, and the begins of all spans."""
+"""A function that returns the device intervals of rows. Its arguments are the span ids of all rows, the rows whose
+device times are wanted, and the start times of all spans."""
 
 
 class SettledRows(TraceRows):
-    """Makes tables of the rows that one round of settling has decided. `members` and `intervals_of` are by recording.
+    """Makes tables of the rows that one round of settling has decided. `members` and `intervals_of` have an item for
+    each recording.
 
     `remembered` has the keys of earlier rounds. Open spans end at `now_ns`.
     """

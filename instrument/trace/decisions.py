@@ -143,7 +143,7 @@ def _add_details(details: RowDetails, member: UnsettledRows, part: Mapping[str, 
 
 def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     """Return an array over the rows, True for rows that may be settled now or that decide about other rows. In requests
-    that are not due, relevant rows are roots, rows with details such as keys, and the rows above these."""
+    that are not due, these are the roots, the rows with details such as keys, and the rows above such rows."""
     rows = member.rows
     root_id = rows["root_id"]
     is_request = root_id & np.uint64(REQUEST_BIT) != 0
@@ -217,7 +217,7 @@ class Decisions:
         self._settle_others()
 
     def _limit_key_traces(self, trace: Columns) -> Columns:
-        """Return the trace with the key's trace id for only the first request of each key, over all rounds."""
+        """Return the trace in which only the first request with a key, over all rounds, has the key's trace id."""
         key_by_row = {int(self.joined.rows[place]): keys[0] for place, keys in self.joined.keys.items()}
         remote = dict(trace.remote)
         for row, key in key_by_row.items():
@@ -290,8 +290,8 @@ class Decisions:
         return kept_roots, passed
 
     def _mark_adopted(self) -> None:
-        """Set the state of rows that an earlier reader had read: settled if that reader had settled them, else
-        waiting."""
+        """Set the state of rows that an earlier reader had read. A row that the reader had settled is settled, any
+        other is waiting."""
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):
@@ -459,7 +459,8 @@ class Decisions:
         return False if self.gone[root] or self.gathered.state[root] == PASSED else None
 
     def _settle_batches(self, served: Mapping[int, Sequence[int]]) -> None:
-        """Settle batches in trees without a request, with their first kept request or by the random sample."""
+        """Settle batches in trees without a request. A batch is kept with the first kept request that it serves, else
+        by the random sample."""
         due, sampled = self._are_of_others, self.are_sampled()
         state, end_ns = self.gathered.state, self.gathered.trace.end_ns
         hurries = self._is_last or self._at_once

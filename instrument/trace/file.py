@@ -169,8 +169,8 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 
 def refuse_endless(saved: Saved) -> Saved:
-    """Return the recording. If its call paths are long, count its tally now, within a bound for hostile files. Raises
-    `ValueError` and `TraceError` for calls nested deeper than any program's."""
+    """Return the recording. If its call paths are long, count its tally now, because a hostile file could make that
+    endless. Raises `ValueError` and `TraceError` for calls nested deeper than in any real program."""
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls are nested too deeply; it is damaged")
@@ -210,7 +210,7 @@ def _read_arrays(path: Path, limit_bytes: int) -> dict[str, Column]:
 
 
 def _read_array(data: bytes) -> Column:
-    """Return the integers in the data as a view of it. The header never causes an allocation."""
+    """Return the integers in the data as a view of the data. A hostile header cannot cause an allocation."""
     head = io.BytesIO(data)
     if np.lib.format.read_magic(head) != (1, 0):
         raise ValueError("an array in it is of another version of numpy's format")

@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 
 class Groups:
-    """The group of each number in a column: from 0 to below `count`, negative for a number that does not count."""
+    """The group of each row: a number from 0 to below `count`, or a negative number for a row in no group."""
 
     def __init__(self, groups: NDArray[Any], count: int) -> None:
         order = sort_stably(groups, count)
@@ -28,7 +28,7 @@ class Groups:
         self._known = ascending[self._firsts]
 
     def members(self) -> list[Int64s]:
-        """Return the indices of each group's numbers, in order. Empty groups are left out."""
+        """Return the rows of each group, in order. Empty groups are left out."""
         return np.split(self._order, self._firsts[1:]) if len(self._firsts) else []
 
     def sizes(self) -> Int64s:
@@ -62,7 +62,7 @@ class Groups:
 
 
 class Members:
-    """The members of each group, in order: indices, or the given numbers."""
+    """The members of each group, in order: their indices, or their `numbers` if given."""
 
     def __init__(self, groups: NDArray[Any], count: int, numbers: Int64s | None = None) -> None:
         order = sort_stably(groups, count)
@@ -117,7 +117,8 @@ def counted(numbers: Int64s, end: int) -> tuple[Int64s, Int64s]:
 
 
 def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
-    """Return the distinct numbers in order, and each number's index among them, fast for few distinct numbers."""
+    """Return the distinct numbers in order, and each number's index among them. This is fast if few numbers are
+    distinct."""
     values = distinct(numbers[::997])
     while True:
         places = np.searchsorted(values, numbers).clip(max=max(len(values) - 1, 0))
@@ -162,7 +163,7 @@ def firsts_of(groups: NDArray[Any]) -> Int64s:
 
 
 def compute_running_most(numbers: Int64s, groups: Int64s) -> Int64s:
-    """Return the running maximum of numbers within each group. Numbers must be ordered by group."""
+    """Return, at each number, the maximum of its group up to there. Numbers must be ordered by group."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
@@ -173,7 +174,8 @@ def compute_running_most(numbers: Int64s, groups: Int64s) -> Int64s:
 
 
 def count_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """Count the numbers of a group up to a limit, for each pair of a group in `of` and a limit in `upto`."""
+    """Return, for each pair of a group in `of` and a limit in `upto`, how many of the group's numbers do not exceed the
+    limit."""
     all_groups = np.concatenate([groups, of])
     order = np.lexsort((np.concatenate([numbers, upto]), all_groups))  # of equal numbers, those of the group come first
     is_limit = order >= len(groups)

@@ -30,14 +30,14 @@ class Union(NamedTuple):
         return int((self.ends - self.starts).sum())
 
     def until(self, times: NDArray[Any]) -> Int64s:
-        """Return the length of the union before each of some times."""
+        """Return the length of the union before each given time."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         index = np.searchsorted(self.starts, times, side="right")
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
         return np.asarray(before[index] - np.maximum(last_ends - times, 0))
 
     def within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-        """Return the length of the union within each of some intervals."""
+        """Return the length of the union within each given interval."""
         return self.until(ends) - self.until(starts)
 
 
@@ -80,7 +80,8 @@ class Unions(NamedTuple):
         return self._lengths_until(groups, ends) - self._lengths_until(groups, starts)
 
     def _lengths_until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the length of the group's intervals before each time, plus the length of all groups before it."""
+        """Return the length of the group's intervals before each time, plus the length of all intervals of lower
+        groups."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         starts, times_on_axis = _shift_to_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, times_on_axis, side="right")
@@ -101,8 +102,8 @@ class Unions(NamedTuple):
     def overlapping(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return all pairs of a given interval and an overlapping interval of its group, as indices, in order. An empty
-        interval overlaps the interval that contains it."""
+        """Return the indices of all pairs of a given interval and an interval of its group that overlaps it, in order.
+        An empty interval overlaps the interval that contains it."""
         firsts, stops = self.reached(groups, starts, ends)
         counts = np.maximum(stops - firsts, 0)
         interval = np.repeat(np.arange(len(groups)), counts)
@@ -142,7 +143,7 @@ def _shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int6
 
 def successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
     """Return the indices of successive intervals per group: each is the first to begin after the end of the previous
-    one. Of several that begin at once, the longest is taken. Indices are ordered by group and begin."""
+    one. Of several that begin at once, the longest is taken. Indices are ordered by group, then by start time."""
     order = np.lexsort((-ends, starts, groups))
     starts, ends = _shift_to_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
     count = len(order)

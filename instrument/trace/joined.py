@@ -48,7 +48,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Joined:
-    """The requests of a trace, as row numbers in the order of their begins, and the spans that serve each.
+    """The requests of a trace, as row numbers ordered by start time, and the spans that serve each.
 
     `of` has the index of each row's request, `NONE` without one. For a batch it is the request around it. `keys` has
     the keys of requests by index. `foreign` are batches in the tree of a request that they do not serve, for example
@@ -125,7 +125,7 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
 
 
 def _number_keys(trace: Columns) -> tuple[Int64s, Int64s, dict[str, int]]:
-    """Return the rows with a key, the number of each row's key, and the numbers by key."""
+    """Return the rows with a key, the number of each row's key, and a map from each key to its number."""
     keyed = trace.attributes.having(KEY)
     values = trace.attributes.values(KEY, keyed)
     is_text = np.array([isinstance(value, str) and bool(value) for value in values], dtype=np.bool_)
@@ -178,8 +178,8 @@ def _resolve_requests(
 
 
 class _Bound:
-    """Finds the request that a key names at a time, in an index sorted by key and begin. A key that first named another
-    request, which is still open, names this one only after `since_ns`."""
+    """Finds the request that a key names at a time, in an index sorted by key, then by start time. A key that first
+    named another request, which is still open, names this one only after `since_ns`."""
 
     def __init__(
         self, trace: Columns, pairs: Int64s, since_ns: Int64s, apart_ns: int, owner: Int32s, first: FirstKeys
@@ -371,10 +371,10 @@ class FirstKeys:
         return np.asarray(self._first_of[rows] == keys)
 
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
-        """Return True for each key that is the first key of another request, which had begun by `at_ns`.
+        """Return True for each key that is the first key of another request.
 
-        The request in question began at `start_ns`, and had the key from `at_ns` on, not as its first. The other
-        request was open at `at_ns`, or began later than the one in question.
+        The key's own request began at `start_ns`, and has the key since `at_ns` as a further key. The other request had
+        begun by `at_ns`. It was open then, or began later than the key's own request.
         """
         last = find_last_up_to(self.keys, self.starts, keys, at_ns)
         if not len(self.keys):
@@ -385,8 +385,9 @@ class FirstKeys:
 def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
     """Return the request of each row, `NONE` for strays and the rows below them, whose request their own keys name.
 
-    A stray is a span with the first key of another request. The request around it has another first key, and did not
-    have the stray's key before the other request began. Otherwise the key is a further key of the request around it.
+    A stray is a span that has the first key of another request. The request around it has a different first key, and
+    got the stray's key only after that other request had begun. A span whose key the request around it had earlier is
+    no stray: that key is a further key of the request.
     """
     around = first.around[first.borne]
     pairs, began, pair_of = np.unique(

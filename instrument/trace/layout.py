@@ -48,12 +48,13 @@ def steps(column: Column) -> Column:
 
 
 def summed(column: Column) -> Int64s:
-    """Return the numbers of which `steps` made these differences."""
+    """Return the numbers from which `steps` made the differences."""
     return np.asarray(np.cumsum(column, dtype=np.int64))
 
 
 def in_order(trace: Columns) -> Int64s:
-    """Return the rows by begin, the longer ones first, then by id, so that parents come before their children."""
+    """Return the rows ordered by start time, then by length with the longest first, then by id. So parents come before
+    their children."""
     order = np.argsort(trace.start_ns, kind="stable")
     starts = trace.start_ns[order]
     same = np.concatenate([[False], starts[1:] == starts[:-1], [False]])
@@ -288,7 +289,7 @@ class KernelColumns(Views[Kernel]):
         )
 
     def place_of_kind(self, kind: str) -> int:
-        """Return the index of a kind, `NONE` without work of that kind."""
+        """Return the index of a kind of work, `NONE` if there is no work of that kind."""
         return self.kinds.index(kind) if kind in self.kinds else NONE
 
     def __len__(self) -> int:
@@ -303,14 +304,14 @@ class KernelColumns(Views[Kernel]):
 
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
-"""The fields of an allocation that are stored as differences, because they change in almost every row."""
+"""The fields of an allocation that are stored as the difference to the row before, because they change in almost every
+row."""
 
 
 def move_watched(
     facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
 ) -> dict[str, Any]:
-    """Return torch.profiler's data with all times moved by `moved_ns`, and with other numbers of devices and
-    threads."""
+    """Return torch.profiler's data with all times moved by `moved_ns`, and with the devices and threads renumbered."""
     kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
     rows = allocations.rows.copy()
     rows["device"], rows["thread_id"] = devices(rows["device"]), threads(rows["thread_id"])
@@ -347,7 +348,8 @@ def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Col
 
 
 def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
-    """Return the kernels in packed columns. Raises `ValueError` and `LookupError` for damaged columns."""
+    """Return the kernels that are stored in packed columns. Raises `ValueError` and `LookupError` for damaged
+    columns."""
     start_ns = summed(columns["kernel_start_ns_steps"]) + base_ns
     thread_id = _read_table(columns, "kernel_thread")
     end_ns = start_ns + columns["kernel_total_ns"]

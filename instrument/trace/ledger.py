@@ -59,7 +59,7 @@ PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase of a request to which spans of a site count, None if they are no phase."""
+    """Return the name of the phase that spans of a site are, None if they are not a phase of a request."""
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:
@@ -80,10 +80,10 @@ def waits_for_lock(site: Site) -> bool:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The parts of requests, one row for each part that took time. The parts of a request add up to its wall time.
+    """The parts of requests, one row for each part that took time.
 
-    Rows are ordered by the index of the request. `part` is an index into `names`. `given_ns` is the share of each pair
-    of a batch and a request. The shares of a batch add up to its own time.
+    The parts of a request add up to its wall time. Rows are ordered by request. `part` is an index into `names`.
+    `given_ns` is the share of each pair of a batch and a request. The shares of a batch add up to its own time.
     """
 
     names: tuple[str, ...]
@@ -237,8 +237,8 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
 
 
 def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s:
-    """Return the ranks of times between spans, then of spans, in the order of their begins before clipping. A time
-    between spans ranks below a span with the same begin and end."""
+    """Return the ranks of the times between spans, then of the spans, by start time before clipping. A time between
+    spans ranks below a span with the same start and end."""
     begins = np.concatenate([between.start_ns, trace.start_ns[spans]])
     order = np.argsort(begins, kind="stable")
     in_order = begins[order]
@@ -406,8 +406,8 @@ def _find_gaps(
 
 
 def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
-    """Return the spans that may hand off requests, by request and begin. Such spans have a key, are no requests, and
-    are not above a batch."""
+    """Return the spans that may hand off requests, sorted by request, then by start time. Such a span has a key, is not
+    itself a request, and has no batch below it."""
     rows = trace.attributes.having(KEY)
     is_other = joined.of[rows] != NONE
     if not is_other.any():
@@ -435,7 +435,7 @@ def _find_queues(
     trace: Columns, joined: Joined, work: Intervals, hand_offs: Intervals, batches: Intervals, firsts: Int64s
 ) -> _Part:
     """Return the queue of each request: from its hand-off to its first batch. Without a hand-off span, the queue begins
-    at the last begin or end of the request's own work."""
+    when a span of the request's own work last began or ended before that batch."""
     owners = np.concatenate([work.request, work.request])
     edges = np.concatenate([work.start_ns, work.end_ns])
     order = np.lexsort((edges, owners))
@@ -530,7 +530,8 @@ def _find_transports(
 
 
 def _find_next(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
-    """Return the index of the first time at or after `at` in each queried group, -1 without one. Times are sorted."""
+    """Return, for each query, the index of the group's first time at or after `at`, -1 without one. Times are
+    sorted."""
     places = np.searchsorted(groups, queries) + count_up_to(groups, times, queries, at - 1)
     return np.where(places < np.searchsorted(groups, queries, side="right"), places, NONE)
 

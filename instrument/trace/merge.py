@@ -464,7 +464,7 @@ def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
 
 
 def _restore_attributes(trace: Columns, rows: Int64s, process: MergedProcess) -> Attributes:
-    """Return the attributes of some rows of a process, with the process's own ids in links."""
+    """Return the attributes of the given rows of a process, with the process's own ids in links."""
 
     def relink(_: int, link: Any) -> Any:
         ids = parse_link(link)
@@ -488,7 +488,8 @@ def _select_tally(tally: Tally, process: MergedProcess, number: int, of_thread: 
 
 
 def _select_facts(facts: Trace, number: int) -> Trace:
-    """Return the facts of a process, with gauges of its devices. The first process with a device gets its gauges."""
+    """Return the facts of one process, with the gauges of its devices. Of processes that share a device, only the first
+    gets the device's gauges."""
     process = facts.processes[number]
     before = {device for other_process in facts.processes[:number] for device in other_process.devices}
     devices, moved_ns = process.devices, process.moved_ns

@@ -28,8 +28,8 @@ from instrument.trace.trace import MergedProcess, Trace
 
 
 class DistinctNumbers:
-    """Assigns a number that no other process has to each number of a process. A number stays if it is unique
-    already."""
+    """Gives each number of a process a number that no other process has. A number that is unique already stays the
+    same."""
 
     def __init__(self) -> None:
         self._given: dict[tuple[Hashable, int], int] = {}
@@ -56,7 +56,7 @@ class DistinctNumbers:
 
 
 def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
-    """Return the result of `become` for each number. The function is called once per distinct number."""
+    """Return the result of `become` for each number. `become` is called once per distinct number."""
     distinct, places = ranked(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
 
@@ -217,7 +217,8 @@ def _group_by_process(parts: Sequence[MergedFile]) -> Iterator[list[MergedFile]]
 
 
 def _choose_files(parts: Sequence[MergedFile]) -> list[MergedFile]:
-    """Return files of a process whose tallies together count every call once, [] if two files overlap in part."""
+    """Return the files of a process whose tallies together count every call once. Return [] if the times of two files
+    overlap in part."""
     counting: list[MergedFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
         if not counting or part.saved.trace.end_ns > counting[-1].saved.trace.end_ns:
@@ -338,7 +339,8 @@ def merged_processes(
 
 
 def _describe_deaths(newest: Sequence[Trace]) -> str:
-    """Describe the abnormal ends of processes: the first ones, the number of others, and the newest."""
+    """Return a text on the abnormal ends of processes: the first few, the number of further ones, and the most recent
+    one."""
     deaths = [facts.died for facts in sorted(newest, key=attrgetter("end_ns")) if facts.died]
     unnamed_count = len(deaths) - MOST_DEATHS
     if unnamed_count <= 0:
@@ -362,8 +364,8 @@ def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, s
 
 
 def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
-    """Return all notes, each once. A note that not all processes have begins with names of processes. A note on a rule
-    is left out if the rule matched, or its target was called, in another process."""
+    """Return all notes, each once. A note that only some processes have begins with their names. A note on a rule is
+    left out if the rule matched, or its target was called, in another process."""
     parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
     sites = [site for part in parts for site in part.called_sites()]
@@ -391,8 +393,8 @@ def _list_names(names: Sequence[str]) -> str:
 
 
 def _merge_cost(processes: Sequence[Sequence[MergedFile]], window_ns: int) -> Cost | None:
-    """Return the cost of all processes: costs per call are means weighted by calls. A process of unknown cost gets the
-    mean."""
+    """Return the cost of all processes. The cost of a call is the mean over the calls of all processes. A process whose
+    cost is unknown counts with that mean."""
     costs, uncosted_calls = list[Cost](), 0
     for files in processes:
         for part in _choose_files(files) or [max(files, key=lambda part: len(part.trace))]:

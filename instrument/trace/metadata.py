@@ -87,7 +87,7 @@ def _encode_facts(thing: Any) -> dict[str, Any]:
 
 
 def read_dataclass(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
-    """Make a flat dataclass from the facts that it has fields for. Raises `ValueError` for a wrong type."""
+    """Return a flat dataclass made from those facts that it has fields for. Raises `ValueError` for a wrong type."""
     items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: checked(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
@@ -140,7 +140,7 @@ def encode_metadata(
 
 
 def _pack_process(trace: Trace) -> dict[str, Any]:
-    """Return the facts that a process's trace and a merged trace have in common."""
+    """Return the facts that both the trace of one process and a merged trace have."""
     return {
         "origin": _encode_facts(trace.origin),
         "window": trace.window,

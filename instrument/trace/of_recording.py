@@ -108,14 +108,14 @@ def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Sa
 
 
 def _read_own_notes(header: Header) -> OwnNotes:
-    """Return the notes that are true for this process alone, no notes if they are damaged."""
+    """Return the notes that are true for this process alone. Return no notes if the header is damaged."""
     with suppress(AttributeError, TypeError, ValueError):
         return own_notes_of(header.facts.get("own_notes") or {})
     return OwnNotes()
 
 
 def find_first_request(mapped: Mapped) -> int:
-    """Return the begin of the first request of a recording that has ended, `NEVER_NS` if there is none."""
+    """Return the start time of the first ended request in a recording, `NEVER_NS` if there is none."""
     tree = mapped.tree()
     begins = [begin_ns for node, (begin_ns, _) in mapped.firsts().items() if is_request(tree.site(node))]
     return min(begins, default=NEVER_NS)
@@ -242,7 +242,8 @@ class RowSnapshot:
         return max(edges_ns, default=0)
 
     def _find_oldest(self, start_ns: int, end_ns: int) -> dict[int, int]:
-        """Return, for each thread with a span in the window, the first end of such a span, at most the window's end."""
+        """Return, for each thread with a span in the window, the earliest end of such a span. That end is at most the
+        window's end."""
         oldest: dict[int, int] = {}
         for ring in self.rings:  # each in the order of ends
             ends = ring.rows["end_ns"][(ring.rows["end_ns"] > start_ns) & (ring.rows["start_ns"] < end_ns)]
@@ -340,7 +341,7 @@ class RowSnapshot:
 
 
 def _measure_children(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
-    """Return the time of the children of each open span, including open children."""
+    """Return, for each open span, the total time of its children, including open ones."""
     children_ns = {span.span_id: span.children_ns for span in opened}
     line = {span.span_id: (span.thread_id, span.task_id) for span in opened}
     for span in opened:
@@ -350,7 +351,7 @@ def _measure_children(opened: Sequence[OpenSpan], read_ns: int) -> list[int]:
 
 
 def _number_sites(tree: CallTree, node: Int64s) -> tuple[tuple[Site, ...], Int32s]:
-    """Return the distinct sites of some nodes, and the index of each node's site."""
+    """Return the distinct sites of the given nodes, and the index of each node's site among them."""
     numbers = np.array(tree.site_of, dtype=np.int64)[node]
     used = np.bincount(numbers, minlength=len(tree.sites)) > 0
     places = (np.cumsum(used) - 1).astype(np.int32)

@@ -21,8 +21,9 @@ from instrument.trace.joined import THOUSANDTHS
 
 
 class PartSeries(NamedTuple):
-    """The series of batches: those of one request, name and thread are a run of indices in `order`, ordered by time.
-    Series are ordered by request, then by name. `spent_ns` is the total time of a series' batches."""
+    """Series of batches. A series is the batches of one request, one name and one thread, in order of time. It is a run
+    of indices in `order`. Series are ordered by request, then by name. `spent_ns` is the total time of a series'
+    batches."""
 
     order: Int64s
     first: Int64s
@@ -43,7 +44,8 @@ class PartSeries(NamedTuple):
 
 
 class NamedParts(NamedTuple):
-    """The batches of each request and name: the first and the longest series, and the first and the last batch."""
+    """The first and the longest series, and the first and the last batch, for each pair of a request and a batch
+    name."""
 
     first: Int64s
     longest: Int64s
@@ -160,7 +162,7 @@ class StepKinds:
 
 
 def _split_pair(names: Sequence[str], pair: int) -> tuple[str, str]:
-    """Return the two names of a numbered pair."""
+    """Return the two batch names of a pair, given by its number."""
     first, second = divmod(pair, len(names))
     return names[first], names[second]
 
@@ -234,8 +236,9 @@ def _make_runs(firsts: Int64s, counts: Int64s) -> Int64s:
 
 
 def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longest: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the batch that represents each step, by request and kind of step, and the number of steps of each. Threads
-    that run equally many batches of a name at once are workers of the same steps. Others take turns."""
+    """Return the batch that represents each step, ordered by request and kind of step, and the number of steps of each
+    request and kind. Threads that run equally many batches of a name at once are workers of the same steps. Other
+    threads take turns."""
     series = parts.series
     of_chosen = np.full(len(parts.named.first), -1, dtype=np.int64)
     of_chosen[chosen] = np.arange(len(chosen))
@@ -268,8 +271,8 @@ def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longes
 
 
 def _merge_series(parts: Parts, series_places: Sequence[int]) -> list[int]:
-    """Return the batches of several series by time. A batch that overlaps the one before it on another thread is left
-    out."""
+    """Return the batches of several series in order of time. A batch is left out if it overlaps the batch before it,
+    which ran on another thread."""
     series = parts.series
     items = [
         place
@@ -350,7 +353,7 @@ def _count_prefills(weights: Sequence[int]) -> int:
 
 
 def measure_usual(parts: Parts, steps: Steps) -> Int64s:
-    """Return the median length of each request's steps."""
+    """Return, for each request, the median length of its steps."""
     lengths = (parts.end_ns - parts.start_ns)[steps.lead]
     order = np.lexsort((lengths, steps.request))
     return np.asarray(lengths[order][steps.first + steps.count // 2])

@@ -162,7 +162,8 @@ def _find_hand_offs(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
 
 
 def _choose_hand_off(trace: Columns, before: Sequence[int], is_own: Bools, at_ns: int) -> int | None:
-    """Return the newest of some rows that was open at a time, else the last that had ended in the request's tree."""
+    """Return the newest of the given rows that was open at a time, else the last one in the request's tree that had
+    ended."""
     still_open = [row for row in before if trace.end_ns[row] > at_ns]
     if still_open:
         return max(still_open, key=lambda row: (trace.start_ns[row], -trace.end_ns[row], row))
@@ -183,8 +184,9 @@ def _are_cyclic(parent: Int32s) -> Bools:
 def make_remotes_by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return trace ids made from keys: for requests from their first keys, and for roots whose key no request here has.
-    Only the first request with a key gets the key's trace id, because other processes cannot distinguish later ones."""
+    """Return trace ids made from keys. A request's id is made from its first key. A root gets an id, too, if no request
+    here has its key. Only the first request with a key gets the key's trace id, because other processes cannot
+    distinguish later ones."""
     have_traces = {int(root_id[row]) for row in remotes}
     remote_by_row: dict[int, RemoteParent] = {}
     used_keys: set[str] = set()
@@ -244,8 +246,8 @@ def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[in
 
 
 def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Yield the parts of each fact: its word of `KEEPS`, name, key of the request (None for the span's own one), and
-    value."""
+    """Yield the parts of each fact: the word of `KEEPS`, the name, the request's key (None for the span's own request),
+    and the value."""
     for text in _list_fact_texts(attributes):
         keep, _, name = text.partition(" ")
         value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
@@ -278,7 +280,7 @@ def _update_fact(keep: str, before: Any, value: Any) -> Any:
 
 
 class ProcessRows(NamedTuple):
-    """The facts of a process and its rows, ordered by tree and then by begin.
+    """The facts of a process and its rows, ordered by tree and then by start time.
 
     `numbers` has the process's own numbers, None if the trace has the same ones. `interruptions` has the spans that
     interrupt each row, which are not among `rows`.
@@ -313,7 +315,7 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
 
 
 def _sort_by_tree(trace: Columns) -> Int64s:
-    """Return the rows ordered by root, then by begin, the longer ones first, then by id."""
+    """Return the rows ordered by root, then by start time, then by length with the longest first, then by id."""
     starts, ends = trace.start_ns, trace.end_ns
     is_later = (starts[1:] > starts[:-1]) | ((starts[1:] == starts[:-1]) & (ends[1:] <= ends[:-1]))
     if is_later.all():  # then a stable sort by root is enough, in a fifth of the time
@@ -322,8 +324,8 @@ def _sort_by_tree(trace: Columns) -> Int64s:
 
 
 def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, int]]:
-    """Return, for each row of a nested request with a key, the ids of the span around it and of that span's root. A
-    request that already has a link is left out."""
+    """Return, for the row of each nested request with a key, the ids of the span around that request and of that span's
+    root. A request that already has a link is left out."""
     origins: dict[int, tuple[int, int]] = {}
     for place in joined.keys:
         row = int(joined.rows[place])
@@ -336,7 +338,7 @@ def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, 
 
 
 def find_interruptions(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
-    """Return the interruptions of each request and each root among some rows of one process."""
+    """Return the interruptions of each request and each root among the given rows of one process."""
     by_end = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
     hit = rows[trace.of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
     if not len(by_end):
@@ -369,8 +371,8 @@ class Interruptions:
         self._newest: list[Span] = []
 
     def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
-        """Return the rows that are no interruptions, and the interruptions of each, from this trace and earlier
-        ones."""
+        """Return the rows that are not interruptions, and for each of them its interruptions from this trace and
+        earlier ones."""
         alone = trace.of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)

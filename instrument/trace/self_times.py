@@ -23,7 +23,7 @@ from instrument.trace.layout import in_order
 
 
 def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the self time of some rows: the total time without the union of the children on the same track."""
+    """Return the self time of the given rows: the total time without the union of the children on the same track."""
     is_wanted = mask_of(rows, len(trace))
     children = np.flatnonzero(trace.on_line_of_parent & is_wanted[trace.parent])
     parents = trace.parent[children]
@@ -120,7 +120,8 @@ SEVERAL = -2
 
 
 class _Open(NamedTuple):
-    """The spans that were open at some moments, the innermost last: each from moment `first` to before `end`.
+    """The spans that were open at the given moments, the innermost last. Each was open from moment `first` to before
+    moment `end`.
 
     A moment is a time on a thread. Moments are numbered by thread, then by time.
     """
@@ -137,7 +138,8 @@ class Clock(NamedTuple):
     least_ns: int
     width: int
     distinct_ns: Int64s | None
-    """The sorted distinct times, if a time is numbered by its index in them. None if a time is its own number."""
+    """The sorted distinct times, if the number of a time is its index among them. None if each time is its own
+    number."""
 
     @classmethod
     def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:
@@ -165,10 +167,10 @@ class Clock(NamedTuple):
 
 
 def innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-    """Return the row of the innermost wanted span that was open at each time on each thread, `NONE` without any.
+    """Return the row of the innermost wanted span that was open at each given time and thread, `NONE` without any.
 
-    It is `SEVERAL` if other tasks had open spans, unless these are all around that span. A span does not contain its
-    end. Of two that begin at once, the shorter is the inner one. The time is n log n for any depth.
+    The result is `SEVERAL` if other tasks had open spans, unless they are all around that span. A span does not contain
+    its end. Of two that begin at once, the shorter is the inner one. The time is n log n for any depth.
     """
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)
@@ -220,7 +222,8 @@ def _count_on_other_lines(opened: _Open, line: Int64s, last: Int64s, moments: In
 def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, spans: Int64s, moments: Int64s) -> Int64s:
     """Return, for each span at its moment, the number of open spans around it on other tracks.
 
-    The search goes up in runs. A run is spans of one track, each open during the whole span below it.
+    The search goes up in runs. A run is a chain of spans on one track, each of which was open during the whole span
+    below it.
     """
     up, level = _find_parents(trace, opened), trace.level[opened.row]
     is_run = (up != NONE) & (line[up] == line) & (opened.first[up] <= opened.first) & (opened.end <= opened.end[up])
@@ -239,7 +242,7 @@ def _count_around_on_other_lines(trace: Columns, opened: _Open, line: Int64s, sp
 
 
 def _find_parents(trace: Columns, opened: _Open) -> Int32s:
-    """Return the index of each open span's parent, `NONE` if it was not open or is on another thread."""
+    """Return the index of each open span's parent, `NONE` if the parent was not open or is on another thread."""
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int32)
     place_of[opened.row] = np.arange(len(opened.row))
     up = place_of[trace.parent[opened.row]]

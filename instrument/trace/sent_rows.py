@@ -44,7 +44,8 @@ class ServedRequest:
 
 @dataclass(slots=True)
 class Settled:
-    """The outcome of a round of settling for one process: rows and stages to send, and requests that batches served.
+    """The outcome of a round of settling for one process: the rows and stages to send, and the requests that batches
+    served.
 
     The rows of `trace` have the process's own ids. They are ordered by tree, the root first. `links` has the requests
     that each row serves as a batch.
@@ -59,7 +60,7 @@ class Settled:
 class SentRows:
     """Computes the rows to send. `outcome` has the rows and stages of each process, by the index of the process.
 
-    `root_id` has the id of each sent row's root, `caller_of` the index of the row's caller in `callers`, or `NONE`.
+    `root_id` has the id of each sent row's root. `caller_of` has the index in `callers` of the row's caller, or `NONE`.
     """
 
     def __init__(self, decisions: Decisions, kinds: StepKinds, *, asks_queues: bool) -> None:
@@ -347,7 +348,7 @@ class Settling:
 
 
 def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *, is_last: bool) -> None:
-    """Drop settled rows, except those that later decide which request other rows belong to."""
+    """Drop settled rows, except those that are needed later to decide which request another row belongs to."""
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
     out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root
     for row in np.flatnonzero(is_root & (out | dropped)).tolist():

@@ -175,7 +175,8 @@ def _have_loops(parts: Parts, steps: Steps) -> Bools:
 
 
 def _find_first_parts(trace: Columns, rows: Int64s) -> Int64s:
-    """Return the time at which each request sent the first part of its answer, `FARTHEST` without a stream."""
+    """Return the time at which each request sent the first part of its answer, `FARTHEST` if it did not stream its
+    answer."""
     firsts, items = (trace.attributes.values(name, rows) for name in (FIRST_ITEM, ITEMS))
     after_ns = [
         first if isinstance(first, int) and isinstance(count, int) and 0 <= first < FARTHEST and count > 1 else None

@@ -19,7 +19,8 @@ from instrument.recording.tally import Tally
 from instrument.recording.trace_context import RANDOM_BITS, RemoteParent, threshold_of
 
 LEAST_CALLS = 100
-"""The number of requests that an endpoint needs until its usual time is known. The first requests wait for that."""
+"""The number of requests after which an endpoint's usual time is known. Earlier requests wait with their decision until
+then."""
 
 USUAL_FOR_NS = 10**9
 """Nanoseconds between two computations of the endpoints' usual times."""
@@ -34,7 +35,7 @@ def are_in_sample(trace_lows: NDArray[np.uint64], sample: float) -> NDArray[np.b
 
 
 class EndedRequest(NamedTuple):
-    """A request that has ended, with all that decides if it is kept."""
+    """A request that has ended, with all facts that decide whether it is kept."""
 
     root_id: int
     site: Site
@@ -92,7 +93,7 @@ class TailSampler:
         return self.capture.slow_over is not None and request.site.key not in self._slow_ns
 
     def is_asked_for(self, request: EndedRequest) -> bool:
-        """Return True if a request is kept in any case, or because its caller's trace is kept."""
+        """Return True if `wanted` has the request, or if its caller's trace is kept."""
         if request.root_id in self.wanted:
             self.wanted.discard(request.root_id)
             return True

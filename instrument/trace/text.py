@@ -23,15 +23,15 @@ from instrument.trace.columns import Attributes, Int32s, Int64s
 from instrument.trace.indices import NONE, column, distinct, extend, mask_of, ranked
 
 INT64 = 1 << 63
-"""The lowest number above all signed 64-bit integers. Viewers cannot read larger numbers."""
+"""The lowest number that does not fit into a signed 64-bit integer. Viewers cannot read such numbers."""
 
 # Bounds for hostile files: the characters of one value, and the microseconds of a time, so that ns since 1970 fit into
 # int64.
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
 LONGEST_PLAIN = 4_000
-"""The maximum number of bytes of a JSON text that needs no check. A longer text may have a number with more digits than
-Python accepts."""
+"""The maximum size in bytes of a JSON text that is decoded without a check for long numbers. A longer text may have a
+number with more digits than Python accepts."""
 
 LIMIT_BYTES = 2 << 30
 """The maximum number of bytes of text that `load` accepts by default. Browsers fail with far less."""
@@ -40,7 +40,7 @@ LIMIT_SPANS = 10_000_000
 """The maximum number of slices, of samples or of allocations that are read from a file."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-"""Return the strict JSON of a value that `safe` has returned."""
+"""Return a value, as returned by `safe`, as strict JSON."""
 
 encode_numbers: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Return the JSON of a value, with NaN and Infinity as Python's `json` writes them."""
@@ -194,7 +194,7 @@ class PackedAttributes:
         return np.asarray(self._rows[has[self._numbers]])
 
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
-        """Return the values of an attribute in some rows. JSON that rows share is decoded once."""
+        """Return the values of an attribute in the given rows. JSON that rows share is decoded once."""
         places = self._place[rows]
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
@@ -226,8 +226,8 @@ def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:
 
 
 def decode_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
-    """Return the attributes in some JSON texts, with lists as tuples. Texts are decoded together, in half of the time.
-    Raises `TraceError` if a text is no JSON object."""
+    """Return the attributes in the given JSON texts, with lists as tuples. Decoding the texts together takes half of
+    the time. Raises `TraceError` if a text is no JSON object."""
     try:
         objects = json.loads(b"[%b]" % b",".join(texts))
     except ValueError as problem:
@@ -270,7 +270,8 @@ MOST_KNOWN = 10_000
 
 
 class GatheredAttributes:
-    """Collects the attributes of rows as JSON, with equal texts stored once. `refuse` raises for an invalid text."""
+    """Collects the attributes of rows as JSON, with equal texts stored once. `refuse` raises an error for an invalid
+    text."""
 
     def __init__(self, refuse: Callable[[bytes], None] | None = None) -> None:
         self._refuse = refuse
@@ -303,7 +304,7 @@ class GatheredAttributes:
         extend(self._numbers, range(number, number + len(rows)))
 
     def packed(self, rank: Int32s) -> PackedAttributes:
-        """Return the attributes of rows, which get the numbers in `rank`."""
+        """Return the attributes of all rows, where each row becomes the row number in `rank`."""
         rows = rank[column(self._rows)]
         order = np.argsort(rows, kind="stable")
         numbers = column(self._numbers).astype(np.int32)[order]

@@ -34,14 +34,14 @@ MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
 
 EARLY_BYTES = 2
-"""The maximum size of details that wait for their rows, as a multiple of the recording's space for details."""
+"""The maximum size of span details that wait for their rows, as a multiple of the recording's detail area."""
 
 BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"
 
 WAITING, SETTLED, PASSED, ADOPTED = 0, 1, 2, 3
-"""The states of a row: undecided; settled and kept only for its key; dropped unless a later request needs it; or read
-by an earlier reader, which may have settled it."""
+"""The states of a row. WAITING: undecided. SETTLED: decided, and only its key is still needed. PASSED: dropped, unless
+a later request needs it. ADOPTED: read by an earlier reader, which may have settled it."""
 
 _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
 
@@ -82,7 +82,7 @@ class Newest(OrderedDict[Key, Value]):
 
 
 class Decided(NamedTuple):
-    """The decision about a request, and the root and caller that its late spans get."""
+    """The decision about a request. Spans that come after the decision get the root and the caller stored here."""
 
     is_kept: bool
     root_id: int
@@ -90,7 +90,7 @@ class Decided(NamedTuple):
 
 
 class _PackedRows(NamedTuple):
-    """The packed rows of one thread, and the earliest end among them."""
+    """The packed rows of one thread, and their earliest end time."""
 
     data: bytes
     size: int
@@ -217,7 +217,7 @@ class UnsettledRows:
             self._drop_oldest()
 
     def _note_service(self, rings: Sequence[RingRows], details: Details) -> None:
-        """Note when the process began to serve, by newly read rows and the open spans."""
+        """Set the time at which the process began to serve, from newly read rows and open spans."""
         keyed = [span_id for span_id, (_, text) in details.items() if _KEY in text or _BATCH_KEYS in text]
         begins = [
             span.start_ns
@@ -230,9 +230,9 @@ class UnsettledRows:
         self.served_from_ns = min([self.served_from_ns, *begins])
 
     def are_sampled(self, root_ids: NDArray[np.uint64], start_ns: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return True for rows in the random sample, by the roots of their trees and their begins.
+        """Return True for rows in the random sample, given the root and the start time of each.
 
-        For trees that began before the process served, the caller's sampling counts.
+        For a tree that began before the process served, the caller's decision counts.
         """
         capture, caller = self.sampler.capture, self.caller
         are_of_share = are_in_sample(self.ids.trace_lows(root_ids), capture.sample)
@@ -252,9 +252,9 @@ class UnsettledRows:
             self.state = np.append(self.state, np.full(count, WAITING, np.uint8))
 
     def _pack_rows(self, rows: NDArray[np.void], thread_id: int) -> NDArray[np.void]:
-        """Pack the rows that are not needed until they are settled. Return all others.
+        """Pack the rows that are not needed until they are settled.
 
-        The returned rows are roots of requests, and rows with details.
+        Return the rows that are: roots of requests, and rows with details.
         """
         is_root = (rows["span_id"] == rows["root_id"]) & (rows["root_id"] & np.uint64(REQUEST_BIT) != 0)
         is_plain = ~(is_root | have_details(rows))

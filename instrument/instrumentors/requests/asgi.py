@@ -85,8 +85,8 @@ async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive:
 class AsgiChannel:
     """The messages between a server and its app in one exchange.
 
-    The exchange does not refer to its channel, because contexts keep exchanges for long. The class has no `__init__`,
-    because one takes 0.05 us.
+    An exchange does not refer to its channel, because contexts may keep the exchange for a long time. The class has no
+    `__init__`, because a call of it takes 0.05 us.
     """
 
     __slots__ = ("exchange", "server_receive", "server_send")
@@ -109,7 +109,7 @@ class AsgiChannel:
 
 
 class Http(AsgiChannel):
-    """The messages of one HTTP request. Only those from the app are read."""
+    """The messages of one HTTP request. Only messages from the app are read."""
 
     __slots__ = ("_headers", "_is_events", "is_complete", "is_last_cancelled")
 
@@ -138,13 +138,13 @@ class Http(AsgiChannel):
         return self._send_last(message) if is_last else self.server_send(message)
 
     def _count_items(self, body: bytes) -> int:
-        """Count the server-sent events in a part of the answer. A part of another answer is one item."""
+        """Count the server-sent events in a part of the answer. For any other content type, a part is one item."""
         if self.exchange.stream is None:
             self._is_events = self._has_events()
         return (body.count(b"\n\n") or 1) if self._is_events else 1
 
     def _has_events(self) -> bool:
-        """Return True if the content type of the answer is that of server-sent events."""
+        """Return True if the answer has the content type of server-sent events."""
         try:
             kind = self._find_header(CONTENT_TYPE)
             return kind is not None and kind.startswith(b"text/event-stream")
@@ -153,7 +153,7 @@ class Http(AsgiChannel):
             return False
 
     def _find_header(self, names: tuple[bytes]) -> bytes | None:
-        """Return a header of the answer, None if it is missing, or if the headers are an iterator."""
+        """Return a header of the answer, None if the header is missing or if the headers are an iterator."""
         headers = self._headers
         (value,) = header_values(headers, names) if iter(headers) is not headers else (None,)
         return value
@@ -186,7 +186,7 @@ class Http(AsgiChannel):
 
 
 class TimedHttp(Http):
-    """The messages of a request whose answer has timings (`AnswerTimings`), for a stream also in a trailer.
+    """The messages of a request whose answer has timings (`AnswerTimings`). For a stream they are also in a trailer.
 
     A trailer is sent if the server and the client accept it (`http.response.trailers`, `TE`) and the answer has no
     `Content-Length`.
@@ -241,7 +241,7 @@ class TimedHttp(Http):
 
 
 class Websocket(AsgiChannel):
-    """The messages of one websocket. The exchange's items are those that the app sends."""
+    """The messages of one websocket. The messages that the app sends are the exchange's items."""
 
     __slots__ = ()
 
@@ -310,7 +310,7 @@ def _read_headers(headers: Any, scope: Message) -> Any:
 
 
 def _read_attribute(scope: Message, headers: Mapping[bytes, bytes], name: str) -> str | None:
-    """Return the value of an attribute of the request by OpenTelemetry's name, None if it has none."""
+    """Return the value of a request's attribute by its OpenTelemetry name, None if the request lacks it."""
     if name == "url.path":
         return str(scope["path"])
     if name == "url.query":

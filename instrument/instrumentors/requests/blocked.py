@@ -1,8 +1,8 @@
 """Record blocks of event loops: callbacks that ran longer than `limits.blocked` while a request was open.
 
-asyncio's loops run each callback and each step of a task by `Handle._run`. Its replacement reads the clock before and
-after, which costs 0.2 us per callback. The blocking function is searched for only after a slow callback. `LoopPlaces`
-samples the lines where callbacks block.
+asyncio's loops run each callback and each step of a task by `Handle._run`. This method is replaced by one that reads
+the clock before and after, which costs 0.2 us per callback. The blocking function is searched for only after a slow
+callback. `LoopPlaces` samples the lines where callbacks block.
 
 uvloop runs callbacks in C. So its methods that schedule a callback are replaced by methods that schedule a timed
 callback. This costs 0.7 us per step of a task, and 1.2 us per other callback. Protocol methods such as `data_received`,
@@ -43,7 +43,7 @@ NEWEST = 256
 """The number of a thread's newest rows to search for the blocking span, which ends just before the callback."""
 
 OPEN_LIMIT = 1_000
-"""The maximum number of open requests for a search of all open spans. With more, only the innermost span is read."""
+"""The maximum number of open requests with which all open spans are searched. With more, only the innermost is read."""
 
 BLOCKERS_KNOWN = 100
 """The maximum number of sites in `BLOCKERS`. Blocks by further sites are recorded but not counted."""
@@ -142,11 +142,11 @@ class _NamedCallback(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callbacks whose wrapper shows their name, which the loop logs with exceptions."""
+"""The types of callbacks whose wrapper needs their name, because the loop logs it with exceptions."""
 
 
 def _call_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in the current context, as `Context.run` does in another one."""
+    """Call a function in the current context, just as `Context.run` calls it in another context."""
     return function(*args)
 
 
@@ -179,7 +179,7 @@ def _note_slow_callback(
 
 
 def _read_newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
-    """Return the newest spans of this thread that have ended since `begun_ns`, in the order of their ends."""
+    """Return the newest spans of this thread that have ended since `begun_ns`, sorted by end time."""
     thread_id = get_native_id()
     for ring in recorder.rings():
         if ring.thread_id == thread_id and not ring.ended:
@@ -191,7 +191,7 @@ def _read_newest_rows(recorder: Recorder, begun_ns: int) -> list[Row]:
 def _find_blocking_site(
     recorder: Recorder, run_in_context: Callable[..., Any], rows: list[Row], begun_ns: int, ended_ns: int
 ) -> Site | None:
-    """Return the site of the innermost span that took most of the callback's time, first among ended spans."""
+    """Return the site of the innermost span that took most of the callback's time. Ended spans are searched first."""
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
@@ -277,7 +277,7 @@ LONGEST_LOOK_S = 0.05
 """The maximum interval between two samples of a loop's stack, in seconds."""
 
 REST_NS = 60_000_000_000
-"""The time in ns without a slow callback after which the sampling stops."""
+"""The time in ns after which the sampling stops if no callback was slow."""
 
 FRAMES = 32
 """The maximum number of frames to search for the service's own code, from the innermost one on."""
@@ -301,7 +301,7 @@ class LoopPlaces:
         self.is_on = False
 
     def begin(self, begun_ns: int) -> None:
-        """Note that a callback begins on this thread."""
+        """Store that a callback begins on this thread, so that its stack can be sampled."""
         self._begun[get_ident()] = begun_ns
 
     def end(self) -> None:
@@ -348,9 +348,10 @@ class LoopPlaces:
 
 
 def stack_of(frame: FrameType | None) -> tuple[str, ...]:
-    """Return a stack as texts with file, line and function. It begins at the innermost frame of the service's own code.
+    """Return a stack as texts with file, line and function.
 
-    If there is no such frame, it begins at the innermost one. It ends before the frame of this module.
+    The stack begins at the innermost frame of the service's own code or, without such a frame, at the innermost frame.
+    It ends before the frame of this module.
     """
     places: list[tuple[CodeType, int]] = []
     while frame is not None and len(places) < FRAMES:
@@ -381,7 +382,7 @@ def _list_installed() -> tuple[str, ...]:
 
 
 def attributes_of(stack: tuple[str, ...], limit: int) -> dict[Any, str]:
-    """Return the attributes of a block: the innermost line of the stack, and the stack up to `limit` characters."""
+    """Return attributes for a blocked loop: the innermost line of the stack, and the stack up to `limit` characters."""
     if not stack:
         return {}
     text = stack[0][:limit]

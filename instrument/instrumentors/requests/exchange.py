@@ -3,10 +3,10 @@
 The adapter of a server begins and ends the exchange and reports its messages. The router of a framework reports the
 route. Headers and the query are recorded only if the rule names them. Bodies are never recorded, only their length.
 
-A span is named by method and route, such as `GET /items/{id}`, or by the method alone if there is no route. If HTTP
-does not define the method, its attribute is `_OTHER`, and the name has `HTTP` instead of it (as in OpenTelemetry). A
-call of gRPC is named `package.Service/Method`. All calls of unknown gRPC methods form one endpoint, `grpc`. The number
-of endpoints is limited.
+A span is named by method and route, such as `GET /items/{id}`, or by the method alone if there is no route. For a
+method that HTTP does not define, the attribute is `_OTHER` and the name has `HTTP` in place of the method, as in
+OpenTelemetry. A call of gRPC is named `package.Service/Method`. All calls of unknown gRPC methods form one endpoint,
+`grpc`. The number of endpoints is limited.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ OUTCOMES: Mapping[str, str] = {
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """Return the outcome that an exception means, else None. The members of an exception group must mean the same."""
+    """Return the outcome that an exception means, None without one. All members of a group must mean the same."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -82,14 +82,14 @@ GAPS_KEPT = 10_000
 """The maximum number of gaps between items of a stream to store for the median. Later gaps do not count."""
 
 ADDRESSES_KNOWN = 8
-"""The maximum number of addresses with their own endpoints. It limits memory, because callers can invent addresses."""
+"""The maximum number of addresses with endpoints of their own. It limits memory, as callers can invent addresses."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
-"""The exchange for which the code in a context works."""
+"""The exchange whose request the code in a context serves."""
 
 
 Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
-"""A request's method, and the scheme, address and port at which it arrived (None for a call by name, as in gRPC)."""
+"""A request's method, and the scheme, address and port to which it was sent (None for a call by name, as in gRPC)."""
 
 UNREAD = "messages of apps that could not be read"
 
@@ -173,7 +173,7 @@ class Exchanges:
         return None
 
     def timing(self, headers: Mapping[bytes, bytes]) -> server_timing.AnswerTimings | None:
-        """Return the timings for the answer to a request with these headers, None if it has none."""
+        """Return the timings for the answer to a request with these headers, None if the rule wants none."""
         is_asked = self.times_all or (self._timed_by is not None and self._timed_by in headers)
         return server_timing.AnswerTimings(self.recorder) if is_asked else None
 
@@ -196,7 +196,7 @@ class Stream:
         self.gaps: list[int] = []
 
     def add_items(self, count: int) -> None:
-        """Note that the app has passed `count` items to the server at once."""
+        """Count `count` items that the app has passed to the server at the same time."""
         now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
@@ -266,11 +266,11 @@ class SteppedItems:
 
 
 class Exchange:
-    """A request and its answer. Only one context at a time may use it. Calls after its end have no effect.
+    """A request and its answer. Only one context at a time may use the exchange. Calls after its end have no effect.
 
     `frame` is the open span, None after the last byte. `facts` are the span's attributes, which must not change after
-    that. `stream` is None unless the answer is streamed. `timing` is None if the answer has no timings. Some servers
-    set `failure`, the exception to which they answer, and `is_events`, True for server-sent events.
+    the last byte. `stream` is None unless the answer is streamed. `timing` is None if the answer has no timings.
+    `failure` is the exception behind the answer, and `is_events` is True for server-sent events; some servers set them.
     """
 
     __slots__ = (
@@ -311,7 +311,7 @@ class Exchange:
         return self.method.recorder.stepped_in(self.frame, awaitable)
 
     def set_status(self, status: Any) -> None:
-        """Note the status of the answer, if it is a number. It survives a crash of the process."""
+        """Store the status of the answer, if it is a number, so that it survives a crash of the process."""
         self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
@@ -323,7 +323,7 @@ class Exchange:
         self.stream.add_items(count)
 
     def begin_answer(self, status: Any, content_type: str | None) -> None:
-        """Note the status and content type of the answer. A status below 500 cancels an earlier `failure`."""
+        """Store the status and content type of the answer. A status below 500 clears an earlier `failure`."""
         self.set_status(status)
         self.is_events = content_type is not None and content_type.startswith("text/event-stream")
         if self.status < FIRST_OF_SERVER:
@@ -342,7 +342,7 @@ class Exchange:
             self.count_unread()
 
     def finish(self, error: BaseException | None = None, *, is_gone: bool = False, in_parts: bool = True) -> None:
-        """End the exchange when the server has finished, with an exception or with the noted failure, if any.
+        """End the exchange when the server has finished, with the given exception or the stored failure, if any.
 
         `is_gone` is True if the client has closed the connection. `in_parts` is False for a websocket.
         """
@@ -360,7 +360,7 @@ class Exchange:
             self.end_of_parts()
 
     def end_of_parts(self) -> None:
-        """End the exchange with the last part of the answer. An answer in one part is no stream."""
+        """End the exchange with the last part of the answer. An answer in a single part is not a stream."""
         if self.stream is not None and self.stream.items == 1:
             self.stream = None
         self.end()
@@ -374,7 +374,7 @@ class Exchange:
         self.end(error)
 
     def _forget_failure(self) -> None:
-        """Drop the status of an answer that failed because the client left, and that it never got."""
+        """Drop the status of an answer that failed because the client disconnected, as the client never got it."""
         if self.frame is not None and self.status >= FIRST_OF_SERVER:
             self.status = 0
             self.facts.pop(STATUS, None)
@@ -466,7 +466,7 @@ class Arrivals:
         self._methods: dict[Arrival, Method] = {}
 
     def begin(self, request: Any) -> Exchange | None:
-        """Begin the span of a request. Return None if it is not recorded, or if that fails. Never raises."""
+        """Begin the span of a request. Return None if the request is not recorded, or after a fault. Never raises."""
         exchanges = self.exchanges
         current = CURRENT.get()  # the same test as `records`, whose call would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
@@ -601,7 +601,7 @@ class Endpoints:
         self._sites: dict[Key, Site] = {}
 
     def site(self, protocol: str, method: str, route: str = "") -> Site:
-        """Return the site of an endpoint. Beyond the limit it is that of the method."""
+        """Return the site of an endpoint. Beyond the limit, return the site of the method without a route."""
         key = (protocol, method, route)
         return self._sites.get(key) or self._make_site(key)
 

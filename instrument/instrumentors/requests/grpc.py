@@ -35,10 +35,10 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass
 from instrument.runtime.faults import FAULTS
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-"""The statuses that are errors of the server. With another status the caller is at fault, and the span has no error."""
+"""The statuses that are errors of the server. Any other status is the caller's fault, so the span has no error."""
 
 DEADLINE_SLACK_S = 0.05
-"""Seconds before a call's deadline. A call cancelled later than that timed out: the caller's clock may be ahead."""
+"""A call cancelled less than these seconds before its deadline counts as timed out, because clocks may differ."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
@@ -48,7 +48,7 @@ _attached: list[Arrivals] = []
 
 
 class _ArrivedCall(NamedTuple):
-    """A call that has arrived at a server. `name` is None, or replaces a method that the server does not have."""
+    """A call that has arrived at a server. `name` replaces the name of a method that the server lacks, or is None."""
 
     details: Any
     context: Any = None
@@ -113,7 +113,7 @@ class _Call:
     _broken: BaseException | None = None
 
     def wrap_behaviour(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function of a handler so that it is recorded. A coroutine function remains one."""
+        """Wrap the function of a handler so that it is recorded. A coroutine function remains a coroutine function."""
         if self._is_async and inspect.isasyncgenfunction(behaviour):
             return self._wrap_async_generator(behaviour)
         if self._is_async and inspect.iscoroutinefunction(behaviour):
@@ -121,7 +121,7 @@ class _Call:
         return self._wrap_function(behaviour)
 
     def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-        """Wrap a deserializer to record also requests that it cannot read, because no handler gets them."""
+        """Wrap a deserializer to also record requests that it cannot read, because these never get to a handler."""
         if deserialize is None:
             return None
 
@@ -177,7 +177,7 @@ class _Call:
             FAULTS.note("server timing", fault)
 
     def _note_return(self, context: Any) -> None:
-        """Note that the handler has returned. A unary call ends later, when its answer has been serialized."""
+        """Handle the handler's return. A unary call ends later, when its answer has been serialized."""
         self._add_timings(context)
         try:
             is_last = self._is_streamed or type(context) is _NotedContext or self._service.status_of(context) != "OK"
@@ -277,7 +277,7 @@ class _Call:
         return serve_recorded
 
     def __del__(self) -> None:
-        """Count a call whose handler was never called, such as one beyond the limit of concurrent calls."""
+        """Count a call whose handler was never called, for example because too many calls were open."""
         if not getattr(self, "_is_begun", True):
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 

@@ -7,7 +7,7 @@ servers run over WSGI, and frameworks that run over ASGI, are recorded as such.
 Handlers of http.server have no routes, so requests are named by their methods. If a handler raises, there is no answer
 and no status. gunicorn's worker for aiohttp uses the same handlers as aiohttp, and is recorded, too. The route of a
 request of Tornado is the path pattern of its handler. When Sanic starts, it compiles some methods of its classes again
-from source (`sanic.touchup`), which undoes a replacement. So only other methods of Sanic are replaced.
+from source (`sanic.touchup`), which removes a replacement. So only other methods of Sanic are replaced.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
     http, websocket = (exchanges.get_arrivals(kind, *_AIOHTTP) for kind in ("http", "websocket"))
 
     class StreamWriter(base):  # type: ignore[misc, valid-type]
-        """The server's writer of an answer, which also counts the bytes and items of the exchange."""
+        """The server's writer of an answer, extended to count the bytes and items of the exchange."""
 
         exchange: Exchange | None = None
         method = ""
@@ -449,7 +449,7 @@ def _note_sanic_message(connection: Any, message: Any) -> None:
 
 
 def _attach_sanic_websocket(module: Any, _: Exchanges) -> list[Undo]:
-    """Note the answer to a websocket's handshake, and store the exchange at the new connection."""
+    """Store the status of the answer to a websocket's handshake, and store the exchange at the new connection."""
     owner = module.WebSocketProtocol
     shake_hands = owner.websocket_handshake
 

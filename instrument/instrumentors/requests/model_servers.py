@@ -2,8 +2,8 @@
 
 LitServe's requests are recorded as those of an ASGI app. In a worker, each call of the service's `decode_request`,
 `predict` and `encode_response` is a batch of the worker's unanswered requests. The last call of a stream ends with the
-stream, because the stream is computed while its parts are read. Asynchronous loops are not recorded, because it is
-unknown which requests each call in them serves.
+stream, because the stream is computed while its parts are read. In asynchronous loops it is unknown which requests a
+call serves, so these are not recorded.
 
 mosec's front end, which is not Python, sends batches to workers over a socket. Each batch is a span from its arrival to
 its answers. The batch's keys are the numbers that the front end gives to requests. A request is a span from its arrival
@@ -47,7 +47,7 @@ class _LitServeRequests(threading.local):
 
 
 def _attach_litserve_server(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Add the id that LitServe gives to a request to its span, as the key."""
+    """Add the id that LitServe gives to a request to the request's span, as its key."""
     handler = module.BaseRequestHandler
     submit = handler._submit_request
 
@@ -140,7 +140,7 @@ _MOSEC_REQUEST = Site("mosec", "request")
 
 
 class _MosecBegins:
-    """The begins of a mosec server's requests, by number, in memory that the processes of a run share."""
+    """The start times of a mosec server's requests, by number, in memory that the processes of a run share."""
 
     def __init__(self, folder: str) -> None:
         self._memory: Any = bytearray(MOSEC_SLOTS * _MOSEC_BEGIN.size)
@@ -156,11 +156,11 @@ class _MosecBegins:
                     os.close(file)
 
     def note(self, number: int, at_ns: int) -> None:
-        """Note the begin of a request by its number."""
+        """Store the start time of a request by its number."""
         _MOSEC_BEGIN.pack_into(self._memory, number % MOSEC_SLOTS * _MOSEC_BEGIN.size, number, at_ns)
 
     def begin_ns(self, number: int, otherwise_ns: int) -> int:
-        """Return the begin of a request by its number, `otherwise_ns` if it is unknown."""
+        """Return the start time of a request by its number, `otherwise_ns` if it is unknown."""
         noted_number, at_ns = _MOSEC_BEGIN.unpack_from(self._memory, number % MOSEC_SLOTS * _MOSEC_BEGIN.size)
         return at_ns if noted_number == number and 0 < at_ns <= otherwise_ns else otherwise_ns
 
@@ -177,7 +177,7 @@ class _MosecBatches:
         self._events = self._begin_ns = 0
 
     def begin(self, ids: Sequence[bytes], states: Sequence[int]) -> None:
-        """Begin a batch of requests, given by their numbers. Ends an earlier batch that was not answered."""
+        """Begin a batch of the requests with the given numbers. End the previous batch if it was not answered."""
         self.end(None, (), ())
         self._events = 0
         numbers = [int.from_bytes(request_id, "big") for request_id in ids]
@@ -367,7 +367,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Separate the loop of `@serve.batch` from the first request, in whose context it starts."""
+    """Separate the loop of `@serve.batch` from the first request, because it starts in that request's context."""
     queue = module._BatchQueue
     loop = queue._process_batches
 
@@ -380,7 +380,7 @@ def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _mute_process(class_name: str) -> Attach:
-    """Return an `Attach` that stops recording in each process that creates an object of a class."""
+    """Return an `Attach` that stops the recording in each process that creates an object of a given class."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
         def mute(*_: Any, **__: Any) -> None:

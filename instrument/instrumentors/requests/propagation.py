@@ -3,8 +3,8 @@
 The caller's span is read from the headers of W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
 
 OpenTelemetry calls `trace.get_current_span()` to continue a trace. If a request is open here and OpenTelemetry has no
-open span, that function returns the current span of `instrument`. Clients that OpenTelemetry instruments then pass that
-span on, and spans of OpenTelemetry become its children. This costs nothing per request.
+open span, that function returns the current span of `instrument`. Clients that OpenTelemetry instruments then pass on
+that span, and spans of OpenTelemetry become its children. This costs nothing per request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPENTELEMETRY = "opentelemetry.trace"
 
 Header = bytes | str
 Caller = Header | tuple[Header, ...]
-"""The span of a caller, as `remote_of` takes it: a `traceparent`, a pair with a `tracestate`, or a stored span."""
+"""The span of a caller in a form for `remote_of`: a `traceparent`, a pair with a `tracestate`, or a stored span."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 """A function that reads the caller's span from headers with lower-case names."""
@@ -62,7 +62,7 @@ def read_configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
 
 
 def choose_extractor() -> Extract:
-    """Return the reader of callers: `read_configured` if `OTEL_PROPAGATORS` names other ones, else `read_w3c`."""
+    """Return the reader of callers: `read_configured` if `OTEL_PROPAGATORS` names further formats, else `read_w3c`."""
     propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
     if propagators <= {"tracecontext"}:
         return read_w3c
@@ -85,7 +85,7 @@ def read_environment() -> str:
 
 
 def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
-    """Return trace id, span id, flags and state of the innermost open span, as exported, None without a span."""
+    """Return the exported trace id, span id, flags and state of the innermost open span, None without a span."""
     trace_of = recorder.trace_of
     span = None if trace_of is None else recorder.current_trace()
     return None if span is None or trace_of is None else trace_of(*span)
@@ -135,7 +135,7 @@ def _make_span_class() -> Any:
     from opentelemetry.trace import NonRecordingSpan
 
     class CurrentSpan(NonRecordingSpan):
-        """A span of `instrument` as a span of OpenTelemetry, which records nothing itself."""
+        """A substitute for a span of OpenTelemetry. It has the ids of a span of `instrument`, and records nothing."""
 
         is_of_instrument = True
 

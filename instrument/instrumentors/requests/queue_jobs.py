@@ -2,7 +2,7 @@
 
 A request is named by the job's task. It continues its caller's trace if the message has a `traceparent`: in Celery's
 headers, in the `meta` of an RQ job, or in the options of a Dramatiq message. The time in the queue is recorded if the
-message says when it was queued.
+message has the time at which it was queued.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each task of TaskIQ. Its exception is in its result."""
+    """Record each task of TaskIQ. The exception of a failed task is in its result."""
     jobs, run_task = _Jobs("taskiq", exchanges), module.Receiver.run_task
 
     @replaces(module.Receiver, "run_task")
@@ -226,9 +226,9 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
-    """Return the queue of a broker's message, and the time at which it was queued (None if unknown).
+    """Return the queue of a broker's message, and the time at which the message was queued (None if unknown).
 
-    For a batch they are those of its first message.
+    For a batch, the first message counts.
     """
     while isinstance(message, (list, tuple)) and message:
         message = message[0]
@@ -247,9 +247,9 @@ def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
 
 
 def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record each event that Gradio's queue passes to a function of the app, named by the function's `api_name`.
+    """Record each event that Gradio's queue passes to a function of the app, under the function's `api_name`.
 
-    Each event of a batch is a request, because it has a caller of its own.
+    Each event of a batch is a request, because each has a caller of its own.
     """
     jobs, recorder = _Jobs("gradio", exchanges), exchanges.recorder
     process, call = module.Queue.process_events, module.route_utils.call_process_api
@@ -309,4 +309,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "faststream": {"faststream._internal.endpoint.subscriber.call_item": _attach_faststream},
     "gradio": {"gradio.queueing": _attach_gradio},
 }
-"""By package: the functions that attach to a queue's library, by module."""
+"""The functions that attach to a queue's library, by package and then by module."""

@@ -21,7 +21,7 @@ class Router(NamedTuple):
     """A framework's method that finds the route of a request, by class and name.
 
     `route` reads the route from the module and the call's arguments, or if `after` is True from the module and the
-    call's result. `note` stores a route that is not None. `older` is True if older versions lack the method.
+    call's result. `note` stores the route unless it is None. `older` is True if older versions lack the method.
     """
 
     owner: str
@@ -103,7 +103,7 @@ def _read_django_route(_: Any, match: Any) -> str:
 
 
 def _channels(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
-    """Return the pattern that a router of Channels matches, and True if another of its routers follows."""
+    """Return the pattern that matched in a router of Channels, and True if its route leads to another router."""
     path = scope.get("path_remaining")
     if path is None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))

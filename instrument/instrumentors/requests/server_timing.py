@@ -2,8 +2,8 @@
 
 When the headers are sent, the parts so far (queue, batches, stall ...) are computed from the spans of this process.
 They add up to `total`. `prefill` and `decode` are the stages in batches of this process. A request that generates
-nothing has `first-batch` and `later-batches` instead. The engine itself reports values such as
-`gen_ai.latency.time_in_queue`. `traceparent` names the request's span.
+nothing has `first-batch` and `later-batches` instead. Values such as `gen_ai.latency.time_in_queue` come from the
+engine itself. `traceparent` names the request's span.
 
 The headers of a stream are sent before most of its work. So its timings are sent again at its end: in a trailer, or in
 a comment of server-sent events, which clients ignore. No other body is changed.
@@ -41,7 +41,7 @@ _TIMES = frozenset(name for names in LATENCIES.values() for name in names.values
 
 
 class AnswerTimings:
-    """The timings of one answer. There is no reference to the exchange, because it would make a cycle."""
+    """The timings of one answer. They have no reference to the exchange, because that would make a cycle."""
 
     __slots__ = ("_details_from", "_is_events", "_tail")
 
@@ -51,7 +51,7 @@ class AnswerTimings:
         self._is_events, self._tail = False, b"\n\n"
 
     def text(self, exchange: Any) -> str:
-        """Return the value of the header for an open request: only `total` if the parts fail. Never raises."""
+        """Return the value of the header for an open request. If the parts fail, it has only `total`. Never raises."""
         frame, recorder = exchange.frame, exchange.method.recorder
         try:
             if exchange.stream is not None and exchange.stream.items > 1:
@@ -62,7 +62,7 @@ class AnswerTimings:
             return _total_text(recorder, frame)
 
     def begin_parts(self, pairs: Iterable[tuple[Any, Any]], method: str) -> None:
-        """Note the headers of the answer and the method of the request, to know if a comment may end the body."""
+        """Read the headers of the answer and the method of the request, to decide if a comment may end the body."""
         texts = ([text.decode("latin-1") if isinstance(text, bytes) else str(text) for text in pair] for pair in pairs)
         headers = {name.lower(): value for name, value in texts}
         is_open = method != "HEAD" and "content-length" not in headers and "content-encoding" not in headers
@@ -96,7 +96,7 @@ def _milliseconds_text(time_ns: int) -> str:
 
 
 def _exceeds_limits(recorder: Recorder, frame: Any, details_from: int) -> bool:
-    """Return True if more rows or attributes than the limits have been recorded since the begin of a request."""
+    """Return True if more rows or attributes than the limits have been recorded since the start of a request."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
     heads, firsts = mapped.heads(), mapped.first_after(frame.start_ns)
     detail_bytes = 0 if details is None else details.used() - details_from
@@ -127,7 +127,7 @@ def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
 
 
 def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
-    """Return the trace of an open request: the spans since its begin in its tree, and in trees with its keys."""
+    """Return the trace of an open request: the spans since its start, in its tree and in trees with its keys."""
     mapped = recorder.mapped()
     snapshot = RowSnapshot.of(mapped, frame.start_ns, details_from=details_from)
     texts = {span_id: text for span_id, (_, text) in details_in(snapshot.details).items()}

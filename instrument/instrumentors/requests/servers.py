@@ -36,7 +36,7 @@ else:
 
 
 def _make_recording_app(app: Any, kind: Any, exchanges: Exchanges) -> Any:
-    """Return a proxy that records an app under a rule, or the app itself if it is that proxy already."""
+    """Return a proxy that records an app under a rule. If the app is already such a proxy, return the app."""
     inner = app
     while isinstance(inner, ServedApp):
         if inner.serves(exchanges):
@@ -200,7 +200,7 @@ STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.UVLOOP: blocked.attach_uvloop,
     blocked.COLLECTOR: blocked.attach_collector,
 }
-"""The functions that record blocks of event loops and garbage collections longer than `limits.blocked`, by module."""
+"""By module, the functions that record event loops blocked longer than `limits.blocked`, and long collections."""
 
 REMEDY = "give the function that handles one a rule of `kind: request`"
 
@@ -238,7 +238,7 @@ class Requests(Instrumentor):
         return next(((kind, SEAMS[kind][module_name]) for kind in kinds), None)
 
     def attach_to(self, module: ModuleType) -> None:
-        """Instrument the server or router of an imported module. If its version cannot be, verdicts report it."""
+        """Instrument the server or router of an imported module. If its version is not supported, a verdict says so."""
         name = module.__name__
         if name in self._met:
             return
@@ -264,7 +264,7 @@ class Requests(Instrumentor):
             FAULTS.note(f"requests of {name}", fault)
 
     def change(self, rules: Sequence[RequestsRule], modules: Iterable[ModuleType]) -> None:
-        """Apply another rule. Requests that are open end under the earlier rule."""
+        """Apply another rule. Requests that are open now end under the previous rule."""
         self.undo()
         self._met.clear()
         before = self._exchanges
@@ -285,12 +285,12 @@ class Requests(Instrumentor):
         super().undo()
 
     def has_begun(self) -> bool:
-        """Return True if this rule or a function rule has recorded the begin of a request."""
+        """Return True if this rule or a function rule has recorded the start of a request."""
         has_met = self._exchanges is not None and bool(self._exchanges.sites())
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return the count of blocks of an event loop and the nanoseconds of the longest, by the blocking site."""
+        """Return, by site, the number of times that the site blocked an event loop, and the longest of them in ns."""
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:
@@ -317,7 +317,7 @@ class Requests(Instrumentor):
     def _check_unmet(self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]) -> Iterator[Verdict]:
         """Yield verdicts on connections and queues of this process for which no request was recorded.
 
-        If requests came to another port, a port is named only if a server that cannot be instrumented is imported.
+        If requests were recorded at another port, a port is named only if an imported server cannot be instrumented.
         """
         has_requests = bool(sites) or any(site.kind == "request" for site in calls_of)
         strangers = filter_by_role(sys.modules, "unmet")

@@ -90,7 +90,7 @@ class _Batch:
             self._of.recorder.close(frame, error, True)
 
     def leave(self) -> None:
-        """Separate this thread from the requests: its later spans do not belong to them."""
+        """Separate this thread from the requests, so that its later spans do not belong to them."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
 
@@ -215,7 +215,7 @@ def _read_call(request: Any, _: Any) -> tuple[Arrival, dict[bytes, bytes], dict[
 
 
 def _read_headers(request: Any) -> dict[bytes, bytes]:
-    """Return the trace headers of the caller, which the server passes on if its tracing for OpenTelemetry is on."""
+    """Return the trace headers of the caller. The server passes them on if its tracing for OpenTelemetry is on."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
     try:

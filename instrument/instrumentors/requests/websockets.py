@@ -98,7 +98,7 @@ def _begin_request(arrivals: Any, connection: Any) -> Exchange | None:
 
 
 def _end_request(exchange: Exchange | None, connection: Any, error: BaseException | None = None) -> None:
-    """End the request of a connection. Exceptions for its close or loss are no errors."""
+    """End the request of a connection. Exceptions on the connection's close or loss do not count as errors."""
     if exchange is None:
         return
     code = getattr(connection if hasattr(connection, "close_code") else connection.protocol, "close_code", None)

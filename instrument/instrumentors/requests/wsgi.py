@@ -196,7 +196,7 @@ class _Body:
         self._exchange.break_off()
 
     def close(self) -> None:
-        """Close the body, perhaps before its end."""
+        """Close the body, even if parts of it were not sent."""
         exchange = self._exchange
         token = CURRENT.set(exchange)
         try:
@@ -229,5 +229,5 @@ class _BodyInContext:
         return self._context.run(self._body.__next__)
 
     def close(self) -> None:
-        """Close the body, perhaps before its end."""
+        """Close the body, even if parts of it were not sent."""
         self._context.run(self._body.close)

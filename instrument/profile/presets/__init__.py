@@ -46,7 +46,7 @@ def named_by(path: str | os.PathLike[str]) -> str | None:
 
 
 def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
-    """Merge the preset that a profile names into the profile's root node. Return it with the preset's texts by path."""
+    """Merge the preset that a profile names into its root node. Return the node, and the preset's texts by path."""
     from instrument.profile.document import Document
 
     key, value = profile.pairs.get("preset", (profile, profile))
@@ -58,7 +58,7 @@ def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
 
 
 def _with_place(node: YamlNode, at: YamlNode) -> YamlNode:
-    """Return a node of a preset whose place in messages is where the profile names the preset."""
+    """Return a node of a preset. In messages its place is the line in which the profile names the preset."""
     items = tuple(_with_place(item, at) for item in node.items)
     pairs = {name: (_with_place(key, at), _with_place(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)

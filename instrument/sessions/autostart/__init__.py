@@ -38,9 +38,10 @@ def begin() -> None:
 
 
 def is_loaded(package: str) -> bool:
-    """Return True if a package is loaded. A namespace package counts once one of its modules is loaded.
+    """Return True if a package is loaded.
 
-    cuda-bindings 12.9 imports the namespace package `cuda` at each start of Python.
+    A namespace package counts only if one of its modules is loaded, because cuda-bindings 12.9 imports the namespace
+    package `cuda` at each start of Python.
     """
     if package not in sys.modules:
         return False
@@ -118,8 +119,8 @@ def _is_own_command(script: str) -> bool:
 def _start() -> None:
     """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM ends it. Raises nothing.
 
-    Python's garbage collector is off meanwhile, because it would double the time and free nothing. Then all new objects
-    move to its oldest generation at once.
+    Python's garbage collector is off during the start, because it would double the time and free nothing. After the
+    start, all new objects are moved to its oldest generation.
     """
     import gc
 
@@ -177,7 +178,7 @@ class Wait:
         return None
 
     def end(self) -> bool:
-        """Begin the session. Return True on the first call, False on a later call or one by another thread."""
+        """Begin the session. Return True for the first call, False for later calls and those on other threads."""
         try:
             sys.meta_path.remove(self)
         except ValueError:
