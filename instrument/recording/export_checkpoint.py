@@ -32,7 +32,7 @@ exported without their device times. Without a collector, a span in a complete f
 `unwritten`. `unstored` counts lost rows of a dataset. If the exporter is killed, `sending` spans become `unanswered`,
 because the collector may have them. Waiting spans, and spans of requests that had not ended, become `abandoned`.
 `derived lost` counts lost spans of stages, and `unqueued` requests without a queue time in the metrics. `deriving` and
-`queueing` count the spans and requests that may still become one of these two."""
+`queueing` count the spans and requests that may still be counted in one or the other."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """The final counters of kept spans if there is a collector."""

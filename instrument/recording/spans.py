@@ -127,8 +127,8 @@ BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.
 
 FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
 """The attribute that lists which of a span's other attributes are facts of requests, such as token counts. Each fact is
-listed as a word of `profile.model.KEEPS`, a space and a name. A fact that is a list has one item per request. The keys
-of these requests are in the attribute with the fact's name and `FACT_KEYS`."""
+listed as a word of `profile.model.KEEPS`, a space and a name. A fact that is a list has one item per request. The
+requests' keys are in the attribute with the fact's name and `FACT_KEYS`."""
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
 """The maximum number of characters in a key, and of keys in a batch. A longer key is cut and ends in a checksum."""
