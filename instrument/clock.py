@@ -19,7 +19,7 @@ START_FIELD = 19
 """The index of the process's start time in `/proc/PID/stat`, counted in words after the program's name."""
 
 
-def pair() -> tuple[int, int]:
+def read_clocks() -> tuple[int, int]:
     """Read the monotonic clock and the wall clock at the same moment, in ns: the most exact pair of five attempts."""
     pairs = []
     for _ in range(5):

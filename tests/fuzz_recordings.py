@@ -33,7 +33,7 @@ from instrument.recording import memory_layout
 from instrument.recording.mapped import Mapped
 from instrument.recording.slot_ring import IntervalRing, Readings
 from instrument.recording.spans import Sample, Site
-from instrument.trace.of_recording import saved_of
+from instrument.trace.of_recording import read_saved
 
 MOST_BYTES = 600 << 20
 SLOWEST_S = 10.0
@@ -107,7 +107,7 @@ def look_at_all(fd: int) -> None:
         mapped.open_spans()
         mapped.sites()
         with contextlib.suppress(TraceError):
-            saved_of(mapped)
+            read_saved(mapped)
     finally:
         mapped.close()
 

@@ -47,7 +47,7 @@ class Kept:
             mapped = Mapped(one.memory_fd)
             facts = ExportFacts(Ids((number + 1,) * 3, str(number)), {}, capture, spans_per_request, UNMETERED)
             reader = RecordingReader(mapped, Progress(), facts)
-            reader.places = mapped.heads()
+            reader.places = mapped.read_heads()
             self.readers.append(reader)
         self.settling.members = [reader.rows for reader in self.readers]
 

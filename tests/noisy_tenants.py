@@ -106,6 +106,6 @@ def is_free(recording: Recording, seed: int) -> bool:
     for number in range(61):
         group = rng.permutation(grouped.group) if number else grouped.group
         account = Account(recording.columns, joined, recording.once(request_turns), group, 3, is_charged)
-        inflicted = account.bill(recording.once(request_ledger)).charged_ns.sum(axis=(0, 1))[:-1]
+        inflicted = account.compute_bill(recording.once(request_ledger)).charged_ns.sum(axis=(0, 1))[:-1]
         each.append(inflicted / np.bincount(group, minlength=3))
     return bool(each[0][grouped.names.index("placebo")] <= np.max(each[1:]))

@@ -384,7 +384,7 @@ def test_recover_saves_what_a_killed_process_has_left_whose_parent_has_not_taken
 def test_recover_leaves_what_processes_of_other_containers_record_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = memory.make(1 << 16, str(tmp_path))
+    made = memory.make_memory(1 << 16, str(tmp_path))
     try:
         other = Path(made.path).rename(tmp_path / "1-77.recording")  # the number and begin that it has in there
         os.pwrite(made.fd, (1).to_bytes(4, "little"), memory_layout.HEADER.fields["pid"][0])

@@ -335,7 +335,7 @@ def settled() -> list[Mapping[str, int]]:
     """The fates of all processes that have recorded anything, once everything has one; [] before."""
     found = []
     for place, mapped in recordings():
-        progress, heads = place.read(), mapped.heads()
+        progress, heads = place.read(), mapped.read_heads()
         if not sum(heads.values()):
             continue
         fates = progress.fates
@@ -382,7 +382,7 @@ def killed(service: subprocess.Popen[str], collector: Collector, times: int) -> 
         time.sleep(number % 7 / 10)
         kill(agent)
         (agent,) = until(lambda before=agent: [one for one in agents() if one != before])
-        until(lambda: [place.is_taken() for place, mapped in recordings() if mapped.heads()] == [True, True])
+        until(lambda: [place.is_taken() for place, mapped in recordings() if mapped.read_heads()] == [True, True])
     found = conserved(service, collector)
     Path("over").touch()
     out, errors = service.communicate(timeout=240)
@@ -715,7 +715,7 @@ def test_unsent_spans_of_an_orderly_ended_process_are_reported_after_a_kill_of_i
         assert service.stdout is not None
         assert service.stdout.readline() == "gone\n"
         (home,) = agent_socket.list_runs()
-        count = until(lambda: agent_socket.unsent(home))
+        count = until(lambda: agent_socket.read_unsent(home))
         assert 0 < count <= spans_of(10)
         kill(agent)
         until(lambda: [one for one in agents() if one != agent])

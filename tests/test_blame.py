@@ -9,9 +9,9 @@ import pytest
 from test_ledger import API, ENGINE, made
 
 from instrument.recording.spans import BLOCKED_BY, BLOCKED_LOOP, COLLECTION, Site, Span
-from instrument.trace.blame import blame, typical_times
+from instrument.trace.blame import find_blame, typical_times
 from instrument.trace.joined import join
-from instrument.trace.ledger import ledger
+from instrument.trace.ledger import compute_ledger
 from instrument.trace.trace import columns_of_spans
 
 CHAT = Site("POST /chat", "request")
@@ -69,10 +69,10 @@ class Service:
     def blamed(self, key: str) -> tuple[str, str, str]:
         trace = columns_of_spans(self.spans)
         joined = join(trace)
-        found = ledger(trace, joined)
+        found = compute_ledger(trace, joined)
         place = next(place for place, keys in joined.keys.items() if keys == (key,))
-        its = np.flatnonzero(trace.of_sites([site == CHAT for site in trace.sites])[joined.rows])
-        told = blame(trace, joined, found, place, typical_times(found, its))
+        its = np.flatnonzero(trace.are_of_sites([site == CHAT for site in trace.sites])[joined.rows])
+        told = find_blame(trace, joined, found, place, typical_times(found, its))
         assert told is not None
         assert told.excess_ns > SLOW // 3
         return told.part, told.cause.name if told.cause else "", told.cause.request if told.cause else ""

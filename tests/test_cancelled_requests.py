@@ -127,12 +127,12 @@ def test_metrics_reports_and_live_agree_on_what_has_failed_and_what_was_cancelle
         LiveSampler(""),
         Member({"pid": os.getpid(), "ended_ns": 0, "how": "", "service": ""}, RECORDER.memory_fd),
     )
-    screen = looker.look([now])
+    screen = looker.make_screen([now])
     (shown,) = screen.endpoints
     assert (shown.requests, shown.errors, shown.cancelled) == (21, 3, 10)
     header, row = screen.lines()[2:4]
     assert header.split()[:5] == ["Endpoint", "Ended", "Errors", "Cancelled", "A"]
     assert row.split()[:5] == ["GET", "/chat", "21", "3", "10"]
     serve("ok")
-    header, row = looker.look([now]).lines()[2:4]
+    header, row = looker.make_screen([now]).lines()[2:4]
     assert (header.split()[:4], row.split()[:4]) == (["Endpoint", "Ended", "Errors", "A"], ["GET", "/chat", "1", "0"])

@@ -21,7 +21,7 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory_layout import FRAME, ROW
 from instrument.recording.spans import Site
-from instrument.recording.trace_context import RemoteParent, is_sampled, noted, state_of_share
+from instrument.recording.trace_context import RemoteParent, encode_remote, is_sampled, state_of_share
 from instrument.trace import unsettled
 from instrument.trace.sent_rows import DECISION_WAIT_NS
 from instrument.trace.tail_sampler import LEAST_CALLS
@@ -122,14 +122,14 @@ def test_a_threshold_has_four_digits_behind_those_of_all_bits(sample: float, sta
 
 @pytest.mark.parametrize(("flags", "is_kept"), [(1, True), (0, False)])
 def test_a_caller_that_traces_has_decided_already(recorder: Any, flags: int, is_kept: bool) -> None:
-    recorder.remote_parent = lambda: noted(RemoteParent(5, 6, flags))
+    recorder.remote_parent = lambda: encode_remote(RemoteParent(5, 6, flags))
     kept = Kept(recorder, Capture(sample=0.0 if flags else 1.0, errors=False))
     serve(recorder)
     assert len(kept.read()) == is_kept
 
 
 def test_nothing_is_kept_where_a_variable_switches_traces_off_whatever_a_caller_asks_for(recorder: Any) -> None:
-    recorder.remote_parent = lambda: noted(RemoteParent(5, 6, 1))
+    recorder.remote_parent = lambda: encode_remote(RemoteParent(5, 6, 1))
     kept = Kept(recorder, loads("export: otlp", environ={"OTEL_TRACES_SAMPLER": "always_off"}).capture)
     serve(recorder, error=True)
     assert kept.read() == []
@@ -137,7 +137,7 @@ def test_nothing_is_kept_where_a_variable_switches_traces_off_whatever_a_caller_
 
 def test_spans_that_end_after_their_request_follow_it(recorder: Any) -> None:
     remote = RemoteParent(5, 6)
-    recorder.remote_parent = lambda: noted(remote)
+    recorder.remote_parent = lambda: encode_remote(remote)
     kept = Kept(recorder, Capture(sample=1.0))
     request = recorder.open(REQUEST)
     request_id = recorder.current_id()
@@ -349,7 +349,7 @@ class Timed:
             mapped = Mapped(os.dup(self.recorder.memory_fd))
             frames = mapped._parts["frames"]
             self._frames, self._frame_bytes = frames.offset, 64 * frames.stride
-            ring = next(one for one in mapped._rings() if one.rows >= 0)
+            ring = next(one for one in mapped._read_rings() if one.rows >= 0)
             self._first_row = mapped._parts["rows"].offset + ring.rows * ROW.size
             mapped.close()
 
@@ -494,7 +494,7 @@ def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(make_
     for fails in (False, True, False):
         request = caller.open(REQUEST)
         trace_id = kept.readers[0].rows.ids.trace_id(request.span_id)
-        server.remote_parent = lambda trace_id=trace_id: noted(RemoteParent(trace_id, 5, 0))
+        server.remote_parent = lambda trace_id=trace_id: encode_remote(RemoteParent(trace_id, 5, 0))
         asked.append((request.span_id, serve(server, error=fails)))
         found = [*kept.settle()]  # the caller's part is open
         caller.close(request)
@@ -503,7 +503,7 @@ def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(make_
 
 @pytest.mark.parametrize("fails_first", [True, False])
 def test_requests_of_one_trace_are_kept_with_one_that_fails(recorder: Any, fails_first: bool) -> None:
-    recorder.remote_parent = lambda: noted(RemoteParent(5, 6, 0))
+    recorder.remote_parent = lambda: encode_remote(RemoteParent(5, 6, 0))
     kept = Kept(recorder, Capture(sample=0.0, errors=True))
     asked = [serve(recorder, error=fails_first), serve(recorder, error=not fails_first)]
     assert {tree[0].span_id for tree in kept.read()} == set(asked)

@@ -57,10 +57,10 @@ def test_packed_allocations_are_a_sequence_as_a_list_of_them_is(
     assert list(reversed(packed)) == found[::-1]
     assert [packed[at] for at in range(-len(found), len(found))] == found * 2
     assert packed.in_order() == sorted(found, key=lambda one: one.at_ns)
-    moved = packed.moved(BASE_NS)
+    moved = packed.move_times(BASE_NS)
     assert [one.at_ns for one in moved] == [one.at_ns + BASE_NS for one in found]
     assert (moved == found) is (not found)
-    assert moved[first:last].moved(-BASE_NS) == found[first:last]
+    assert moved[first:last].move_times(-BASE_NS) == found[first:last]
     for same in (pickle.loads(pickle.dumps(moved)), copy.copy(moved), copy.deepcopy(moved)):
         assert same == moved
 

@@ -131,7 +131,7 @@ def test_a_change_of_the_load_is_no_change_of_the_work(load: dict[str, float]) -
 def test_new_and_gone_call_paths_are_named() -> None:
     trace = BEFORE.run()
     columns = trace.columns
-    wanted = columns.of_sites([site.name != "part 9" for site in columns.sites])
+    wanted = columns.are_of_sites([site.name != "part 9" for site in columns.sites])
     without = Recording.of_trace(trace.with_columns(columns.with_attributes(wanted)))
     found = compare([Recording.of_trace(trace)], [without], Options())
     assert verdicts(found)["part 9 in engine.step"] == GONE
@@ -139,7 +139,7 @@ def test_new_and_gone_call_paths_are_named() -> None:
     new = compare([without], [Recording.of_trace(trace)], Options())
     assert verdicts(new)["part 9 in engine.step"] == NEW
     assert [change.path[-1] for change in new.unclear_beyond(0.5)] == ["part 9"]  # a gate says neither yes nor no
-    empty = Recording.of_trace(trace.with_columns(columns.only(np.zeros(len(columns), dtype=np.bool_))))
+    empty = Recording.of_trace(trace.with_columns(columns.select(np.zeros(len(columns), dtype=np.bool_))))
     assert compare([empty], [without], Options()).sentences()[0].startswith("New: 12 of 12 call paths")
 
 
@@ -192,7 +192,7 @@ def test_times_that_vary_by_more_than_twice_are_inconclusive_and_no_unchanged_wo
 
 def test_an_empty_recording_compares_to_nothing() -> None:
     trace = BEFORE.run()
-    empty = Recording.of_trace(trace.with_columns(trace.columns.only(np.zeros(len(trace.columns), dtype=np.bool_))))
+    empty = Recording.of_trace(trace.with_columns(trace.columns.select(np.zeros(len(trace.columns), dtype=np.bool_))))
     assert compare([empty], [empty], Options()).sentences() == [
         "Nothing to compare: no call path took a noteworthy time on either side."
     ]

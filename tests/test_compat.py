@@ -34,7 +34,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each test works in a folder of its own; what a failing test left running is stopped."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
-    monkeypatch.setattr(torch_profiler, "is_there", lambda: False)  # another test may have imported torch
+    monkeypatch.setattr(torch_profiler, "is_torch_imported", lambda: False)  # another test may have imported torch
     yield
     fluid._run = None
     minicaffe._is_on, minicaffe._session, minicaffe._own_session = False, None, None

@@ -21,7 +21,7 @@ from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger
 from instrument.report.view import Recording
 from instrument.trace import dataset_files, file
-from instrument.trace.dataset import arrow_type, definition, schema
+from instrument.trace.dataset import arrow_schema, arrow_type, read_definition
 from instrument.trace.merge import merge
 from instrument.trace.request_trees import graft
 from instrument.trace.trace import Trace
@@ -29,7 +29,7 @@ from instrument.trace.trace import Trace
 pyarrow = pytest.importorskip("pyarrow")
 arrow_dataset, parquet = pytest.importorskip("pyarrow.dataset"), pytest.importorskip("pyarrow.parquet")
 
-TABLES = tuple(definition()["tables"])
+TABLES = tuple(read_definition()["tables"])
 HOUR_NS = 3600 * 10**9
 T_NS = 1_796_000_000 * 10**9
 
@@ -85,7 +85,9 @@ def written(folder: Path, traces: list[Trace], *more: str) -> Path:
 
 def rows_of(folder: Path, table: str) -> Any:
     files = sorted(folder.glob(f"{table}/**/*.parquet"))
-    return pyarrow.concat_tables([parquet.ParquetFile(path).read() for path in files] or [schema(table).empty_table()])
+    return pyarrow.concat_tables(
+        [parquet.ParquetFile(path).read() for path in files] or [arrow_schema(table).empty_table()]
+    )
 
 
 def simulated() -> Trace:
@@ -251,7 +253,7 @@ def test_a_wall_clock_that_was_set_moves_no_span_that_is_read_back(tmp_path: Pat
     for row in spans:
         set_ns = HOUR_NS if row["start_unix_ns"] < middle else 0  # by a time server, an hour back
         row["start_unix_ns"], row["clock_offset_ns"] = row["start_unix_ns"] + set_ns, row["clock_offset_ns"] + set_ns
-    again = fleet.requests(pyarrow.Table.from_pylist(spans, schema("spans")), intervals).to_pylist()
+    again = fleet.requests(pyarrow.Table.from_pylist(spans, arrow_schema("spans")), intervals).to_pylist()
     parts = [{name: row[name] for name in row if "unix" not in name and "clock" not in name} for row in again]
     expected = [{name: row[name] for name in row if "unix" not in name and "clock" not in name} for row in requests]
     assert sorted(parts, key=repr) == sorted(expected, key=repr)
@@ -380,7 +382,7 @@ def test_merged_files_make_the_rows_of_their_parts(tmp_path: Path) -> None:
     again = written(tmp_path / "merged", [merged.trace])
     for name in TABLES:
         order = [("start_unix_ns", "ascending"), ("process", "ascending")]
-        columns = [one for one in schema(name).names if one not in ("apart_ns", "clock_offset_ns")]
+        columns = [one for one in arrow_schema(name).names if one not in ("apart_ns", "clock_offset_ns")]
         assert (
             rows_of(again, name)
             .sort_by(order)
@@ -393,7 +395,9 @@ def test_the_documentation_has_every_column() -> None:
     text = (Path(fleet.__file__).parent.parent / "docs" / "dataset.md").read_text("utf-8")
     _, *tables = text.partition("## Tables")[2].split("| column | type | is |\n|---|---|---|\n")
     for rows, columns in zip(
-        tables, [definition()["process"], *(t["columns"] for t in definition()["tables"].values())], strict=True
+        tables,
+        [read_definition()["process"], *(t["columns"] for t in read_definition()["tables"].values())],
+        strict=True,
     ):
         expected = [
             f"| `{name}` | {kind.replace('<', ' of ').replace('>', '').replace(',', ' to ')} | {about} |"

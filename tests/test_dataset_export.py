@@ -33,7 +33,7 @@ from instrument.recording.export_checkpoint import Progress
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import BATCH_KEYS, DeviceInterval, Span
 from instrument.trace.columns import device_intervals
-from instrument.trace.dataset import DatasetProcess, definition
+from instrument.trace.dataset import DatasetProcess, read_definition
 from instrument.trace.dataset_rows import DatasetRows, SettledRows
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.merge import merge
@@ -43,7 +43,7 @@ pyarrow = pytest.importorskip("pyarrow")
 
 __all__ = ["folder"]
 
-TABLES = tuple(definition()["tables"])
+TABLES = tuple(read_definition()["tables"])
 Rows = dict[str, list[tuple[Any, ...]]]
 
 
@@ -68,7 +68,7 @@ def settled(run: Run, every_ns: int, sample: float = 1.0) -> Rows:
 
     def take(decisions: Any, now_ns: int) -> None:
         rows = SettledRows(decisions, members, intervals, remembered, now_ns)
-        tables.extend(rows.tables(pyarrow.array([True, True]).to_numpy(zero_copy_only=False)))
+        tables.extend(rows.make_tables(pyarrow.array([True, True]).to_numpy(zero_copy_only=False)))
 
     settling = Settling()
     settling.members, settling.taken = [front.rows, engine.rows], [take]
@@ -114,7 +114,7 @@ def converted(run: Run) -> Rows:
     for spans, number in ((run.front, FRONT), (run.engine, ENGINE)):
         part = saved(spans, number, "one")
         parts.append(replace(part, trace=replace(part.trace, end_ns=80 * S)))
-    return rows_in(DatasetRows(merge(parts)).tables())
+    return rows_in(DatasetRows(merge(parts)).make_tables())
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def _spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def some_rows() -> list[tuple[str, Any]]:
-    return list(DatasetRows(merge([saved(run_of(1).front, FRONT, "one")])).tables())
+    return list(DatasetRows(merge([saved(run_of(1).front, FRONT, "one")])).make_tables())
 
 
 @pytest.mark.usefixtures("_spool")

@@ -19,7 +19,7 @@ from server_programs import answers as answers_at
 from server_programs import serving
 
 from instrument.trace.columns import Columns
-from instrument.trace.ledger import device_ledger
+from instrument.trace.ledger import compute_device_ledger
 
 MS = 10**6
 ITEMS = 40
@@ -138,7 +138,7 @@ def test_batches_of_a_worker_have_their_time_on_the_device_and_answers_stay_as_t
     trace = assert_compute_is_timed(served)
     # A batch's time is given out to its requests in equal parts, of which each item took as much, and what the host
     # was late with between an event and the work after it, too.
-    times = device_ledger(trace, served.joined).shared_ns
+    times = compute_device_ledger(trace, served.joined).shared_ns
     assert 1 <= (times == 0).sum() <= AT_ONCE
     assert times[times > 0].min() >= WORK_MS * MS - ROUNDING_NS
     assert round(float(np.median(times)) / MS) == WORK_MS

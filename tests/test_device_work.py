@@ -232,7 +232,7 @@ def test_layers_whose_tensors_are_gone_work_where_they_last_were() -> None:
     gc.collect()
     assert work() == Work("torch", (1,))
     tensors.append(Tensor(0))
-    work.follow(tensors)
+    work.watch_tensors(tensors)
     assert work() == Work("torch", (0,))
 
 

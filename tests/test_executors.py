@@ -25,7 +25,7 @@ from instrument.instrumentors import execution
 from instrument.profile.keys import loads
 from instrument.recording.spans import Site
 from instrument.trace.joined import join
-from instrument.trace.ledger import ledger
+from instrument.trace.ledger import compute_ledger
 from instrument.trace.trace import columns_of_spans
 
 QUEUE = execution.QUEUE.name
@@ -184,7 +184,7 @@ def test_the_wait_in_a_pool_is_a_part_of_the_request_s_time(recording: Any) -> N
             free.result()
         spans = session.trace().spans
         trace = columns_of_spans(spans)
-        own = ledger(trace, join(trace))
+        own = compute_ledger(trace, join(trace))
     finally:
         instrument.stop()
     parts = own.parts_of(0)

@@ -93,7 +93,7 @@ def test_the_times_of_causes_add_up_to_the_wall_of_each_request() -> None:
     rows = recording.once(joined_requests).rows
     times = CauseTimes(recording, np.arange(len(rows)))
     for place in range(len(rows)):
-        assert sum(times.times_of(place).values()) == pytest.approx(int(recording.columns.total_ns[rows[place]]))
+        assert sum(times.times_by_cause(place).values()) == pytest.approx(int(recording.columns.total_ns[rows[place]]))
         assert sum(times.parts_of(place).values()) == int(recording.columns.total_ns[rows[place]])
 
 

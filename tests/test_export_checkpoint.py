@@ -17,7 +17,7 @@ from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, Me
 
 @pytest.fixture
 def place() -> Iterator[ExportCheckpoint]:
-    made = memory.make(1 << 16)
+    made = memory.make_memory(1 << 16)
     found = ExportCheckpoint(made.fd)
     os.close(made.fd)
     yield found

@@ -146,7 +146,7 @@ def test_unread_rows_of_an_ended_exporter_are_counted(table: Table, make_recorde
     lives = table.add(memory=copied(recorder))
     table.exports.stop()
     with closing(Mapped(process.memory)) as mapped:
-        assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
+        assert table.exports.fates["unread"] == sum(mapped.read_heads().values()) + mapped.ended_rows > 0
     assert process in table.left
     assert lives in table.left
 
@@ -162,21 +162,21 @@ def test_unsent_spans_of_an_ended_process_are_counted_after_a_kill_of_its_agent(
     (child,) = set(exporters()) - before
     stop(child)
     process = table.add(memory=copied(recorder))
-    assert not agent_socket.unsent(tmp_path)
+    assert not agent_socket.read_unsent(tmp_path)
     process.ended_ns = 1
     table.exports.note_ended(process)
     with closing(Mapped(process.memory)) as mapped:
-        recorded = sum(mapped.heads().values()) + mapped.ended_rows
+        recorded = sum(mapped.read_heads().values()) + mapped.ended_rows
     (tmp_path / "next").mkdir()
     os.link(tmp_path / agent_socket.UNSENT, tmp_path / "next" / agent_socket.UNSENT)  # where this agent is killed now
     taken_over = Exports(table.selector, tmp_path / "next", lambda: None, table.said.append, table.leave)
     assert export_checkpoint.losses_by_name(taken_over.fates) == {
         "spans that may not have been sent when an agent was killed": recorded
     }
-    assert agent_socket.unsent(tmp_path) == recorded
+    assert agent_socket.read_unsent(tmp_path) == recorded
     os.kill(child, signal.SIGCONT)
     table.until(lambda: not table.exports.waits_for(process.run))
-    assert not agent_socket.unsent(tmp_path)
+    assert not agent_socket.read_unsent(tmp_path)
 
 
 def test_messages_of_an_exporter_before_its_end_are_read(table: Table) -> None:
@@ -201,7 +201,7 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
     exported_run.members[0] = exported
 
     def look() -> bool:
-        return exported_run.look(at_once=True)
+        return exported_run.read_and_settle(at_once=True)
 
     call = recorder.wrap(lambda: None, Site("f"))
     try:
@@ -218,7 +218,7 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
         exported.close()
     with closing(ExportCheckpoint(recorder.memory_fd)) as place:
         fates = place.read().fates
-        assert place.unread() == 0
+        assert place.count_unread() == 0
     assert fates["missed"] > 0
     assert fates["seen"] + fates["missed"] == 40_000
 
@@ -302,7 +302,7 @@ def test_rows_of_a_process_that_ended_without_an_agent_are_counted(table: Table,
     )
     table.exports.count_left(gone, gone.memory, is_reported=False)
     with closing(Mapped(gone.memory)) as mapped:
-        assert table.exports.fates["unread"] == sum(mapped.heads().values()) + mapped.ended_rows > 0
+        assert table.exports.fates["unread"] == sum(mapped.read_heads().values()) + mapped.ended_rows > 0
 
 
 def test_the_exporter_keeps_few_threads_for_collectors_that_no_process_has_any_more(table: Table) -> None:

@@ -12,7 +12,7 @@ from readback import spans_in
 from trees import outline, tree
 
 from instrument.instrumentors.jax_keras_sklearn import SKLEARN_METHODS
-from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.lineages import all_subclasses
 from instrument.instrumentors.selection import Selection
 from instrument.recorder.recorder import Recorder
 from instrument.runtime.faults import FAULTS
@@ -33,7 +33,7 @@ def late_imports() -> None:
 
     X = np.random.default_rng(0).normal(size=(20, 3))
     Y = (X[:, 0] > 0).astype(int)
-    classes = [BaseEstimator, TransformerMixin, *TransformerMixin.__mro__, *subclasses(BaseEstimator)]
+    classes = [BaseEstimator, TransformerMixin, *TransformerMixin.__mro__, *all_subclasses(BaseEstimator)]
     ALL = list(dict.fromkeys(base for cls in classes for base in cls.__mro__))
 
 

@@ -18,9 +18,9 @@ from readback import spans_in
 from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
-from instrument.instrumentors.functions import Probe, count_elsewhere
+from instrument.instrumentors.functions import Probe, count_other_refs
 from instrument.instrumentors.references import loaded_modules, rebind
-from instrument.instrumentors.targets import Target, Unreachable, find, matches, site_of
+from instrument.instrumentors.targets import Target, Unreachable, find_functions, matches, site_of
 from instrument.recorder.recorder import Recorder
 
 
@@ -343,7 +343,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     ],
 )
 def test_a_rule_finds_its_targets(module: types.ModuleType, match: str, found: list[str]) -> None:
-    targets = [target for target in find(module, match) if isinstance(target, Target)]
+    targets = [target for target in find_functions(module, match) if isinstance(target, Target)]
     assert [target.qualname for target in targets] == found
 
 
@@ -357,7 +357,7 @@ def test_a_rule_finds_its_targets(module: types.ModuleType, match: str, found: l
 def test_targets_that_cannot_be_replaced_are_named_with_the_reason(
     module: types.ModuleType, match: str, why: str
 ) -> None:
-    (found,) = find(module, match)
+    (found,) = find_functions(module, match)
     assert found == Unreachable(match, why)
 
 
@@ -375,7 +375,7 @@ def test_attaching_records_keeps_behaviour_and_goes_back_completely(
     targets = [
         target
         for match in ("some_service:**", "some_service:Fast._inner", "some_service:borrowed")
-        for target in find(module, match)
+        for target in find_functions(module, match)
         if isinstance(target, Target)
     ]
     probes = [Probe(target, site_of(target.function), recorder) for target in targets]
@@ -449,8 +449,8 @@ def test_looking_through_all_modules_wakes_none_and_survives_what_only_looks_lik
 
 def test_a_function_that_something_else_holds_is_reported_by_its_references(module: types.ModuleType) -> None:
     def held() -> list[str]:
-        found = [thing for thing in find(module, "some_service:*") if isinstance(thing, Target)]
-        return [target.qualname for target in found if count_elsewhere(target) > 0]
+        found = [thing for thing in find_functions(module, "some_service:*") if isinstance(thing, Target)]
+        return [target.qualname for target in found if count_other_refs(target) > 0]
 
     assert held() == []
     table = {"/": module.plain}
@@ -460,7 +460,7 @@ def test_a_function_that_something_else_holds_is_reported_by_its_references(modu
 
 
 def test_undo_leaves_alone_what_somebody_else_has_set_since(module: types.ModuleType, recorder: Recorder) -> None:
-    (target,) = find(module, "some_service:plain")
+    (target,) = find_functions(module, "some_service:plain")
     assert isinstance(target, Target)
     probe = Probe(target, site_of(target.function), recorder)
     probe.set()

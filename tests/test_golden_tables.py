@@ -19,7 +19,7 @@ from interval_lists import assign_self_times
 from paddle_golden import golden_trace
 from tallies import Tally, Totals
 
-from instrument.recording.distributions import bucket
+from instrument.recording.distributions import bucket_of
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
 from instrument.report.benchmark_view import Benchmark
 from instrument.report.copies_view import copies
@@ -114,7 +114,7 @@ def count(
             min_ns=least_ns,
             max_ns=most_ns,
             first_ns=len(tally),
-            histogram={bucket(elapsed_ns // calls): calls},
+            histogram={bucket_of(elapsed_ns // calls): calls},
         )
     )
 
@@ -665,7 +665,7 @@ def test_paddles_mean_step_is_longer_than_its_longest_and_ours_is_between(
     )
     for batch_ns in batches:
         found.add(batch_ns, round(means["reader_cost"] * 1e9), None)
-    loop = found.loop()
+    loop = found.loop_times()
     assert loop.batch is not None
     assert loop.rate is not None
     assert loop.reader is not None

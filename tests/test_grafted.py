@@ -39,10 +39,10 @@ from instrument.trace import file
 from instrument.trace.columns import Columns
 from instrument.trace.file import Saved
 from instrument.trace.joined import join
-from instrument.trace.ledger import ledger
+from instrument.trace.ledger import compute_ledger
 from instrument.trace.merge import merge
 from instrument.trace.request_trees import graft, grafted, trace_id_of
-from instrument.trace.stages import stage_spans
+from instrument.trace.stages import make_spans_of_stages
 from instrument.trace.trace import Trace, columns_of_spans, spans_of
 
 
@@ -255,7 +255,7 @@ def busier(seed: int) -> list[Span]:
 
 def sums(trace: Columns) -> tuple[list[dict[str, int]], list[int]]:
     joined = join(trace)
-    told = ledger(trace, joined)
+    told = compute_ledger(trace, joined)
     return [told.parts_of(place) for place in range(len(joined.rows))], told.given_ns.tolist()
 
 
@@ -396,7 +396,7 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
     merged = merge([saved(its, pid, "one") for pid, its in parts.items() if its])
     columns = merged.saved.trace.columns
     joined = join(columns)
-    below = stage_spans(columns, joined)
+    below = make_spans_of_stages(columns, joined)
     found = [
         span
         for _, its in spans_by_process(merged, grafted(columns, joined, "run"), joined, below)

@@ -84,7 +84,7 @@ def taken() -> ExportCheckpoint:
 
 def write(place: ExportCheckpoint, generation: int = 0, **fates: int) -> None:
     """Have the agent say how far it has come."""
-    progress = Progress(generation or place.head().generation)
+    progress = Progress(generation or place.read_head().generation)
     progress.fates.update(fates)
     progress.settled_ns = time.monotonic_ns() + 60 * 10**9
     place.write(progress)
@@ -94,7 +94,7 @@ def test_flush_takes_no_word_on_another_session_for_one_on_this(collector: Colle
     session = begin(collector)
     place = taken()
     serve(3)
-    write(place, place.head().generation + 1, seen=9, kept=9, exported=9)
+    write(place, place.read_head().generation + 1, seen=9, kept=9, exported=9)
     found = session.flush(0)
     assert found is not None
     assert (found.settled, found.exported) == (False, 0)
@@ -299,13 +299,13 @@ def test_spans_of_a_window_are_sent_by_the_agent_or_counted(collector: Collector
     with joined:
         serve(2)
         spans = session.trace().spans
-        assert session.exporting.unsent(spans) == []
+        assert session.exporting.spans_to_send(spans) == []
         while "window" not in (message := agent_socket.receive(joined)[0] or {}):
             pass
         assert message == {"window": [spans[0].start_ns, spans[-1].end_ns]}
     session._membership.close()
     with pytest.raises(ExportError, match="the agent of the run does not answer, so 2 spans of a window"):
-        session.exporting.unsent(spans)
+        session.exporting.spans_to_send(spans)
     assert session.losses()["spans of windows that the agent of the run may not have kept"] == 2
 
 

@@ -51,7 +51,7 @@ def times() -> Iterator[ImportTimes]:
 
 
 def of(times: ImportTimes) -> dict[str, ImportTime]:
-    return {one.package: one for one in times.packages()}
+    return {one.package: one for one in times.times_by_package()}
 
 
 def test_a_package_has_its_own_modules_and_in_total_those_that_they_import(
@@ -134,11 +134,11 @@ def test_spans_after_the_first_request_are_separate(times: ImportTimes, write: C
     at_ns = time.monotonic_ns()
     import both.more  # noqa: F401
 
-    found = {one.package: one for one in times.packages(at_ns)}
+    found = {one.package: one for one in times.times_by_package(at_ns)}
     assert found["early"].late_ns == 0
     assert 0 < found["both"].late_ns < found["both"].self_ns
     assert found["late"].late_ns == found["late"].self_ns
-    assert not any(one.late_ns for one in times.packages())
+    assert not any(one.late_ns for one in times.times_by_package())
 
 
 def test_an_import_that_fails_fails_as_it_would_and_leaves_nothing_open(write: Callable[[str, str], None]) -> None:
@@ -185,7 +185,7 @@ def test_after_the_undo_a_wrapper_that_somebody_holds_counts_nothing(write: Call
         write("later.py", "")
         import later  # type: ignore[import-not-found]  # noqa: F401
 
-        assert times.packages() == ()
+        assert times.times_by_package() == ()
     finally:
         BOOTSTRAP._find_and_load = held.__wrapped__
 
@@ -206,7 +206,7 @@ def test_a_forked_child_begins_anew() -> None:
         with pytest.raises(ImportError):
             importlib.import_module("missing_here")
         times.after_fork_in_child()
-        assert times.packages() == ()
+        assert times.times_by_package() == ()
         with pytest.raises(ImportError):
             importlib.import_module("missing_there")
         assert set(of(times)) == {"missing_there"}

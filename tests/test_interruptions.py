@@ -84,7 +84,7 @@ def test_an_interruption_is_an_event_of_what_it_hit_and_adds_nothing(agent: str,
 
     recording = Recording.of_saved(file.load(tmp_path / "shop.npz"))
     trace = recording.columns
-    interrupts = trace.of_sites(list(map(is_interruption, trace.sites)))
+    interrupts = trace.are_of_sites(list(map(is_interruption, trace.sites)))
     assert int(interrupts.sum()) >= 3
     assert not trace.self_ns[interrupts].any()
     (block,) = events(recording, Options()).blocks
@@ -105,7 +105,7 @@ def test_interruptions_in_a_file_hit_what_they_hit_live(seed: int) -> None:
         span = Span(site, number, 0, root, thread, 0, start_ns, start_ns + chance.randrange(20), 0, 0)
         spans.append(span)
     trace = columns_of_spans(spans)
-    is_one = trace.of_sites(list(map(is_interruption, trace.sites)))
+    is_one = trace.are_of_sites(list(map(is_interruption, trace.sites)))
     found = find_interruptions(trace, np.flatnonzero(~is_one), np.flatnonzero(is_one))
     live = Interruptions()
     live.attach(trace.with_attributes(is_one))  # as those of a moment before

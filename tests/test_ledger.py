@@ -19,8 +19,8 @@ from trees import queue_times
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Site, Span
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import device_ledger, ledger, timeline
-from instrument.trace.stages import stages
+from instrument.trace.ledger import compute_device_ledger, compute_ledger, list_moments
+from instrument.trace.stages import find_stages
 from instrument.trace.trace import columns_of_spans
 
 CHAT = Site("POST /chat", "request")
@@ -78,7 +78,7 @@ def times_of(spans: list[Span]) -> dict[int, dict[str, int]]:
     """By the id of each request its ledger."""
     trace = columns_of_spans(spans)
     joined = join(trace)
-    found, ids = ledger(trace, joined), trace.span_id[joined.rows].tolist()
+    found, ids = compute_ledger(trace, joined), trace.span_id[joined.rows].tolist()
     return {span_id: found.parts_of(place) for place, span_id in enumerate(ids)}
 
 
@@ -139,7 +139,9 @@ def test_a_request_that_is_given_up_in_the_queue_was_in_the_queue_until_then(is_
     trace = columns_of_spans(spans)
     joined = join(trace)
     assert queue_times(trace, joined) == {0: 20, 1: queue_ns}
-    assert [list(one.named()) for one in stages(trace, joined) if one.place == 1] == [[("queue", 260 - queue_ns, 260)]]
+    assert [list(one.named()) for one in find_stages(trace, joined) if one.place == 1] == [
+        [("queue", 260 - queue_ns, 260)]
+    ]
 
 
 def test_a_further_key_of_a_request_has_a_queue_of_its_own() -> None:
@@ -238,7 +240,7 @@ def test_a_batch_is_given_out_once_by_the_weights_of_its_requests() -> None:
     trace = columns_of_spans(engine())
     joined = join(trace)
     given_out = Counter[int]()
-    for row, time_ns in zip(joined.served.batch.tolist(), ledger(trace, joined).given_ns.tolist(), strict=True):
+    for row, time_ns in zip(joined.served.batch.tolist(), compute_ledger(trace, joined).given_ns.tolist(), strict=True):
         given_out[row] += time_ns
     assert given_out == {row: int(trace.total_ns[row]) for row in trace.attributes.having(BATCH_KEYS).tolist()}
 
@@ -260,12 +262,12 @@ def test_a_batch_within_another_one_gives_out_its_time_and_the_outer_one_the_res
     assert times[3] == {"queue": 10, "waiting in batches": 104, "unknown": 16}
     trace = columns_of_spans(spans)
     joined = join(trace)
-    assert [(one.row, one.end_ns - one.start_ns) for one in timeline(trace, joined, 0) if one.row != -1] == [
+    assert [(one.row, one.end_ns - one.start_ns) for one in list_moments(trace, joined, 0) if one.row != -1] == [
         (3, 25),
         (4, 50),
         (3, 29),
     ]
-    devices = device_ledger(trace, joined)
+    devices = compute_device_ledger(trace, joined)
     assert devices.shared_ns.tolist() == [50, 50, 0]
     assert devices.batch_ns.tolist() == [0, 0, 0, 100, 50]
 
@@ -352,7 +354,7 @@ def test_values_that_are_no_keys_and_no_batch_do_no_harm(attributes: dict[str, o
     spans[1].attributes = attributes  # type: ignore[assignment]
     trace = columns_of_spans(spans)
     joined = join(trace)
-    found = ledger(trace, joined)
+    found = compute_ledger(trace, joined)
     assert sum(found.parts_of(0).values()) == 100
     assert int(found.given_ns.sum()) in (0, 40)
 
@@ -559,12 +561,12 @@ def shares(trace: Columns, joined: Joined) -> list[int]:
 def test_the_parts_of_each_request_are_those_of_a_look_at_every_nanosecond(seed: int) -> None:
     trace = columns_of_spans(schedule(seed))
     joined = join(trace)
-    found = ledger(trace, joined)
+    found = compute_ledger(trace, joined)
     assert found.given_ns.tolist() == shares(trace, joined)
     for place, row in enumerate(joined.rows.tolist()):
         assert found.parts_of(place) == reference(trace, joined, place)
         assert sum(found.parts_of(place).values()) == int(trace.total_ns[row])
-        moments = timeline(trace, joined, place)
+        moments = list_moments(trace, joined, place)
         edges = [int(trace.start_ns[row]), *(edge for one in moments for edge in one[1:3]), int(trace.end_ns[row])]
         assert edges[::2] == edges[1::2]  # from its begin to its end, without a gap
         spent = Counter[str]()
@@ -598,7 +600,7 @@ def test_device_time_is_given_out_exactly_once(seed: int) -> None:
         spans += with_devices([made(1000 + at, TOKENISE, span.start_ns, span.end_ns, span.span_id, ENGINE)], at)
     trace = columns_of_spans(spans)
     joined = join(trace)
-    found = device_ledger(trace, joined)
+    found = compute_device_ledger(trace, joined)
     batch_of = {span.span_id: row for row, span in enumerate(spans) if span.site in (STEP, COMPUTE)}
     instants: dict[tuple[str, int], set[tuple[int, int]]] = {}
     for row, span in enumerate(spans):
@@ -636,7 +638,7 @@ def test_a_hundred_thousand_batches_are_given_out_exactly_once() -> None:
         at += length
     trace = columns_of_spans(spans)
     joined = join(trace)
-    found = ledger(trace, joined)
+    found = compute_ledger(trace, joined)
     sums = np.bincount(joined.served.batch, found.given_ns.astype(np.float64), len(trace)).astype(np.int64)
     assert (sums[len(keys) :] == trace.total_ns[len(keys) :]).all()
     for place, row in enumerate(joined.rows.tolist()):

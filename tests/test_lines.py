@@ -61,7 +61,7 @@ def tallies(draw: st.DrawFn, least_calls: int = 0) -> Tally:
 def test_places_distinguish_paths_by_their_keys(tally: Tally) -> None:
     tree = tally.made().tree
     keys = [tuple(site.key for site in path_upwards(tree, node)) for node in range(len(tree))]
-    assert list(tree.located().places) == [keys.index(key) for key in keys]
+    assert list(tree.merge_equal_paths().places) == [keys.index(key) for key in keys]
 
 
 @given(tallies(), st.lists(st.integers(-1, 4), min_size=16, max_size=16))
@@ -72,10 +72,10 @@ def test_lines_of_a_group_add_up_exactly(tally: Tally, group_of: list[int]) -> N
     for row in found.rows():
         if group_of[row.totals.node] >= 0:
             expected[group_of[row.totals.node]].merge(Totals(**{name: getattr(row.totals, name) for name in NAMES}))
-    by_group, group_of_line = found.by(np.array(group_of), 5), np.array(group_of)[found.lines["node"]]
+    by_group, group_of_line = found.sum_by_group(np.array(group_of), 5), np.array(group_of)[found.lines["node"]]
     for group, (of, its) in enumerate(zip(expected, by_group, strict=True)):
         assert [getattr(of, name) for name in NAMES] == [its[name] for name in NAMES]
-        total = found.total(np.flatnonzero(group_of_line == group).tolist())
+        total = found.total_of_lines(np.flatnonzero(group_of_line == group).tolist())
         assert [getattr(total, name) for name in NAMES] == [its[name] for name in NAMES]
 
 
@@ -85,14 +85,14 @@ def test_numbers_that_no_process_counts_are_cut_so_that_their_sums_have_64_bits(
         tally.totals((Site(name),), 1).merge(Totals(calls=1, total_ns=2**62, self_ns=7))
     found = tally.made()
     assert found.lines["total_ns"].tolist() == [LARGEST // 3] * 3
-    assert found.total(range(3)).total_ns <= LARGEST
-    assert found.total(range(3)).self_ns == 21
+    assert found.total_of_lines(range(3)).total_ns <= LARGEST
+    assert found.total_of_lines(range(3)).self_ns == 21
 
 
 @given(tallies())
 def test_lines_of_all_threads_have_the_sums_of_the_tally(tally: Tally) -> None:
     whole = tally.made()
-    merged = whole.merged()
+    merged = whole.merge_threads()
     expected = {path: totals for path, totals in of_all_threads(whole).items() if totals.calls}
     assert of_all_threads(merged) == expected
     firsts = merged.lines["first_ns"].tolist()
@@ -110,13 +110,13 @@ def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None
     tree = CallTree()
     for site, parent in ((first, NOT_BELOW), (same, NOT_BELOW), (other, 0), (other, 1), (same, 3)):
         extend(tree, site, parent)
-    located = tree.located()
+    located = tree.merge_equal_paths()
     assert list(located.places) == [0, 0, 2, 2, 4]
     assert list(located.parents) == [NOT_BELOW, NOT_BELOW, 0, 0, 2]
     assert list(located.site_of) == [0, 1, 2, 2, 1]
     assert list(located.shared) == [1, 3]
-    assert list(tree.keys()) == [0, 0, 2]
-    assert sorted(tree.nodes([0, 2])) == [0, 1, 2, 3]
+    assert list(tree.first_site_by_key()) == [0, 0, 2]
+    assert sorted(tree.merged_nodes([0, 2])) == [0, 1, 2, 3]
 
 
 def test_the_verdict_on_a_site_is_requested_once() -> None:
@@ -128,7 +128,7 @@ def test_the_verdict_on_a_site_is_requested_once() -> None:
 
     for name, kind in (("a", "op"), ("b", "layer"), ("c", "op")):
         extend(tree, Site(name, kind), NOT_BELOW)
-        found, said = tree.numbered(say), tree.by_site(say)
+        found, said = tree.number_sites(say), tree.map_sites(say)
     assert asked == ["a", "a", "b", "b", "c", "c"]
     assert (found, said) == (array("i", [0, 1, 0]), ["op", "layer", "op"])
 
@@ -144,18 +144,21 @@ def test_a_nested_question_about_a_site_has_the_same_answer() -> None:
     def say(site: Site) -> str:
         if not asked:
             asked.append(site)
-            tree.numbered(say)
-            tree.by_site(say)
+            tree.number_sites(say)
+            tree.map_sites(say)
             extend(tree, Site("b"), NOT_BELOW)
-            tree.keys()
+            tree.first_site_by_key()
         return site.name
 
-    tree.numbered(say)
+    tree.number_sites(say)
     extend(alone, Site("b"), NOT_BELOW)
-    assert tree.numbered(say) == alone.numbered(say) == array("i", [0, 1, 0, 1])
-    assert tree.by_site(say) == list("abab")
-    assert (tree.keys(), tree.located()) == (alone.keys(), alone.located())
-    assert sorted(tree.nodes([0, 1])) == [0, 1, 2, 3]
+    assert tree.number_sites(say) == alone.number_sites(say) == array("i", [0, 1, 0, 1])
+    assert tree.map_sites(say) == list("abab")
+    assert (tree.first_site_by_key(), tree.merge_equal_paths()) == (
+        alone.first_site_by_key(),
+        alone.merge_equal_paths(),
+    )
+    assert sorted(tree.merged_nodes([0, 1])) == [0, 1, 2, 3]
 
 
 # -------------------------------------------------------------------- of a process that runs

@@ -46,7 +46,7 @@ from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, BLOCKED_LOOP, 
 from instrument.recording.tally import Tally
 from instrument.recording.trace_context import REMOTE
 from instrument.trace.file import dump, load
-from instrument.trace.of_recording import OPEN, saved_of
+from instrument.trace.of_recording import OPEN, read_saved
 
 C_NAMES = {
     "HEADER": "recording_t", "PART": "part_t", "RING": "Ring", "NODE": "node_t", "TOTALS": "totals_t",
@@ -134,7 +134,7 @@ def test_the_layout_in_python_is_that_of_the_native_recorder(tmp_path: Path) -> 
 def test_parts_lie_one_after_another_on_pages_of_every_size() -> None:
     for ring_bytes in (64 << 10, 64 << 20, 3 << 30):
         for is_sparse in (True, False):
-            parts, size = memory_layout.planned(ring_bytes, is_sparse=is_sparse)
+            parts, size = memory_layout.plan_parts(ring_bytes, is_sparse=is_sparse)
             end = memory_layout.HEADER.size
             for name, part in parts.items():
                 assert end <= part.offset
@@ -253,7 +253,7 @@ def test_a_look_at_a_run_reports_what_devices_have_worked_since_the_one_before(r
             (ring,) = recorder.rings()
             (*_, row) = rows_in(recorder)
             assert recorder.count_device(ring, row[0], row[6] - row[5], 5_000_000, row[6] - row[5])
-        screen = looker.look([member])
+        screen = looker.make_screen([member])
         assert [(place.name, place.calls, place.device_ns) for place in screen.places] == [
             ("decode", times, times * 5_000_000)
         ]
@@ -265,7 +265,7 @@ def test_a_look_at_a_run_counts_no_time_twice_that_is_of_whatever_ran_meanwhile(
     for site in (Site("decode"), COLLECTION, BLOCKED_LOOP):
         recorder.wrap(lambda: None, site)()
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
-    (place,) = LiveSampler("run").look([Member(facts, recorder.memory_fd)]).places
+    (place,) = LiveSampler("run").make_screen([Member(facts, recorder.memory_fd)]).places
     assert (place.name, place.ratio) == ("decode", 1.0)
 
 
@@ -275,7 +275,7 @@ def test_a_look_at_a_run_takes_a_request_to_cost_what_one_costs(recorder: Any) -
         recorder.wrap(lambda: None, site)()
     facts = {"pid": os.getpid(), "ended_ns": 0, "joined_ns": 1, "how": "", "service": "", "generation": 1, "digest": ""}
     costs = {"call_ns": 100.0, "request_ns": 900.0}
-    (process,) = LiveSampler("run").look([Member({**facts, **costs}, recorder.memory_fd)]).processes
+    (process,) = LiveSampler("run").make_screen([Member({**facts, **costs}, recorder.memory_fd)]).processes
     assert process.cost_ratio == pytest.approx(1000 / process.up_ns)
 
 
@@ -288,7 +288,7 @@ def test_a_look_at_a_run_reports_the_age_also_of_a_request_that_began_as_others_
             with recorder.scope("GET /", kind="request"), recorder.scope("decode"):
                 yield from super().__iter__()
 
-    (request,) = LiveSampler("run").look(Members([Member(facts, recorder.memory_fd)])).in_flight
+    (request,) = LiveSampler("run").make_screen(Members([Member(facts, recorder.memory_fd)])).in_flight
     assert request.age_ns > request.now_ns > 0
 
 
@@ -355,9 +355,9 @@ def test_open_spans_bear_what_they_were_given_and_annotated_with(make_recorder: 
                 pass
         mapped = read(recorder)
         assert {span.site.name: dict(span.attributes) for span in mapped.open_spans()} == after
-        lost = saved_of(mapped).trace.losses["errors and attributes of spans overwritten by newer ones"]
+        lost = read_saved(mapped).trace.losses["errors and attributes of spans overwritten by newer ones"]
         assert 0 < lost < 8_000
-        told = saved_of(mapped).trace.columns
+        told = read_saved(mapped).trace.columns
     assert before == {
         "request": {"id": 'an "id"', "tokens": [1, 2]}, "plain": {}, "long": dict([*long.items()][:4]),
         "long request": dict([*long.items()][:4]),
@@ -423,7 +423,7 @@ def test_rows_and_open_spans_bear_the_tasks_that_the_process_itself_reports(reco
             await event.wait()
         own = {row[1]: row[4] for row in rows_in(recorder)}
         own.update({row[1]: row[4] for _, row in recorder.open_rows()})
-        columns = saved_of(read(recorder)).trace.columns
+        columns = read_saved(read(recorder)).trace.columns
         go.set()
         await asyncio.gather(*tasks)
         return own, dict(zip(columns.span_id.tolist(), columns.task_id.tolist(), strict=True))
@@ -497,7 +497,7 @@ def test_totals_that_change_hands_while_they_are_read_are_read_again(
             thread.join()
 
     in_threads(60)
-    copied = Mapped._slots
+    copied = Mapped._read_slots
 
     def then_threads_end(self: Mapped, name: str, kind: Any) -> Any:
         found = copied(self, name, kind)
@@ -519,7 +519,7 @@ def metered(mapped: Mapped) -> list[str]:
 
 READS = {
     "open spans": lambda mapped: [span.site.name for span in mapped.open_spans()],
-    "a trace": lambda mapped: [span.site.name for span in saved_of(mapped).trace.spans if span.clipped],
+    "a trace": lambda mapped: [span.site.name for span in read_saved(mapped).trace.spans if span.clipped],
     "totals": metered,
 }
 """The readers of a recording, which return names of sites."""
@@ -531,7 +531,7 @@ def test_a_process_that_meets_new_call_paths_while_it_is_read_is_read_all_the_sa
     recorder: Any, monkeypatch: pytest.MonkeyPatch, what: str, part: str
 ) -> None:
     recorder.wrap(lambda: None, Site("known", "request"))()
-    copied, opened = Mapped._slots, ExitStack()
+    copied, opened = Mapped._read_slots, ExitStack()
 
     def then_more_are_met(self: Mapped, name: str, kind: Any) -> Any:
         found = copied(self, name, kind)
@@ -570,7 +570,7 @@ def test_rings_of_threads_that_come_and_go_are_all_readable(recorder: Any) -> No
 
 
 def test_frames_in_private_memory_for_want_of_room_are_counted(recorder: Any) -> None:
-    parts, _ = memory_layout.planned(1 << 26, is_sparse=True)
+    parts, _ = memory_layout.plan_parts(1 << 26, is_sparse=True)
 
     def deeper(depth: int) -> int:
         return inner(depth - 1) if depth else len(read(recorder).open_spans())
@@ -604,7 +604,7 @@ def test_a_recording_begins_with_its_session_also_after_that_has_said_more_of_it
         pass
     recorder.write_facts({"gpus": []})
     assert read(recorder).header.begun_ns == begun_ns
-    assert saved_of(read(recorder)).trace.start_ns == begun_ns <= spans_in(recorder)[0].start_ns
+    assert read_saved(read(recorder)).trace.start_ns == begun_ns <= spans_in(recorder)[0].start_ns
     recorder.begin(1 << 22, {})
     assert read(recorder).header.begun_ns > begun_ns
 
@@ -623,7 +623,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
         recorder.scope("outer", kind="request", attributes={"route": "/b"}),
         recorder.scope("inner", attributes={"told": "before it ends"}),
     ):
-        saved = saved_of(read(recorder))
+        saved = read_saved(read(recorder))
         file = dump(tmp_path / "a.npz", saved.trace, saved.tally)
     loaded = load(file).trace
     by_name = {span.site.name: span for span in loaded.spans}
@@ -649,7 +649,7 @@ def test_a_recording_becomes_a_trace_that_is_saved_and_read_like_any_other(recor
 def test_notes_do_not_grow_with_each_merged_process(recorder: Any, tmp_path: Path) -> None:
     with recorder.scope("request", kind="request"):
         pass
-    saved, before = saved_of(read(recorder)), ""
+    saved, before = read_saved(read(recorder)), ""
     for pid in range(1, 5):
         origin = replace(saved.trace.origin, pid=pid, service="chat")
         facts = replace(saved.trace, origin=origin, notes=[f"unseen: {pid % 2}"])
@@ -789,7 +789,7 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
             recorder.no_memory,
             str(path),
             path.stat().st_mode & 0o777,
-            memory.left(folder),
+            memory.abandoned_recordings(folder),
             path == Path(recorder.memory_path),
         )
 
@@ -797,7 +797,7 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
     if no_memory:
         pytest.skip(no_memory)
     assert (mode, left, is_its) == (0o600, [], True)
-    assert memory.left(folder) == [Path(path)]
+    assert memory.abandoned_recordings(folder) == [Path(path)]
     with Path(path).open("rb") as file:
         mapped = Mapped(file.fileno())
     assert (mapped.header.state, mapped.header.service) == ("running", "in a file")
@@ -818,7 +818,7 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
 
 def test_files_that_were_left_go_the_oldest_first_where_there_is_no_room_for_all(tmp_path: Path) -> None:
     for number in range(4):
-        made = memory.make(1 << 16, str(tmp_path))
+        made = memory.make_memory(1 << 16, str(tmp_path))
         Path(made.path).rename(tmp_path / f"99999{number}-1.recording")
         os.utime(tmp_path / f"99999{number}-1.recording", (number, number))
         if number == 1:
@@ -826,8 +826,10 @@ def test_files_that_were_left_go_the_oldest_first_where_there_is_no_room_for_all
         else:
             os.close(made.fd)
     (tmp_path / "a file of the service's.recording").write_text("")
-    assert [path.name for path in memory.left(tmp_path)] == [f"99999{number}-1.recording" for number in (0, 2, 3)]
-    made = memory.make(1 << 16, str(tmp_path), disk_bytes=2 * made.size_bytes)
+    assert [path.name for path in memory.abandoned_recordings(tmp_path)] == [
+        f"99999{number}-1.recording" for number in (0, 2, 3)
+    ]
+    made = memory.make_memory(1 << 16, str(tmp_path), disk_bytes=2 * made.size_bytes)
     os.close(made.fd)
     os.close(alive)
     assert sorted(path.name[:6] for path in tmp_path.iterdir()) == sorted(
@@ -979,7 +981,7 @@ def test_rings_that_claim_more_rows_than_there_is_room_for_are_not_read_again_an
     fd = copied(recorder)
     table = memory_layout.HEADER.fields["parts"][0] + memory_layout.PARTS.index("rings") * memory_layout.PART.size
     offset, stride, slots, *_ = struct.unpack("<5Q", os.pread(fd, memory_layout.PART.size, table))
-    found = next(one for one in Mapped(fd)._rings() if one.capacity)
+    found = next(one for one in Mapped(fd)._read_rings() if one.capacity)
     ring = bytearray(os.pread(fd, stride, offset + found.slot * stride))
     inner = int(Mapped(fd)._object_bytes)
     before = sum(len(one.rows) for one in Mapped(fd).rows())
@@ -987,7 +989,7 @@ def test_rings_that_claim_more_rows_than_there_is_room_for_are_not_read_again_an
         struct.pack_into("<Q", ring, inner + memory_layout.RING.fields["number"][0], 100 + number)
         os.pwrite(fd, ring, offset + number * stride)
     os.pwrite(fd, struct.pack("<Q", slots), table + memory_layout.PART.fields["used"][0])
-    parts, _ = memory_layout.planned(1 << 26, is_sparse=True)
+    parts, _ = memory_layout.plan_parts(1 << 26, is_sparse=True)
     times = parts["rows"].slots // found.capacity
     assert before < sum(len(one.rows) for one in Mapped(fd).rows()) <= before * times < before * slots / 4
     os.close(fd)

@@ -24,7 +24,17 @@ from raw_spans import counted, traces
 from instrument import chrome, clock
 from instrument.cli import main
 from instrument.errors import TraceError
-from instrument.recording.spans import HOST, DeviceInterval, Gpu, Kernel, Origin, OwnNotes, Site, Span, never_called
+from instrument.recording.spans import (
+    HOST,
+    DeviceInterval,
+    Gpu,
+    Kernel,
+    Origin,
+    OwnNotes,
+    Site,
+    Span,
+    describe_uncalled,
+)
 from instrument.recording.trace_context import LINK
 from instrument.report.kernels_view import UNKNOWN, kernels
 from instrument.report.memory_view import memory
@@ -417,7 +427,7 @@ def test_a_rule_without_a_match_is_no_note_if_another_process_has_one(tmp_path: 
         (1, sites[0], ("a 1",), (("a 2", "engine:*: waiting (engine not imported)"),), ("shop:rest", "shop:idle")),
         (2, sites[1], ("a 2",), (("a 3", "gone:*: waiting (gone not imported)"),), ("shop:idle", "shop:work")),
     ):
-        notes = [*(note for _, note in waiting), never_called(uncalled), "blind"]
+        notes = [*(note for _, note in waiting), describe_uncalled(uncalled), "blind"]
         trace = trace_with(span(1, 0, 5, site=site), notes=notes, own_notes=OwnNotes(at_work, waiting, uncalled))
         its = saved(trace, pid=pid)
         files.append(file.load(file.dump(tmp_path / f"{pid}.npz", its.trace, its.tally)))

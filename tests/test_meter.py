@@ -33,7 +33,7 @@ from instrument.otlp.packing import make_exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
 from instrument.recorder.meter import queued_tasks
-from instrument.recording.distributions import MOST_EXEMPLARS, Distribution, Exemplar, Exemplars, Histograms, bucket
+from instrument.recording.distributions import MOST_EXEMPLARS, Distribution, Exemplar, Exemplars, Histograms, bucket_of
 
 DURATION, ACTIVE, CALLS = "http.server.request.duration", "http.server.active_requests", "instrument.call.duration"
 DELTA, CUMULATIVE = 1, 2
@@ -713,13 +713,13 @@ def test_calls_that_got_their_device_time_later_are_not_reported_twice() -> None
     first = Distribution()
     for value_ns in (1_000, 1_000, 5_000):
         first.add(value_ns)
-    told_so_far.grow(first)
-    later = Distribution(4, 27_000, 1_000, 20_000, {bucket(1_000): 1, bucket(5_000): 1, bucket(20_000): 2})
+    told_so_far.add_growth(first)
+    later = Distribution(4, 27_000, 1_000, 20_000, {bucket_of(1_000): 1, bucket_of(5_000): 1, bucket_of(20_000): 2})
     before = told_so_far.copy()
-    told_so_far.grow(later)
+    told_so_far.add_growth(later)
     assert told_so_far.count == sum(told_so_far.buckets.values()) == 4
     assert all(count >= before.buckets.get(index, 0) for index, count in told_so_far.buckets.items())
-    assert told_so_far.since(before).buckets == {bucket(20_000): 1}
+    assert told_so_far.subtract_state(before).buckets == {bucket_of(20_000): 1}
 
 
 @pytest.mark.parametrize("protocol", ["http/protobuf", "grpc"])

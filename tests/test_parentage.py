@@ -29,7 +29,7 @@ from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp import export_facts
 from instrument.profile.model import Capture, RequestsRule
 from instrument.recording.spans import Origin, Site, Span
-from instrument.recording.trace_context import LINK, RemoteParent, noted
+from instrument.recording.trace_context import LINK, RemoteParent, encode_remote
 from instrument.trace.trace import Trace
 
 
@@ -300,7 +300,7 @@ def test_batches_of_a_long_lived_task_hang_below_what_is_open_around_the_request
 
 
 def test_a_link_to_a_request_of_another_tracers_trace_names_that_trace(recorder: Any) -> None:
-    recorder.remote_parent = lambda: noted(RemoteParent(0xABC << 64, 0xDEF))
+    recorder.remote_parent = lambda: encode_remote(RemoteParent(0xABC << 64, 0xDEF))
     serve_batches(recorder, 2)
     ids = export_facts.Ids()
     batch = max((span for span in spans_in(recorder) if span.site.name == "batch"), key=lambda span: span.start_ns)

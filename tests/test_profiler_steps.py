@@ -54,7 +54,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Each test works in a folder of its own; a session that a failing test left running is stopped."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("INSTRUMENT_PROFILE", raising=False)
-    monkeypatch.setattr(torch_profiler, "is_there", lambda: False)  # it has tests of its own
+    monkeypatch.setattr(torch_profiler, "is_torch_imported", lambda: False)  # it has tests of its own
     yield
     instrument.stop()
 
@@ -568,7 +568,7 @@ def test_the_steps_of_a_session_are_those_of_the_first_loop_and_what_of_others_o
         begun[which] = now
         added.append((which, step))
         loop.add(step, own[which])
-    found = loop.within(0, now)
+    found = loop.steps_within(0, now)
     assert all(one.end_ns <= after.start_ns for one, after in pairwise(found))
     assert [step for which, step in added if which == 0] == [step for step in found if (0, step) in added]
     for which, step in added:
@@ -588,10 +588,10 @@ def test_a_step_that_reaches_over_the_edge_of_a_trace_is_clipped_and_an_older_on
     loop.add(Step(7, 15, 25, 1), another)  # it had begun when the other loop still had steps
     loop.add(Step(8, 25, 30, 1), another)
     whole = [Step(0, 0, 10, 1), Step(1, 10, 20, 1), Step(8, 25, 30, 1)]
-    assert loop.within(0, 30) == whole
-    assert loop.within(10, 26) == [whole[1], Step(8, 25, 26, 1, clipped=True)]
-    assert loop.within(12, 22) == [Step(1, 12, 20, 1, clipped=True)]
-    assert loop.within(20, 25) == []
+    assert loop.steps_within(0, 30) == whole
+    assert loop.steps_within(10, 26) == [whole[1], Step(8, 25, 26, 1, clipped=True)]
+    assert loop.steps_within(12, 22) == [Step(1, 12, 20, 1, clipped=True)]
+    assert loop.steps_within(20, 25) == []
 
 
 def test_a_session_that_ends_under_a_profiler_does_not_stop_the_loop() -> None:
@@ -886,7 +886,7 @@ def test_a_step_has_waited_no_longer_than_it_took_however_many_threads_have() ->
         for reader in readers:
             reader.join()
         profiler.step()
-        found = profiler._since.loop()
+        found = profiler._since.loop_times()
     assert found.reader is not None
     assert found.batch is not None
     assert 0 < found.reader.mean <= found.batch.mean
@@ -901,7 +901,7 @@ def test_making_the_iterator_is_reader_cost() -> None:
     with Profiler(timer_only=True) as profiler:
         for _ in profiler.loader(Slow()):
             profiler.step()
-        found = profiler._since.loop()
+        found = profiler._since.loop_times()
     assert found.reader is not None
     assert found.reader.mean >= 2e7
 
@@ -918,7 +918,7 @@ def test_waiting_for_an_asynchronous_loader_is_reader_cost() -> None:
 
     with Profiler() as profiler:
         asyncio.run(train())
-        found = profiler._since.loop()
+        found = profiler._since.loop_times()
     assert (found.steps, found.reader is not None) == (3, True)
     assert found.reader is not None
     assert found.reader.mean >= 1.9e7

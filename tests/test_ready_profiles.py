@@ -236,7 +236,7 @@ def test_ray_serve_shows_each_request_in_the_batch_of_the_replica_that_took_it(t
         assert served.names_of(key)["batch"] == 1
     assert len({served.trace.thread_id[row] for row in served.joined.served.batch}) == 2  # of two replicas
     trace = served.trace
-    replicas = np.flatnonzero(trace.of_sites([site.name == "replica" for site in trace.sites]))
+    replicas = np.flatnonzero(trace.are_of_sites([site.name == "replica" for site in trace.sites]))
     assert (trace.end_ns[replicas] <= trace.end_ns[trace.parent[replicas]]).all()
     assert "share of batches" in served.output
 

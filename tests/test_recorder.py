@@ -34,10 +34,10 @@ from instrument.recorder import wrapping
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import MOST_DEVIATION_NS, Ticks
 from instrument.recorder.wrapping import bare_function
-from instrument.recording.distributions import bucket
+from instrument.recording.distributions import bucket_of
 from instrument.recording.paths import OVERFLOW
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
-from instrument.recording.trace_context import REMOTE, RemoteParent, noted
+from instrument.recording.trace_context import REMOTE, RemoteParent, encode_remote
 from instrument.trace.trace import spans_of
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -740,7 +740,7 @@ def test_a_request_inside_other_work_is_the_root_of_its_own_tree(recorder: Any) 
 
 def test_a_request_takes_the_current_span_of_another_tracer_as_its_parent(recorder: Any) -> None:
     remote = RemoteParent(trace_id=7, span_id=9)
-    recorder.remote_parent = lambda: noted(remote)
+    recorder.remote_parent = lambda: encode_remote(remote)
     wrapped(recorder, "request", "request")(wrapped(recorder, "leaf")(lambda: None))()
     spans = spans_by_name(recorder)
     assert spans["request"].remote == remote
@@ -750,7 +750,7 @@ def test_a_request_takes_the_current_span_of_another_tracer_as_its_parent(record
 
 def test_attributes_at_the_end_win_but_over_the_span_of_another_tracer(recorder: Any) -> None:
     remote = RemoteParent(trace_id=7, span_id=9)
-    recorder.remote_parent = lambda: noted(remote)
+    recorder.remote_parent = lambda: encode_remote(remote)
     facts: dict[str, Any] = {"begin": 1, REMOTE: b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
     frame = recorder.open(Site("request", "request"), facts)
     recorder.annotate(frame, {"begin": 2, "service": 3})
@@ -1479,7 +1479,7 @@ def test_device_time_that_comes_later_counts_as_if_it_had_been_known(
                     min_ns=elapsed_ns,
                     max_ns=elapsed_ns,
                     first_ns=row[5],
-                    histogram={bucket(elapsed_ns): 1},
+                    histogram={bucket_of(elapsed_ns): 1},
                 )
             )
         assert not recorder.count_device(ring, row[0], 1 << 40, 1, 1 << 41)

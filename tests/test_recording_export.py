@@ -71,7 +71,7 @@ class Service:
 
     def look(self, **how: Any) -> bool:
         """Read on, and settle what has ended."""
-        return self.run.look(at_once=True, **how)
+        return self.run.read_and_settle(at_once=True, **how)
 
     def progress(self) -> Progress:
         """Return the progress of the export, as it is written."""

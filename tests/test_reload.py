@@ -43,7 +43,7 @@ from instrument.sessions.profile_reload import (
     ControlThread,
     Reload,
     Request,
-    refusals,
+    refused_settings,
     with_start_settings,
 )
 from instrument.sessions.session import Session
@@ -630,7 +630,7 @@ def test_a_reload_applies_all_of_a_profile_that_needs_no_start(name: str) -> Non
     wanted = loads(f"service: other\n{name.partition('.')[0]}: {other}", environ={})
     kept = with_start_settings(wanted, now)
     assert kept == replace(now, service="other")
-    (refused,) = refusals(wanted, kept)
+    (refused,) = refused_settings(wanted, kept)
     assert refused.startswith(f"{name} keeps its value until a restart: ")
 
 

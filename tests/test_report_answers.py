@@ -49,7 +49,7 @@ def test_some_requests_report_only_their_answers() -> None:
     )
     assert answers.indices_of_known().tolist() == [0, 2]
     assert answers.measure_streams() == StreamedAnswers(2, 4, 1, 2, 1, 1, 2)
-    last = answers.only(np.array([2]))
+    last = answers.select_answers(np.array([2]))
     assert last.count_statuses() == {"5xx": 1}
     assert last.measure_streams() == StreamedAnswers(1, 1, 2, 2, None, None, None)
 

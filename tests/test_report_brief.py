@@ -27,7 +27,7 @@ from instrument.report.phases_view import phases
 from instrument.report.requests_view import requests
 from instrument.report.section import summary
 from instrument.report.self_times_view import ops
-from instrument.report.table import LINE, columns
+from instrument.report.table import LINE, column_width
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -119,7 +119,7 @@ def test_a_screen_is_a_screen_whatever_was_recorded(make: Callable[[], Trace], u
     for recording in (Recording.of_trace(make()), running(make())):
         lines = summary(["brief"], recording, Options(unit=unit)).splitlines()
         assert len(lines) <= MOST_LINES
-        assert max(map(columns, lines)) <= LINE
+        assert max(map(column_width, lines)) <= LINE
 
 
 @given(traces(), CHOICES)

@@ -16,7 +16,7 @@ from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Sp
 from instrument.report import copies_view as view
 from instrument.report.copies_view import CopyUse, sum_by_direction
 from instrument.report.copies_view import sum_copies as copy_uses_of_columns
-from instrument.report.table import LINE, columns
+from instrument.report.table import LINE, column_width
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -175,7 +175,7 @@ def test_directions_add_up_and_no_name_breaks_a_line(
     assert sum(use.moved_bytes for use in uses) == sum(size for *_, size in made)
     assert {use.direction for use in uses} == {way for way, *_ in made}
     text = copies(trace, rows=rows)
-    assert all(columns(line) <= LINE for line in text.splitlines())
+    assert all(column_width(line) <= LINE for line in text.splitlines())
     assert text.replace("\n", "").isprintable()
 
 

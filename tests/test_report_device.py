@@ -16,7 +16,7 @@ from trees import outline
 from instrument import chrome
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report import device_view as view
-from instrument.report.table import LINE, columns
+from instrument.report.table import LINE, column_width
 from instrument.report.utilisation import measure_utilisation
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
@@ -192,7 +192,7 @@ def test_no_name_breaks_a_line_or_its_width(given: list[str], label: str, unit: 
         child = Site(name, "op", device=True)
         spans += [root, Span(child, 20 + number, 10 + number, 10 + number, 1, 0, 0, 1, 1, 1, device=(lost,))]
     text = device(Trace(Origin(1, "s", 0, 0), 0, unit * 10, spans), rows=rows)
-    assert all(columns(line) <= LINE for line in text.splitlines())
+    assert all(column_width(line) <= LINE for line in text.splitlines())
     assert text.replace("\n", "").isprintable()
     assert len(text.split("\n")) == len(text.splitlines()) + 1
 

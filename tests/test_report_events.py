@@ -19,12 +19,12 @@ from tallies import Tally, Totals, made
 from tallies import rows_of as lines_of
 
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS
-from instrument.recording.distributions import bucket
+from instrument.recording.distributions import bucket_of
 from instrument.recording.spans import Cost, DeviceInterval, Site, Span
 from instrument.report.event_rows import EventRow
 from instrument.report.events_view import Events, events
 from instrument.report.section import summary
-from instrument.report.table import LINE, columns, compact, safe, shorten, shorten_distinctly, table
+from instrument.report.table import LINE, column_width, compact_number, safe, shorten, shorten_distinctly, table
 from instrument.report.view import THREADS, Options, Recording, document
 from instrument.trace.trace import Trace
 
@@ -61,7 +61,7 @@ def count(
             min_ns=mean if min_ms is None else ns(min_ms),
             max_ns=mean if max_ms is None else ns(max_ms),
             first_ns=len(tally) if first_ns is None else first_ns,
-            histogram={bucket(mean): calls},
+            histogram={bucket_of(mean): calls},
         )
     )
 
@@ -104,7 +104,7 @@ def rows_of(tally: Tally, **options: object) -> list[EventRow]:
 
 def screen(text: str) -> str:
     """A line as a terminal lays it out: a wide character fills two cells."""
-    return "".join(char + "\0" * (columns(char) - 1) for char in text)
+    return "".join(char + "\0" * (column_width(char) - 1) for char in text)
 
 
 def table_lines(report: str, section: str = "Event Summary") -> list[str]:
@@ -194,14 +194,14 @@ def test_every_number_of_paddles_own_report_is_reproduced_in_its_order(index: in
     for our, row, their in zip(ours, objects, theirs, strict=True):
         name = their["Event"] if depth_of(their["Event"]) == 0 else without_tag(their["Event"])
         before = re.match(r" *(thread\d+::)?", name)[0]
-        room = columns(our["Event"]) - len(before)
+        room = column_width(our["Event"]) - len(before)
         assert our["Event"] == before + shorten(name[len(before) :], room)
         expected = {key: their[key].replace("0.0179763", "0.0179762") for key in FLUID_CELLS}
         assert in_fluids_digits(row) == expected
-        shown = {key: compact(float(expected[key])) for key in ("Total", "Min.", "Max.", "Ave.")}
-        shown |= {"Calls": expected["Calls"], "Ratio.": compact(float(expected["Ratio."]), 6)}
+        shown = {key: compact_number(float(expected[key])) for key in ("Total", "Min.", "Max.", "Ave.")}
+        shown |= {"Calls": expected["Calls"], "Ratio.": compact_number(float(expected["Ratio."]), 6)}
         assert {key: our[key] for key in shown} == shown
-    assert max(map(columns, text_of(view).splitlines())) <= LINE
+    assert max(map(column_width, text_of(view).splitlines())) <= LINE
 
 
 def test_the_sections_of_paddles_own_report_are_reproduced_to_the_letter() -> None:
@@ -274,7 +274,7 @@ def test_the_fluid_documents_example_has_its_totals_ratios_and_copies() -> None:
     expected = [0.833106, 0.0961787, 0.0300294, 0.0147778, 0.0140418, 0.00609913, 0.00885462]
     objects = view_of(tally_of_the_fluid_document(), sorted_by="total").blocks
     assert [float(f"{row.ratio:g}") for row in objects[0].rows[:7]] == expected
-    assert [row["Ratio."] for row in table_rows(merged)[:7]] == [compact(ratio, 6) for ratio in expected]
+    assert [row["Ratio."] for row in table_rows(merged)[:7]] == [compact_number(ratio, 6) for ratio in expected]
     assert [(row["Event"], row["Ratio."]) for row in table_rows(apart)][:4] == [
         ("thread1::mul", "0.4381"),
         ("thread1::elementwise_add", "0.2156"),
@@ -416,7 +416,7 @@ def test_a_longer_name_takes_digits_from_the_other_times_first(name: int, total:
 
 @given(st.floats(1e-99, 1e99) | st.integers(0, 10**20), st.integers(4, 6))
 def test_a_number_is_as_near_as_its_digits_and_columns_allow(value: float, digits: int) -> None:
-    shown = compact(value, digits + 3, digits)
+    shown = compact_number(value, digits + 3, digits)
     assert len(shown) <= digits + 3
     # An exponent of two digits and its sign leave the mantissa two digits less.
     assert float(shown) == pytest.approx(value, rel=0.51 * 10.0 ** (3 - digits), abs=0)
@@ -879,7 +879,7 @@ def any_totals(draw: st.DrawFn) -> Totals:
     elapsed = draw(st.integers(max(host, device), host + device))
     low = elapsed // calls
     return Totals(calls, draw(st.integers(0, calls)), host, draw(st.integers(0, host)), 0, device, elapsed, low,
-                  low, 0, draw(st.integers(1, 9)), {bucket(low): calls})  # fmt: skip
+                  low, 0, draw(st.integers(1, 9)), {bucket_of(low): calls})  # fmt: skip
 
 
 @st.composite
@@ -922,7 +922,7 @@ def test_no_tally_and_no_name_breaks_a_line_or_runs_into_the_next_column(
         lambda: made(tally), lambda: trace, losses=dict.fromkeys(words, 1), notes=words, recorder="native"
     )
     text = summary(["events"], recording, Options(**options))
-    assert all(line.isprintable() and columns(line) <= LINE for line in text.split("\n"))
+    assert all(line.isprintable() and column_width(line) <= LINE for line in text.split("\n"))
     for report in reports(text) if made(tally).calls else []:
         header, *lines = (screen(line) for line in table_lines(report))
         starts = [m.start() for m in re.finditer(r"(?:CPU|GPU) Time \(Ratio\)|\S+", header)]
@@ -1024,7 +1024,7 @@ def test_a_row_is_a_frozen_value_that_becomes_plain_data() -> None:
 )
 def test_a_long_text_loses_its_middle(text: str, limit: int, short: str) -> None:
     assert shorten(text, limit) == short
-    assert columns(short) <= limit
+    assert column_width(short) <= limit
 
 
 MARKED = st.one_of(st.sampled_from("ae漢か\u0301\u3099\u20dd"), st.characters(exclude_characters="."))
@@ -1034,11 +1034,11 @@ MARKED = st.one_of(st.sampled_from("ae漢か\u0301\u3099\u20dd"), st.characters(
 def test_a_shortened_text_keeps_its_room_and_each_mark_its_character(text: str, limit: int) -> None:
     printable = safe(text)
     short = shorten(printable, limit)
-    assert columns(short) <= limit
+    assert column_width(short) <= limit
     if short != printable:
         head, _, tail = short.partition("...")
-        assert not tail or columns(tail[0]), "the tail begins with a mark"
-        assert not head or columns(printable[len(head)]), "the head has lost a mark"
+        assert not tail or column_width(tail[0]), "the tail begins with a mark"
+        assert not head or column_width(printable[len(head)]), "the head has lost a mark"
 
 
 def test_names_that_differ_in_a_mark_alone_are_parted_before_its_character() -> None:
@@ -1070,15 +1070,15 @@ def test_a_thousand_texts_that_each_begin_with_the_one_before_differ() -> None:
         texts = [" > ".join(["calls_itself"] * depth) + end for depth in range(1, 1000)]
         short = shorten_distinctly(texts, 40)
         assert len(set(short)) == len(texts)
-        assert all(columns(one) <= 40 for one in short)
+        assert all(column_width(one) <= 40 for one in short)
 
 
 @given(st.lists(st.text("ab測.", max_size=60), max_size=6), st.integers(16, 40))
 def test_shortened_texts_keep_their_room_and_are_the_same_where_the_texts_are(texts: list[str], limit: int) -> None:
     short = shorten_distinctly(texts, limit)
-    assert all(columns(one) <= limit for one in short)
+    assert all(column_width(one) <= limit for one in short)
     assert len(set(short)) == len(set(texts))
-    assert all(one == text for one, text in zip(short, texts, strict=True) if columns(text) <= limit)
+    assert all(one == text for one, text in zip(short, texts, strict=True) if column_width(text) <= limit)
 
 
 @pytest.mark.parametrize(

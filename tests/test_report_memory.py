@@ -39,7 +39,7 @@ from instrument.report.memory_view import (
     count_allocations,
     memory,
 )
-from instrument.report.table import LINE, columns
+from instrument.report.table import LINE, column_width
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Allocation, Allocations, Trace
 
@@ -157,7 +157,7 @@ def test_names_of_any_kind_keep_the_lines_whole() -> None:
         trace.threads = {4321: name}
         for threads in ("merged", "apart"):
             lines = view_of(trace, threads=threads).lines()
-            assert all(line.isprintable() and columns(line) <= LINE for line in lines), lines
+            assert all(line.isprintable() and column_width(line) <= LINE for line in lines), lines
 
 
 # ---------------------------------------------------------------- whose it was
@@ -408,7 +408,7 @@ def test_addresses_that_come_and_go_by_the_thousand_are_kept_as_long_as_they_are
 
 def test_times_that_no_clock_reads_are_outside_and_devices_may_be_many() -> None:
     trace = watched(span("f", 1, 0, 9), allocations=[])
-    far = Allocations.of(allocations_of((1, 5, 5))).moved((1 << 63) - 1)
+    far = Allocations.of(allocations_of((1, 5, 5))).move_times((1 << 63) - 1)
     view = view_of(replace(trace, allocations=far))
     assert (view.outside, view.places) == (1, ())
     many = [Allocation(device, 5, 4321, 1, 1, 1) for device in range(5000)]

@@ -136,7 +136,7 @@ def test_the_bill_equals_one_that_is_made_by_hand(seed: int) -> None:
     group = [rng.randrange(count) for _ in joined.rows]
     every = np.ones(len(group), dtype=np.bool_)
     account = Account(recording.columns, joined, recording.once(request_turns), np.array(group), count, every)
-    bill = account.bill(recording.once(request_ledger))
+    bill = account.compute_bill(recording.once(request_ledger))
     places = {
         (way, waiting, cause): int(bill.charged_ns[way, waiting, cause])
         for way in WAYS
@@ -163,7 +163,7 @@ def test_irregular_recordings_charge_each_nanosecond_once(seed: int) -> None:
     group = np.array([rng.randrange(count) for _ in joined.rows], dtype=np.int64)
     every = np.ones(len(group), dtype=np.bool_)
     account = Account(recording.columns, joined, recording.once(request_turns), group, count, every)
-    bill = account.bill(recording.once(request_ledger))
+    bill = account.compute_bill(recording.once(request_ledger))
     assert (bill.charged_ns.sum(axis=(0, 2)) == bill.suffered_ns).all()
     assert (bill.charged_ns >= 0).all()
     assert is_conserved(neighbours(recording, Options()))

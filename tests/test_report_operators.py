@@ -17,7 +17,7 @@ from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report.operator_rows import REMAINING, CallRow, CallTimes
 from instrument.report.operators_view import IN_ORDER, OPERATORS, Operators, User, operators, user
 from instrument.report.overview_view import overview
-from instrument.report.table import LINE, columns
+from instrument.report.table import LINE, column_width
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Trace
 
@@ -467,7 +467,7 @@ def test_hostile_names_keep_to_the_line() -> None:
     spans.append(Span(Site("s", "step"), 1, 0, 1, 1, 0, 0, 10**15, 0, 0))
     trace = Trace(Origin(1, "", 0, 0), 0, 10**15, spans, {1: "line\nbreak" * 20})
     for lines in (view(trace, tracer_option="AllOpDetail", unit="ns").lines(), user_view(trace, unit="ns").lines()):
-        assert all(line.isprintable() and columns(line) <= LINE for line in lines), max(lines, key=columns)
+        assert all(line.isprintable() and column_width(line) <= LINE for line in lines), max(lines, key=column_width)
 
 
 def test_without_spans_both_say_what_to_do() -> None:

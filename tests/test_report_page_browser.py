@@ -14,7 +14,7 @@ from test_report_page import HOSTILE, hostile
 from test_report_views import TRACES
 
 from instrument.report.html_page import write_page
-from instrument.report.table import compact, safe
+from instrument.report.table import compact_number, safe
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -235,7 +235,7 @@ def test_numbers_read_as_in_the_text_views(opened: Any) -> None:
     begin = source.index("function halfToEven")
     function = source[begin : source.index("\n}\n", source.index("function compact")) + 3]
     assert page.tab.evaluate(f"values => {{ {function}; return values.map(compact); }}", values) == list(
-        map(compact, values)
+        map(compact_number, values)
     )
 
 

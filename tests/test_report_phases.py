@@ -21,7 +21,7 @@ from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
 from instrument.report.benchmark_view import phase_of
 from instrument.report.phases_view import OTHERS, PhaseRow, PhasesView, phases
-from instrument.report.table import columns
+from instrument.report.table import column_width
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Trace
 
@@ -308,7 +308,7 @@ def test_nothing_says_what_to_do_and_hostile_names_fit_the_line() -> None:
     names = ["x" * 300, "\n\x1b[31m" + "層" * 200, "a/b%c:d"]
     trace = made((STEP, 0, 90), *((Site(name, "phase"), 10 * at, 10 * at + 5) for at, name in enumerate(names)))
     lines = text_of(view(trace)).splitlines()
-    assert max(map(columns, lines)) <= 100
+    assert max(map(column_width, lines)) <= 100
     assert "\x1b" not in "".join(lines)
     assert any(line.startswith("  a/b%c:d  ") for line in lines)
 

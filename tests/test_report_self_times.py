@@ -20,7 +20,7 @@ from tallies import Tally, Totals, made
 from instrument.profile.model import SORT_KEYS
 from instrument.recording.spans import Site
 from instrument.report.self_times_view import FunctionTimes, SelfTimes, class_of, classes, instances, ops
-from instrument.report.table import LINE, columns
+from instrument.report.table import LINE, column_width
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Trace
 
@@ -399,7 +399,7 @@ def test_hostile_names_keep_to_the_line(of: str) -> None:
             count(tally, (site,), 10**9, calls=10**12)
             count(tally, (site, replace(site, kind="layer")), 10**9 / 7, calls=10**12, device_ms=1)
     lines = view(of, tally, unit="ns").lines()
-    assert all(line.isprintable() and columns(line) <= LINE for line in lines), max(lines, key=columns)
+    assert all(line.isprintable() and column_width(line) <= LINE for line in lines), max(lines, key=column_width)
 
 
 @pytest.mark.parametrize("of", VIEWS)

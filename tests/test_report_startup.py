@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tallies import Tally, Totals, made
 
 from instrument import chrome, clock
-from instrument.recording.distributions import bucket
+from instrument.recording.distributions import bucket_of
 from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup
 from instrument.report.startup_view import StartupView, startup
-from instrument.report.table import LINE, columns
+from instrument.report.table import LINE, column_width
 from instrument.report.view import Options, Recording, document
 from instrument.trace.trace import Trace
 
@@ -37,7 +37,7 @@ def count(tally: Tally, path: tuple[Site, ...], *calls_ms: float, first_ms: floa
         tally.totals(path, thread).merge(
             Totals(
                 calls=1, total_ns=took_ns, self_ns=took_ns // 2, elapsed_ns=took_ns, min_ns=took_ns, max_ns=took_ns,
-                first_ns=round(first_ms * MS), histogram={bucket(took_ns): 1},
+                first_ns=round(first_ms * MS), histogram={bucket_of(took_ns): 1},
             )
         )  # fmt: skip
 
@@ -236,20 +236,20 @@ def test_names_of_any_kind_keep_the_lines_whole(name: str) -> None:
     count(tally, (load,), 9, first_ms=2)
     facts = Startup(MS, 0, (ImportTime(name, 1, MS, MS),), (first(site, 5, 90), first(load, 2, 9)))
     lines = view_of(tally, facts).lines()
-    assert all(line.isprintable() and columns(line) <= LINE for line in lines), lines
+    assert all(line.isprintable() and column_width(line) <= LINE for line in lines), lines
 
 
 def test_the_process_began_before_this_and_after_the_machine() -> None:
     began_ns = clock.process_start_ns()
     assert began_ns is not None
-    assert 0 < began_ns < clock.pair()[0]
+    assert 0 < began_ns < clock.read_clocks()[0]
 
 
 def test_a_child_began_after_its_parent_asked_for_it() -> None:
     program = "from instrument import clock; print(clock.process_start_ns())"
-    before_ns = clock.pair()[0]
+    before_ns = clock.read_clocks()[0]
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert before_ns - 20 * MS < int(done.stdout) < clock.pair()[0]
+    assert before_ns - 20 * MS < int(done.stdout) < clock.read_clocks()[0]
 
 
 @pytest.mark.parametrize("text", ["", "1 (a) R", "1 (a) b) R " + "x " * 30])

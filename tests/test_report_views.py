@@ -36,7 +36,7 @@ from instrument.recording.spans import (
 )
 from instrument.recording.trace_context import RemoteParent
 from instrument.report.section import VIEW_OF, make_views, summary, summary_document
-from instrument.report.table import LINE, columns, in_unit, named_table, safe, section_title
+from instrument.report.table import LINE, column_width, in_unit, named_table, safe, section_title
 from instrument.report.view import UNITS, InstrumentationStats, Options, Recording
 from instrument.trace.trace import Allocation, Trace
 
@@ -211,7 +211,7 @@ def running(trace: Trace) -> Recording:
 
 def check(text: str) -> None:
     for line in text.split("\n"):
-        assert columns(line) <= LINE, line
+        assert column_width(line) <= LINE, line
         assert line.isprintable(), line
 
 
@@ -231,21 +231,21 @@ def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str,
 @pytest.mark.parametrize("text", ["", "a", "steps", "日本日本", "e\u0301" * 25, "x" * 25])
 def test_titles_of_sections_are_of_one_width_whatever_the_name(text: str) -> None:
     line = section_title(text)[0]
-    assert columns(line) == 77
+    assert column_width(line) == 77
     assert len(line) - len(line.lstrip("-")) == len(line) - len(line.rstrip("-")) == 25
 
 
 def test_a_long_text_next_to_a_name_is_shortened_before_the_name() -> None:
     name, place = "a_function_of_the_service", "selector_events.py:1057 _SelectorSocketTransport.write"
     lines = named_table(["Name", "Count", "At"], [[name, "1", place], [name + "_too", "23", place + "_soon"]], 0)
-    assert all(columns(line) <= LINE for line in lines)
+    assert all(column_width(line) <= LINE for line in lines)
     assert [line.split() for line in lines[1:]] == [
         [name, "1", "selector_events.py:1057", "_SelectorSocketTransport.write"],
         [name + "_too", "23", "selector_events.py:1057", "_SelectorSocketTransport.write_soon"],
     ]
     long = 3 * name
     (_, line) = named_table(["Name", "Count", "At"], [[long, "1", place]], 0)
-    assert (columns(line), line.split()[-1][-6:], len(line.split()[0])) == (LINE - 2, ".write", 59)
+    assert (column_width(line), line.split()[-1][-6:], len(line.split()[0])) == (LINE - 2, ".write", 59)
 
 
 def test_every_name_of_a_view_makes_one() -> None:

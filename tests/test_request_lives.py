@@ -25,7 +25,7 @@ from trees import queue_times
 from instrument.recorder.recorder import MOST_DEVIATION_NS
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join
-from instrument.trace.ledger import ledger
+from instrument.trace.ledger import compute_ledger
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -111,7 +111,7 @@ def differing(trace: Columns, log: Mapping[str, LoggedRequest]) -> dict[str, str
     lie; and with such times, all within what the log knows, the parts must be those that the log gives.
     """
     joined = join(trace)
-    found, differ = ledger(trace, joined), {}
+    found, differ = compute_ledger(trace, joined), {}
     for place, (name,) in joined.keys.items():
         logged, ours = log[name], found.parts_of(place)
         its = [logged.whole, *logged.work, *logged.batches]

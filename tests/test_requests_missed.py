@@ -122,7 +122,7 @@ def test_ports_are_known_that_connections_came_to_and_are_open_or_closed() -> No
         port = listener.getsockname()[1]
         gc.collect()  # what earlier tests have left open is closed by now
         before = len(list(Path("/proc/self/fd").iterdir()))
-        assert environment.listens()
+        assert environment.has_listening_socket()
         assert port in environment.connections_of(SELF).listens
         assert len(list(Path("/proc/self/fd").iterdir())) == before
         assert port not in environment.connections_of(SELF).open

@@ -19,7 +19,7 @@ from instrument.otlp.export_facts import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Span
-from instrument.recording.trace_context import noted, remote_of
+from instrument.recording.trace_context import encode_remote, remote_of
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -157,7 +157,7 @@ def test_a_request_below_a_span_of_opentelemetry_is_its_child(session: instrumen
 
     from instrument import otlp
 
-    RECORDER.remote_parent = lambda: noted(otlp.current_parent())
+    RECORDER.remote_parent = lambda: encode_remote(otlp.current_parent())
     with TracerProvider().get_tracer("service").start_as_current_span("theirs") as around:
         serve(answer, {"traceparent": CALLER})
     remote = request_of(session).remote
@@ -311,7 +311,7 @@ def test_a_request_below_a_span_of_opentelemetry_has_its_state(session: instrume
 
     from instrument import otlp
 
-    RECORDER.remote_parent = lambda: noted(otlp.current_parent())
+    RECORDER.remote_parent = lambda: encode_remote(otlp.current_parent())
     context = propagate.extract({"traceparent": CALLER, "tracestate": "a=1"})
     with trace.use_span(trace.get_current_span(context)):
         serve(answer, {})

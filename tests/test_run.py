@@ -286,22 +286,22 @@ def test_a_session_in_code_logs_once_which_variables_it_does_not_follow(
 
 
 def test_a_board_is_found_by_children_and_gone_with_its_process() -> None:
-    remove = board.make()
+    remove = board.make_board()
     try:
-        board.put(["one", "two"])
-        board.put(["two"])
+        board.add_marks(["one", "two"])
+        board.add_marks(["two"])
         program = "from instrument.recording import board; print(sorted(board.marks())); board.put(['three'])"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert done.stdout == "['one', 'two']\n"
-        assert board.marks() == {"one", "two", "three"}
+        assert board.read_marks() == {"one", "two", "three"}
         path = os.environ[board.VARIABLE]
     finally:
         remove()
     assert board.VARIABLE not in os.environ
     os.environ[board.VARIABLE] = path
     try:
-        assert board.marks() == set()
-        board.put(["lost"])
+        assert board.read_marks() == set()
+        board.add_marks(["lost"])
     finally:
         del os.environ[board.VARIABLE]
 
@@ -310,8 +310,8 @@ def test_a_descriptor_that_the_service_uses_for_something_else_is_never_written_
     with (tmp_path / "precious").open("w+") as file:
         os.environ[board.VARIABLE] = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         try:
-            board.put(["mark"])
-            assert board.marks() == set()
+            board.add_marks(["mark"])
+            assert board.read_marks() == set()
         finally:
             del os.environ[board.VARIABLE]
     assert (tmp_path / "precious").read_text() == ""

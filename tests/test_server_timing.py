@@ -28,8 +28,8 @@ from instrument.recording.memory_layout import REQUEST_BIT, ROOT_ID
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, Site
 from instrument.runtime.faults import FAULTS
 from instrument.trace.joined import join
-from instrument.trace.ledger import ledger
-from instrument.trace.stages import stages
+from instrument.trace.ledger import compute_ledger
+from instrument.trace.stages import find_stages
 
 EVENTS = b"data: a\n\ndata: b\n\n"
 STEP = Site("step", "step", attributes=(("gen_ai", True),))
@@ -97,13 +97,14 @@ def are_of_ledger(text: str, *, is_end: bool = True) -> None:
     joined = join(trace)
     place = len(joined.rows) - 1
     parts = {
-        re.sub(r"\W+", "-", name).strip("-"): time_ns for name, time_ns in ledger(trace, joined).parts_of(place).items()
+        re.sub(r"\W+", "-", name).strip("-"): time_ns
+        for name, time_ns in compute_ledger(trace, joined).parts_of(place).items()
     }
     total_ns, unknown_ns = times.pop("total"), times.pop("unknown", 0)
     stage = {name: times.pop(name) for name in ("prefill", "decode") if name in times}
     assert total_ns == sum(times.values()) + unknown_ns <= int(trace.total_ns[joined.rows[place]])
     if is_end:
-        (its,) = (its for its in stages(trace, joined) if its.place == place)
+        (its,) = (its for its in find_stages(trace, joined) if its.place == place)
         expected = {name: end - begin for name, begin, end in its.named()}
         assert stage == {name: expected[name] for name in ("prefill", "decode")}
         assert unknown_ns <= parts.pop("unknown")
@@ -419,7 +420,7 @@ def test_the_answer_to_a_request_among_very_many_spans_has_its_total_alone_and_i
                     pass
             method = SimpleNamespace(recorder=RECORDER)
             exchange = SimpleNamespace(frame=frame, method=method, stream=None)
-            text = server_timing.AnswerTimings(RECORDER).text(exchange)
+            text = server_timing.AnswerTimings(RECORDER).header_text(exchange)
         finally:
             RECORDER.close(frame)
         assert list(durations(text)) == ["total"]

@@ -247,7 +247,7 @@ def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp
                 pass
     session = instrument.session()
     before = {row.path[-1].name: row.totals.self_ns for row in session.tally().rows()}
-    after = {row.path[-1].name: row.totals.self_ns for row in session.tally().corrected().rows()}
+    after = {row.path[-1].name: row.totals.self_ns for row in session.tally().correct_self_times().rows()}
     assert 0 <= after["parent"] < before["parent"]
     assert after["child"] == before["child"]
     assert "Self" not in instrument.summary(views=["events"])
@@ -256,7 +256,9 @@ def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp
     assert "less what their probes cost" in text
     (path,) = tmp_path.glob("traces/*.json")
     _, tally = chrome.load(path)
-    assert {row.path[-1].name: row.totals.self_ns for row in tally.corrected().rows()}["parent"] < before["parent"]
+    assert {row.path[-1].name: row.totals.self_ns for row in tally.correct_self_times().rows()}["parent"] < before[
+        "parent"
+    ]
 
 
 def test_the_views_come_in_the_order_asked_and_each_once() -> None:

@@ -35,7 +35,7 @@ from instrument.trace.joined import Joined, join
 from instrument.trace.merge import merge
 from instrument.trace.request_trees import grafted
 from instrument.trace.sent_rows import Settling
-from instrument.trace.stages import stage_spans
+from instrument.trace.stages import make_spans_of_stages
 from instrument.trace.tail_sampler import TailSampler
 from instrument.trace.unsettled import UnsettledRows
 
@@ -288,7 +288,7 @@ def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, i
     merged = merge(parts)
     joined = join(merged.saved.trace.columns)
     columns = grafted(merged.saved.trace.columns, joined, "run")
-    below = stage_spans(columns, joined)
+    below = make_spans_of_stages(columns, joined)
     numbers = columns.attributes.values("number", np.arange(len(columns)))
     number_of = dict(zip(columns.span_id.tolist(), (int(str(number)) for number in numbers), strict=True))
     derived = {one.span_id for its in below.values() for one in its}
@@ -527,7 +527,7 @@ def test_a_batch_is_given_to_each_of_its_requests_once_whatever_engines_do_and_m
 def strays_in(run: Run) -> set[int]:
     """The spans that are done for one request in the tree of another one."""
     columns, joined = of_files(run)
-    in_requests = columns.owners(columns.of_kind("request")) != NONE
+    in_requests = columns.topmost_wanted_rows(columns.are_of_kind("request")) != NONE
     is_stray = np.flatnonzero(in_requests & (joined.owner == NONE))
     return {int(str(number)) for number in columns.attributes.values("number", is_stray)}
 

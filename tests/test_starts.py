@@ -157,10 +157,16 @@ def test_a_profile_with_a_secret_is_not_handed_down_by_a_file(tmp_path: Path) ->
                 patch.setenv(name, value)
             consulted = shared_profile.Consulted()
             profile = load("one.yaml", environ=consulted)
-            shared_profile.write(tmp_path / "handed", profile, consulted)
-            assert shared_profile.read(tmp_path / "handed", "one.yaml") == (profile if is_written else None)
+            shared_profile.write_shared_profile(tmp_path / "handed", profile, consulted)
+            assert shared_profile.read_shared_profile(tmp_path / "handed", "one.yaml") == (
+                profile if is_written else None
+            )
         (tmp_path / "handed").unlink(missing_ok=True)
-    assert shared_profile.read(tmp_path / "handed", "one.yaml") is shared_profile.read(None, "one.yaml") is None
+    assert (
+        shared_profile.read_shared_profile(tmp_path / "handed", "one.yaml")
+        is shared_profile.read_shared_profile(None, "one.yaml")
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,8 +253,8 @@ def test_every_profile_is_handed_down_whole(tmp_path: Path) -> None:
     for path in [*Path(__file__).parents[1].glob("configs/*.yaml"), Path("profile.yaml")]:
         consulted = shared_profile.Consulted()
         profile = load(path, environ=consulted)
-        shared_profile.write(tmp_path / "handed", profile, consulted)
-        read = shared_profile.read(tmp_path / "handed", str(path))
+        shared_profile.write_shared_profile(tmp_path / "handed", profile, consulted)
+        read = shared_profile.read_shared_profile(tmp_path / "handed", str(path))
         assert read == profile, path
         assert repr(read) == repr(profile), path
 
@@ -460,7 +466,7 @@ def test_an_isolated_process_is_counted_that_ends_between_two_whole_looks(
         later.pop()()
         child.communicate(b"\n")
     looks.close()
-    assert "not seen: -I" in looks.sentence()
+    assert "not seen: -I" in looks.describe_unseen()
     assert not selector.get_map()
     selector.close()
 

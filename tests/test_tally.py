@@ -15,7 +15,7 @@ from readback import spans_in
 from tallies import Tally, Totals, by_keys
 
 from instrument.recording import tally as product
-from instrument.recording.distributions import Distribution, bucket, bucket_middle, percentiles, percentiles_of
+from instrument.recording.distributions import Distribution, bucket_middle, bucket_of, percentiles, percentiles_of
 from instrument.recording.spans import Site, Span
 from instrument.recording.tally import SUMS
 
@@ -57,18 +57,18 @@ def alone(span: Span, *, is_inner: bool) -> Totals:
     moved_bytes = span.attributes.get("bytes", 0) if span.site.kind == "copy" else 0
     assert isinstance(moved_bytes, int)
     return Totals(
-        1, int(span.error is not None), *sums, took_ns, took_ns, moved_bytes, span.start_ns, {bucket(took_ns): 1}
+        1, int(span.error is not None), *sums, took_ns, took_ns, moved_bytes, span.start_ns, {bucket_of(took_ns): 1}
     )
 
 
 @given(durations)
 def test_a_bucket_represents_its_values_within_one_percent(value: int) -> None:
-    assert abs(bucket_middle(bucket(value)) - value) <= value / 128
-    assert bucket(value) <= bucket(value + 1) <= bucket(value) + 1
+    assert abs(bucket_middle(bucket_of(value)) - value) <= value / 128
+    assert bucket_of(value) <= bucket_of(value + 1) <= bucket_of(value) + 1
 
 
 def test_buckets_of_the_longest_times_still_have_an_index() -> None:
-    assert bucket(2**63 - 1) < 4_000
+    assert bucket_of(2**63 - 1) < 4_000
 
 
 @given(st.lists(durations, min_size=1), st.floats(0.001, 1.0))
@@ -97,7 +97,7 @@ def test_merging_is_exact_and_its_order_does_not_matter(spans: list[Span], chanc
         part.totals(paths[span.span_id], span.thread_id).merge(alone(span, is_inner=span.span_id in inner))
         parts.append(part.made())
     chance.shuffle(parts)
-    merged = product.Tally.together(parts)
+    merged = product.Tally.sum_tallies(parts)
     assert by_keys(merged) == whole
     assert merged.calls == len(spans)
 
@@ -131,14 +131,15 @@ def test_a_corrected_tally_takes_the_cost_of_the_probes_out_of_the_self_time_aro
     tally.totals((parent, child), 2).merge(Totals(calls=10, total_ns=300, self_ns=300))
     tally.totals((parent, child, other), 1).merge(Totals(calls=100, total_ns=200, self_ns=200))
     charged = tally.made()
-    charged.charge(lambda site: 20.0 if site is child else 5.0)
+    charged.charge_probes(lambda site: 20.0 if site is child else 5.0)
     assert {path[-1][0]: totals.probe_ns for (path, thread), totals in by_keys(charged).items() if thread == 1} == {
         "parent": 5,
         "child": 200,
         "other": 500,
     }
     corrected = {
-        (path[-1][0], thread): totals.self_ns for (path, thread), totals in by_keys(charged.corrected()).items()
+        (path[-1][0], thread): totals.self_ns
+        for (path, thread), totals in by_keys(charged.correct_self_times()).items()
     }
     assert corrected == {
         ("parent", 1): 500,  # a child on another thread was never in it
@@ -153,33 +154,33 @@ def test_a_corrected_tally_takes_the_cost_of_the_probes_out_of_the_self_time_aro
 def test_correction_does_not_depend_on_when_tallies_are_merged(left: list[Span], right: list[Span]) -> None:
     def charged(spans: list[Span]) -> product.Tally:
         tally = counted(spans)
-        tally.charge(lambda site: len(site.name) * 7.0)
+        tally.charge_probes(lambda site: len(site.name) * 7.0)
         return tally
 
-    merged = product.Tally.together([charged(left), charged(right)])
-    both = product.Tally.together([charged(right), charged(left)])
-    assert by_keys(merged.corrected()) == by_keys(both.corrected())
+    merged = product.Tally.sum_tallies([charged(left), charged(right)])
+    both = product.Tally.sum_tallies([charged(right), charged(left)])
+    assert by_keys(merged.correct_self_times()) == by_keys(both.correct_self_times())
 
 
 @given(span_lists(), span_lists())
 def test_the_difference_of_two_states_is_the_tally_of_what_came_in_between(early: list[Span], late: list[Span]) -> None:
-    before = product.Tally.together([counted(early)])
-    after = product.Tally.together([before, counted(late)])
-    grown, expected = after.since(before), counted(late).merged()
+    before = product.Tally.sum_tallies([counted(early)])
+    after = product.Tally.sum_tallies([before, counted(late)])
+    grown, expected = after.subtract_earlier(before), counted(late).merge_threads()
     sums = [*SUMS, "histogram"]
 
     def told(tally: product.Tally) -> dict[object, list[object]]:
         return {key: [getattr(its, name) for name in sums] for (key, _), its in by_keys(tally).items() if its.calls}
 
     assert told(grown) == told(expected)
-    assert by_keys(after.since(product.Tally())) == by_keys(after.merged())
+    assert by_keys(after.subtract_earlier(product.Tally())) == by_keys(after.merge_threads())
 
 
 @given(st.lists(st.integers(0, 1 << 40), min_size=1, max_size=300))
 def test_there_is_one_definition_of_percentiles_whether_times_or_a_histogram_are_at_hand(times: list[int]) -> None:
     times.sort()
     fractions = (0.5, 0.9, 0.99)
-    of_histogram = percentiles(Counter(map(bucket, times)), fractions, len(times), times[0], times[-1])
+    of_histogram = percentiles(Counter(map(bucket_of, times)), fractions, len(times), times[0], times[-1])
     assert of_histogram == percentiles_of(times, fractions)
     for fraction, found in zip(fractions, percentiles_of(times, fractions), strict=True):
         exact = times[math.ceil(Fraction(str(fraction)) * len(times)) - 1]
@@ -195,7 +196,7 @@ def test_sites_of_one_name_and_line_that_differ_in_their_phase_have_lines_of_the
         pass
     expected = [("same", "compute", 1), ("same", "post", 1), ("own", "compute", 2)]
     tally = recorder.tally()
-    for found in (tally, product.Tally.together([tally]), counted(spans_in(recorder))):
+    for found in (tally, product.Tally.sum_tallies([tally]), counted(spans_in(recorder))):
         rows = sorted(found.rows(), key=lambda row: row.totals.first_ns)
         assert [(row.path[0].name, dict(row.path[0].attributes)["phase"], row.totals.calls) for row in rows] == expected
     assert not recorder.tally().tree.located().shared

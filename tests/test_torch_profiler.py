@@ -478,9 +478,9 @@ def test_without_the_flag_nothing_is_profiled_and_a_destination_may_be_a_file() 
 
 
 def test_flags_are_set_in_code_too() -> None:
-    from instrument.compat.theano import flags_of
+    from instrument.compat.theano import parse_flags
 
-    config = flags_of("profile=True, profiling.n_apply=7,profile=maybe")
+    config = parse_flags("profile=True, profiling.n_apply=7,profile=maybe")
     assert (config.profile, config.profiling.n_apply, config.profiling.n_ops) == (True, 7, 20)
     config.profiling.n_ops = 3
     with pytest.raises(ProfileError, match=r"theano.config.profile: found 1; allowed: True or False"):

@@ -22,8 +22,8 @@ from instrument.report.operators_view import OPERATORS
 from instrument.trace import intervals
 from instrument.trace.call_tree import call_tree
 from instrument.trace.columns import Columns
-from instrument.trace.indices import NONE, Groups, count_ancestors, nearest, numbered, rows_of, topmost_rows
-from instrument.trace.self_times import self_times_of, turns
+from instrument.trace.indices import NONE, Groups, count_ancestors, nearest, number_combinations, rows_of, topmost_rows
+from instrument.trace.self_times import compute_turns, self_times_of
 from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
 
 DRAWN = [program(11, 300), program(12, 500), any_parents(7, 60), any_parents(8, 400), deep(120), wide(150)]
@@ -59,7 +59,7 @@ def test_the_algebra_of_intervals_is_that_of_instants(
     assert intervals.shared_ns(ours, theirs) == len(a & b)
     assert instants(intervals.intersect(ours, theirs)) == a & b
     assert instants(intervals.subtract(ours, theirs)) == a - b
-    assert ours.until(np.array([0, 33])).tolist() == [len([at for at in a if at < end]) for end in (0, 33)]
+    assert ours.length_until(np.array([0, 33])).tolist() == [len([at for at in a if at < end]) for end in (0, 33)]
 
 
 @given(st.lists(PARTS, max_size=4))
@@ -105,22 +105,22 @@ def test_a_union_is_searched_within_its_group_only(
     known = list(zip(*(one.tolist() for one in its), strict=True))
     queries = list(zip(groups.tolist(), starts.tolist(), ends.tolist(), strict=True))
     begun = [[n for n, (one, start, _) in enumerate(known) if one == group and start <= at] for group, at, _ in queries]
-    assert its.begun(groups, starts).tolist() == [max(places, default=NONE) for places in begun]
+    assert its.last_begun(groups, starts).tolist() == [max(places, default=NONE) for places in begun]
     lies = [[n for n, (one, start, end) in enumerate(known) if one == group and start <= at < end]
             for group, at, _ in queries]  # fmt: skip
-    assert its.at(groups, starts).tolist() == [max(places, default=NONE) for places in lies]
+    assert its.interval_at(groups, starts).tolist() == [max(places, default=NONE) for places in lies]
     shared = [
         [max(min(end, until) - max(start, since), 0) for one, start, end in known if one == group]
         for group, since, until in queries
     ]
-    assert its.within(groups, starts, ends).tolist() == list(map(sum, shared))
+    assert its.length_within(groups, starts, ends).tolist() == list(map(sum, shared))
     expected = [
         (which, place)
         for which, (group, since, until) in enumerate(queries)
         for place, (one, start, end) in enumerate(known)
         if one == group and ((start < until and since < end) or start <= since == until < end)
     ]
-    found = its.overlapping(groups, starts, ends)
+    found = its.overlapping_pairs(groups, starts, ends)
     assert list(zip(*(one.tolist() for one in found), strict=True)) == expected
 
 
@@ -136,7 +136,7 @@ def test_intervals_that_follow_one_another_are_those_taken_one_by_one(
             if until is None or starts[place] >= until:
                 expected.append(place)
                 until = ends[place]
-    assert intervals.successive(groups, starts, ends).tolist() == expected
+    assert intervals.select_successive(groups, starts, ends).tolist() == expected
 
 
 # Groups and forests
@@ -147,15 +147,15 @@ def test_sums_and_extremes_of_groups_are_exact(pairs: list[tuple[int, int]]) -> 
     groups = Groups(np.array([group for group, _ in pairs], dtype=np.int64), 6)
     numbers = np.array([number for _, number in pairs], dtype=np.int64)
     its = [[number for one, number in pairs if one == group] for group in range(6)]
-    assert groups.sizes().tolist() == [len(one) for one in its]
+    assert groups.count_members().tolist() == [len(one) for one in its]
     assert groups.least(numbers, 5).tolist() == [min(one, default=5) for one in its]
     assert groups.most(numbers, 5).tolist() == [max(one, default=5) for one in its]
-    assert groups.sums(numbers).tolist() == [sum(one) for one in its]
+    assert groups.sum_by_group(numbers).tolist() == [sum(one) for one in its]
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0, 1, 7, 1 << 61, -5])] * 3), min_size=1, max_size=20))
 def test_combinations_of_any_numbers_are_distinguished(rows: list[tuple[int, int, int]]) -> None:
-    numbers, firsts = numbered(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
+    numbers, firsts = number_combinations(*(np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)))
     assert sorted(set(numbers.tolist())) == list(range(len(set(rows))))
     assert [rows[int(firsts[number])] for number in numbers] == rows
 
@@ -235,7 +235,7 @@ def test_owners_are_those_of_the_spans(trace: Trace, kind: str) -> None:
         return found
 
     columns = trace.columns
-    rows = columns.owners(columns.of_kind(kind)).tolist()
+    rows = columns.topmost_wanted_rows(columns.are_of_kind(kind)).tolist()
     assert [trace.spans[row].span_id if row != NONE else 0 for row in rows] == list(map(owner, trace.spans))
 
 
@@ -250,7 +250,7 @@ def test_each_instant_is_the_turn_of_the_highest_that_goes_on(parts: list[tuple[
         those = [n for n, (one, start, length) in enumerate(parts) if one == group and start <= at < start + length]
         expected.update([max(those, key=ranks.__getitem__)] if those else [])
     found: Counter[int] = Counter()
-    for place, start, end in zip(*turns(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
+    for place, start, end in zip(*compute_turns(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
         found[int(place)] += int(end - start)
     assert found == expected
 
@@ -299,7 +299,7 @@ def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kind
 def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace: Trace, chance: Any) -> None:
     columns = trace.columns
     some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
-    alone = columns.only(some)
+    alone = columns.select(some)
     ours, theirs = CallTable.of(columns, OPERATORS, among=some), CallTable.of(alone, OPERATORS)
     assert facts_of_nodes(columns, ours) == facts_of_nodes(alone, theirs)
 

@@ -10,7 +10,7 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording.spans import Span
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined
-from instrument.trace.stages import stages
+from instrument.trace.stages import find_stages
 
 
 def _name(span: Span) -> str:
@@ -48,5 +48,5 @@ def outline(text: str) -> str:
 
 def queue_times(trace: Columns, joined: Joined) -> dict[int, int]:
     """Return the time of each request in the queue, by its place: 0 for a served request that did not wait."""
-    queues = ((one.place, one.queue or (0, 0)) for one in stages(trace, joined))
+    queues = ((one.place, one.queue or (0, 0)) for one in find_stages(trace, joined))
     return {place: end_ns - start_ns for place, (start_ns, end_ns) in queues}

@@ -49,7 +49,7 @@ class Questions:
                     process.check_recorded()
                     memory = [process.memory] if message.get("memory") and process.memory >= 0 else []
                     self._loop.send(connection, {"process": end_reports.facts_of(process)}, memory)
-            lost, unseen = self._runs.exports.lost, self._runs.unseen.sentence()
+            lost, unseen = self._runs.exports.lost_by_reason, self._runs.unseen.describe_unseen()
             runs = [
                 {"run": run.name, "first": run.first, "lost": lost, "folded": run.folded_ends.total()}
                 for run in self._runs
@@ -77,7 +77,7 @@ class Questions:
         self._numbers += 1
         number, waiting = self._numbers, set[Process]()
         for run in self._runs:
-            for process in run.living():
+            for process in run.living_processes():
                 if pids and process.pid not in pids:
                     continue
                 if action.get("records") is not None:
@@ -173,7 +173,7 @@ class Agent:
             while not (self._is_over or self._loop.is_replaced):
                 self._loop.run_once()
         finally:
-            go_on = [run for run in self._runs if run.living() or self._loop.is_replaced]
+            go_on = [run for run in self._runs if run.living_processes() or self._loop.is_replaced]
             self._loop.drop_all()
             self._runs.close(go_on)
             self._loop.close()
@@ -266,7 +266,7 @@ class Agent:
 
     def _stop(self) -> None:
         self._runs.exports.stop()
-        if not self._is_over and (lost := self._runs.exports.lost):
+        if not self._is_over and (lost := self._runs.exports.lost_by_reason):
             self._runs.write_to_runs(end_reports.export_loss_line(lost))
         self._is_over = True
 

@@ -173,7 +173,7 @@ def _why_silent(socket: Path, error: Exception) -> str:
         return f"no agent listens; `instrument agent --run {folder.name}` takes over"
     saved = f"; `instrument recover {shlex.join(folders)}` saves what it recorded" if folders else ""
     losses = f"; {ended} ended without a goodbye{saved or ', and what they recorded is lost'}" if ended else ""
-    if unsent := agent_socket.unsent(folder):
+    if unsent := agent_socket.read_unsent(folder):
         losses += f"; up to {unsent} spans of others are perhaps not exported"
     return f"its agent and its processes have gone{losses}; the next `instrument run` removes its folder"
 

@@ -54,10 +54,10 @@ def save_recording(
 
     from instrument.recording.mapped import Mapped
     from instrument.trace import file
-    from instrument.trace.of_recording import saved_of
+    from instrument.trace.of_recording import read_saved
 
     with closing(Mapped(fd)) as mapped:
-        saved = saved_of(mapped, end_ns=end_ns)
+        saved = read_saved(mapped, end_ns=end_ns)
         facts, died, least = saved.trace, "", "at least " if end_ns is None else ""
         if end_kind:
             died = describe_death(mapped.open_spans(), saved.trace.end_ns, end_kind, newest_errors(saved.trace), least)

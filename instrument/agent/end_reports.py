@@ -471,7 +471,7 @@ def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
     path and the number of unreadable files."""
     from instrument.errors import TraceError
     from instrument.trace import file
-    from instrument.trace.merge import fold
+    from instrument.trace.merge import fold_recordings
 
     read, unread = [], 0
     for path in paths:
@@ -481,7 +481,7 @@ def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
             unread += 1
     if not read:
         raise TraceError(f"none of {len(paths)} recordings can be read")
-    saved = fold(read)
+    saved = fold_recordings(read)
     file.dump(into, saved.trace, saved.counted())
     for read_path in map(Path, paths):
         if read_path.parent == Path(into).parent:

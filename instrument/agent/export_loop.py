@@ -349,7 +349,7 @@ class ExportLoop:
             self._gauges.report_silence(time.monotonic())
             if self._scrapes is not None:
                 self._scrapes.answer_waiting(self._scrape_metrics)
-            has_more = bool(self._recordings) and self._run.look()
+            has_more = bool(self._recordings) and self._run.read_and_settle()
         if self._recordings:
             self._run.read_rest(self._ends_at)
         for sender in self._exporters.values():
@@ -516,7 +516,7 @@ class ExportLoop:
         spans = export.spans_of(int(message["begin_ns"]), int(message["end_ns"]))
         export.keep_open(spans)
         self._run.read_new(at_once=True)
-        export.send(export.unsent(spans))
+        export.send(export.select_unsent(spans))
 
     def _end_export(self, number: int, problem: str = "") -> None:
         """End the export of a recording, and report to the agent how many spans were sent and lost."""

@@ -67,7 +67,7 @@ class Exports:
         """The addresses whose listening sockets the child has."""
         self.fates: Counter[str] = Counter()
         """The outcomes of spans of ended processes, with their counts."""
-        self.fates["perhaps"] = agent_socket.unsent(folder)
+        self.fates["perhaps"] = agent_socket.read_unsent(folder)
         self.problem = ""
 
     def waits_for(self, run: Run) -> bool:
@@ -80,7 +80,7 @@ class Exports:
         return not self._child.is_there
 
     @property
-    def lost(self) -> Mapping[str, int]:
+    def lost_by_reason(self) -> Mapping[str, int]:
         """Return the counts of ended processes' lost spans, by the reason that messages give."""
         return losses_by_name(self.fates)
 
@@ -92,7 +92,7 @@ class Exports:
     def scrape(self, run: Run, connection: socket.socket) -> None:
         """Have the child answer a scrape of a run on a connection, and read the run's recordings from now on."""
         run.is_scraped = True
-        for process in run.living():
+        for process in run.living_processes():
             self.add(process)
         if not self.is_ending and not self._try_to_begin_child():
             self._child.send({"scrape": run.name}, connection.fileno())
@@ -285,7 +285,7 @@ class Exports:
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
             self.fates.update({} if is_reported else place.read().unreported())
-            self.fates["unread"] += place.unread()
+            self.fates["unread"] += place.count_unread()
 
     def _restart_exporter(self) -> None:
         """Start another child after the last one has ended, which is a crash unless `is_ending`."""
@@ -327,7 +327,7 @@ class Exports:
         if process in self._unsent or not exports_spans(process):
             return
         with suppress(OSError), closing(ExportCheckpoint(memory)) as place:
-            self._unsent[process] = place.read().unsettled + place.unread()
+            self._unsent[process] = place.read().unsettled + place.count_unread()
             self._write_unsent()
 
     def _clear_unsent(self, process: Process) -> None:

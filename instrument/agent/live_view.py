@@ -27,7 +27,7 @@ from instrument.recording.tally import Tally
 from instrument.report.event_rows import mask_topmost, sum_topmost_by_name
 from instrument.report.headlines import in_flight_headline
 from instrument.report.section import Section, Text
-from instrument.report.table import number, rough_percent, safe, share
+from instrument.report.table import number_text, rough_percent, safe, share
 
 EVEN_RATIO = 0.9
 """The windows of processes are uneven if the shortest is below this fraction of the longest."""
@@ -122,12 +122,13 @@ class Screen:
         living = [row for row in self.processes if row.state in ("running", "off")]
         off = sum(row.state == "off" for row in living)
         lines = [
-            f"Run {safe(self.run)}: {_counted(len(living), 'process', 'es')}, {f'{off} switched off, ' if off else ''}"
-            f"{_counted(len(self.in_flight), 'request')} in flight; "
-            f"rates and shares of {'up to ' * self.is_uneven}{number(self.window_ns / 1e9)} s",
+            f"Run {safe(self.run)}: {count_text(len(living), 'process', 'es')}, "
+            f"{f'{off} switched off, ' if off else ''}"
+            f"{count_text(len(self.in_flight), 'request')} in flight; "
+            f"rates and shares of {'up to ' * self.is_uneven}{number_text(self.window_ns / 1e9)} s",
         ]
         if self.ended:
-            lines.append(f"{_counted(self.ended, 'process', 'es')} of it ended: see the report at the end of the run")
+            lines.append(f"{count_text(self.ended, 'process', 'es')} of it ended: see the report at the end of the run")
         if sentence := in_flight_headline([(request.now, request.now_ns) for request in self.in_flight]):
             lines.append(sentence)
         cancelled = "cancelled=Cancelled|" if any(row.cancelled for row in self.endpoints) else ""
@@ -161,7 +162,7 @@ def _table_lines(unit: str, section: Section) -> list[str]:
     return [*lines, *([f"({more} more)"] if more > 0 else []), ""] if section.rows else []
 
 
-def _counted(number: int, noun: str, plural: str = "s") -> str:
+def count_text(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
 
 
@@ -175,7 +176,7 @@ class LiveSampler:
     def shows(self, run: str) -> bool:
         return self._run == run
 
-    def look(self, members: Sequence[Member], folded: int = 0) -> Screen:
+    def make_screen(self, members: Sequence[Member], folded: int = 0) -> Screen:
         """Return the current screen. `folded` counts ended processes that are not in `members`."""
         windows_ns, grown = list[int](), list[Tally]()
         processes, in_flight, problems = list[ProcessNow](), list[InFlight](), list[str]()
@@ -196,10 +197,10 @@ class LiveSampler:
             since_ns, before = self._before.get(key, (contents.begun_ns, Tally()))
             self._before[key] = contents.at_ns, contents.tally
             windows_ns.append(contents.at_ns - since_ns)
-            grown.append(contents.tally.since(before))
+            grown.append(contents.tally.subtract_earlier(before))
             losses.update(contents.losses)
             in_flight += _request_rows(member.pid, contents.open_spans, contents.at_ns)
-        window_ns, together = max(windows_ns, default=0), Tally.together(grown)
+        window_ns, together = max(windows_ns, default=0), Tally.sum_tallies(grown)
         return Screen(
             run=self._run,
             window_ns=window_ns,
@@ -224,7 +225,7 @@ class _Contents:
             self.origin = header.origin
             self.losses, self.open_spans = mapped.losses(), mapped.open_spans()
             self.at_ns = time.monotonic_ns()
-            self.tally = mapped.tally().merged()
+            self.tally = mapped.tally().merge_threads()
             self.calls = self.tally.calls
             kinds = np.array([site.kind == "request" for site in self.tally.tree.sites] or [False])
             self.requests = int(self.tally.lines["calls"][kinds[self.tally.site_of[self.tally.lines["node"]]]].sum())
@@ -295,7 +296,7 @@ def _site_rows(tally: Tally) -> tuple[Place, ...]:
     """Return the called sites, sorted by self time with the largest first. Interruptions are left out, because they are
     parts of other calls."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
-    sums = [(name, tally.total(places)) for (name, _), places in tally.lines_by(keys).items()]
+    sums = [(name, tally.total_of_lines(places)) for (name, _), places in tally.lines_by_key(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)
     sites_found = [
         Place(name, totals.calls, totals.self_ns, totals.device_ns, share(totals.self_ns, whole_ns))

@@ -127,7 +127,7 @@ class Process:
     def check_recorded(self) -> bool:
         """Return True if the process has recorded a span, and remember that in `has_recorded`."""
         self.has_recorded = self.has_recorded or self.read_head(
-            lambda head: any(ring.head for ring in head.rings()) or head.has_open_span(), default=False
+            lambda head: any(ring.head for ring in head.read_rings()) or head.has_open_span(), default=False
         )
         return self.has_recorded
 
@@ -185,16 +185,18 @@ class Run:
     folded_ends: Counter[str] = field(default_factory=Counter)
     unfolded: int = 0
 
-    def living(self) -> list[Process]:
+    def living_processes(self) -> list[Process]:
         """Return the processes that have neither ended nor said goodbye."""
         return [process for process in self.processes if process.lives]
 
     def find_living(self, pid: int, started: int) -> Process | None:
-        return next((process for process in self.living() if (process.pid, process.started) == (pid, started)), None)
+        return next(
+            (process for process in self.living_processes() if (process.pid, process.started) == (pid, started)), None
+        )
 
     def is_over(self) -> bool:
         """Return True if all known processes of the run have ended or said goodbye."""
-        return not self.first_lives() and not self.living()
+        return not self.first_lives() and not self.living_processes()
 
     def first_lives(self) -> bool:
         if self.first_fd < 0:
@@ -215,7 +217,7 @@ class Run:
         """
         if self.stderr.startswith("/") and leaving.facts.get("stderr") != self.stderr:
             return False
-        other_processes = [process for process in self.living() if process is not leaving]
+        other_processes = [process for process in self.living_processes() if process is not leaving]
         for process in other_processes:
             if (process.pid == self.first or process.check_recorded()) and not process.has_exited():
                 return False

@@ -92,7 +92,7 @@ class Runs:
         self._takes_over = bool(processes.noted_processes(folder)[0])
         """True if processes live that joined an earlier agent."""
         self._connections = ConnectionWatch(
-            loop, self._send_message, lambda: (process for run in self for process in run.living())
+            loop, self._send_message, lambda: (process for run in self for process in run.living_processes())
         )
         self._another_fd = -1
         self.unseen = Unseen(
@@ -125,7 +125,7 @@ class Runs:
     @property
     def are_done(self) -> bool:
         """Return True if no process lives, and no job for an ended process runs."""
-        return self.are_saved and not any(run.living() for run in self)
+        return self.are_saved and not any(run.living_processes() for run in self)
 
     @property
     def are_saved(self) -> bool:
@@ -245,7 +245,7 @@ class Runs:
                 answer["wait"] = True
                 run.waiting = connection
             else:
-                answer["unseen"] = self.unseen.sentence(for_report=True)
+                answer["unseen"] = self.unseen.describe_unseen(for_report=True)
             run.is_reported = run.is_reported or is_last
             self._loop.send(connection, {"goodbye": answer})
         self._note_ended(process, GOODBYE)
@@ -463,7 +463,7 @@ class Runs:
             return
         if run is self._own:
             if not self._awaits_another():
-                if not self.own_is_over and (text := self.unseen.sentence(for_report=True)):
+                if not self.own_is_over and (text := self.unseen.describe_unseen(for_report=True)):
                     self._say(run, f"instrument: {text}")
                 self.own_is_over = True
         elif self.exports.waits_for(run):
@@ -510,16 +510,16 @@ class Runs:
         """Return a run's report with the agent's own lines: processes without a session, and losses of the export."""
         if not answer.get("report"):
             return answer
-        unseen = self.unseen.sentence(for_report=True)
+        unseen = self.unseen.describe_unseen(for_report=True)
         text = f"{answer['report']}  {unseen}\n" if unseen else answer["report"]
-        if run is self._own and not run.stderr.startswith("/") and self.exports.lost:
+        if run is self._own and not run.stderr.startswith("/") and self.exports.lost_by_reason:
             # No process can write to a pipe any more once the agent knows of the last losses.
-            text += f"{end_reports.export_loss_line(self.exports.lost)}\n"
+            text += f"{end_reports.export_loss_line(self.exports.lost_by_reason)}\n"
         return {**answer, "report": text}
 
     def _report_none_joined(self) -> None:
         run = self._own
-        if run is None or run.living() or run.recorded() or run.first_has_left():
+        if run is None or run.living_processes() or run.recorded() or run.first_has_left():
             return
         if run.first_lives():
             self._say(run, end_reports.none_joined_text(run.first, NONE_JOINED_S))
@@ -529,9 +529,9 @@ class Runs:
         self._loop.call_later(CHECK_INTERVAL_S, self._look_again)
         self._report_missed()
         for run in self:
-            for process in run.living():
+            for process in run.living_processes():
                 self._export(process)  # which may have failed before
-            for process in [member for member in run.living() if member.connection is None]:
+            for process in [member for member in run.living_processes() if member.connection is None]:
                 if process.exit_fd < 0 and process.has_exited() is not False:
                     self._note_vanished(process)
                 elif process.has_become_another_program():  # long after it had closed all that it found open

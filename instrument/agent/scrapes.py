@@ -16,7 +16,7 @@ from typing import Any
 from instrument.otlp import exposition
 from instrument.otlp.exposition import MetricAndOrigin, metrics_of_run, registry_of, require_client
 from instrument.otlp.metrics import Metered
-from instrument.recording.distributions import Metric, summed
+from instrument.recording.distributions import Metric, sum_metrics
 from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
 from instrument.runtime import file_writing
 from instrument.runtime.threads import Thread
@@ -58,7 +58,7 @@ class EndedMetrics:
         while len(self._apart) > MOST_SEPARATE:
             its_scopes, service, metrics = self._apart.pop(next(iter(self._apart)))
             for scope in its_scopes:
-                self._together[scope, service] = summed([*self._together.pop((scope, service), ()), *metrics])
+                self._together[scope, service] = sum_metrics([*self._together.pop((scope, service), ()), *metrics])
         while len(self._together) > MOST_SUMS:
             del self._together[next(iter(self._together))]
         self._write()
@@ -71,7 +71,7 @@ class EndedMetrics:
         for scopes, service, metrics in (*together, *parts):
             if scope in scopes:
                 metrics_by_service.setdefault(service, []).extend(metrics)
-        return {service: summed(metrics) for service, metrics in metrics_by_service.items()}
+        return {service: sum_metrics(metrics) for service, metrics in metrics_by_service.items()}
 
     def _write(self) -> None:
         if self._path is None:

@@ -85,7 +85,7 @@ class Unseen:
     def _search_repeatedly(self) -> None:
         if not self._is_reported:
             self._loop.call_later(LOOK_S, self._search_repeatedly)
-            self._look()
+            self._search_all()
 
     def _schedule_searches(self, descriptor: int) -> None:
         """Schedule searches for a process that has just executed the run's interpreter."""
@@ -107,7 +107,7 @@ class Unseen:
         if self._young:
             self._note_reasons(self._young & self._family.keys())
 
-    def _look(self) -> None:
+    def _search_all(self) -> None:
         """Examine all processes that are new, or whose command has changed since the last search."""
         self._young.clear()
         with suppress(OSError):
@@ -155,7 +155,7 @@ class Unseen:
         has_ours = agent is not None and any(path.endswith(_AUTOSTART) for path in paths)
         return "" if has_ours or is_off else "its own environment"
 
-    def sentence(self, *, for_report: bool = False) -> str:
+    def describe_unseen(self, *, for_report: bool = False) -> str:
         """Return a sentence that counts the processes without a session by reason, "" for none.
 
         After a call with `for_report`, later calls return "", because the run's report has the sentence.
@@ -163,7 +163,7 @@ class Unseen:
         if self._is_reported:
             return ""
         self._is_reported = for_report
-        self._look()
+        self._search_all()
         counts = self._gone + Counter(why for _, why in self._family.values())
         with suppress(OSError, UnicodeDecodeError):
             noted = dict(line.split(" ", 1) for line in self._notes.read_text("utf-8").splitlines() if " " in line)

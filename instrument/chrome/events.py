@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from instrument.recording.trace_context import RemoteParent
-from instrument.trace.text import INT64, LIMIT_VALUE, checked, nanoseconds, to_json
+from instrument.trace.text import INT64, LIMIT_VALUE, check_type, convert_to_ns, to_json
 
 # Text
 
@@ -95,7 +95,7 @@ class JsonText:
             self._at = blanks.end() if blanks else self._at
             if self._at < len(self._text):
                 return chr(self._text[self._at])
-            if not self._more():
+            if not self._read_block():
                 return ""
 
     def begins_with_mark(self) -> bool:
@@ -112,7 +112,7 @@ class JsonText:
         self._at += 1
         return mark
 
-    def value(self) -> Any:
+    def take_value(self) -> Any:
         """Take the next JSON value and return it. Raises `ValueError` for damaged text."""
         self.peek()
         size = FIRST_BYTES
@@ -129,19 +129,19 @@ class JsonText:
                 error = None
             if may_go_on and self._at + size < len(self._text):
                 size *= 8
-            elif not (may_go_on and self._more()):
+            elif not (may_go_on and self._read_block()):
                 break
         if error is not None:
             raise self._malformed(error.msg, self.bytes_read + end) from error
         self._at += len(text[:end].encode())
         return value
 
-    def values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
+    def take_values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
         """Take the available complete values of a list, at least one. Return them decoded, and as text. The decoded
         result is None if a value is damaged. If the list's last value is incomplete, the text has all that remains of
         the file."""
         if len(self._text) - self._at < BLOCK_BYTES:
-            self._more()
+            self._read_block()
         while True:
             for end in islice(self._likely_ends(closing), MOST_TRIES):
                 text = self._text[self._at : end]
@@ -152,7 +152,7 @@ class JsonText:
                 self._at += len(text)
                 return values, text
             length = max(find_ends(memoryview(self._text)[self._at :]), default=0)
-            if length or not self._more():
+            if length or not self._read_block():
                 text = self._text[self._at : self._at + length] if length else self._text[self._at :]
                 self._at += len(text)
                 return None, text
@@ -164,7 +164,7 @@ class JsonText:
             if _NEXT_VALUE.match(self._text, end + 1):
                 yield end + 1
 
-    def _more(self) -> bool:
+    def _read_block(self) -> bool:
         """Read the next block, larger for a longer incomplete value. Return False at the end of the text."""
         size = len(self._text) - self._at
         if size > LIMIT_VALUE:
@@ -346,12 +346,12 @@ def times_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.int64]:
     kinds = set(map(type, times_us))
     if not kinds <= {float, int, Decimal}:
         for time in times_us:
-            checked(time, float, int)
+            check_type(time, float, int)
     if Decimal not in kinds:
         times = np.array(times_us, dtype=np.float64)
         if not len(times) or np.abs(times).max() < EXACT_US:
             return np.asarray(np.rint(times * 1000).astype(np.int64))
-    numbers = list(map(nanoseconds, times_us))
+    numbers = list(map(convert_to_ns, times_us))
     if not -limit_ns < min(numbers) <= max(numbers) < limit_ns:
         raise ValueError("it has a time out of range; write times relative to the start")
     return np.array(numbers, dtype=np.int64)
@@ -386,7 +386,7 @@ class EventBatch(NamedTuple):
 
 def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatch:
     """Return the next available events of a list. `first` is the number of the first of them in the file."""
-    events, raw = text.values(_decode_ours if are_ours else _decode, b"}")
+    events, raw = text.take_values(_decode_ours if are_ours else _decode, b"}")
     if events is None:
         return EventBatch(_repaired_events(raw, first, text.left_out))
     times_us = None
@@ -395,7 +395,7 @@ def read_next_events(text: JsonText, first: int, *, are_ours: bool) -> EventBatc
             type(time) in (int, float) and abs(time) >= EXACT_US for event in events for time in (event.ts, event.dur)
         )
     else:
-        times_us = _floats(_TS, events), _floats(_DUR, events)
+        times_us = _read_times(_TS, events), _read_times(_DUR, events)
         are_far = any((np.abs(times) >= EXACT_US).any() for times in times_us)
     if are_far:
         with suppress(msgspec.MsgspecError):  # a time in it is invalid
@@ -417,7 +417,7 @@ def _decode_ours(text: bytes) -> list[Any]:
         return _decode(text)
 
 
-def _floats(time: Callable[[TraceEvent], float], events: Sequence[TraceEvent]) -> NDArray[np.float64]:
+def _read_times(time: Callable[[TraceEvent], float], events: Sequence[TraceEvent]) -> NDArray[np.float64]:
     return np.fromiter(map(time, events), np.float64, len(events))
 
 
@@ -425,7 +425,7 @@ def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEv
     """Return the events of a text in which some events are damaged. An event that cannot be repaired becomes an empty
     one."""
     events: list[TraceEvent] = []
-    for chunk, is_whole in _chunks(text):
+    for chunk, is_whole in _split_events(text):
         number = first + len(events)
         try:
             events.append(_decode_one(chunk))
@@ -438,7 +438,7 @@ def _repaired_events(text: bytes, first: int, left_out: LeftOut) -> list[TraceEv
     return events
 
 
-def _chunks(text: bytes) -> Iterator[tuple[bytes, bool]]:
+def _split_events(text: bytes) -> Iterator[tuple[bytes, bool]]:
     """Yield the text of each event, and True if the event is complete. Text between events counts as an event."""
     begin = 0
     for end in find_ends(text):

@@ -31,9 +31,16 @@ from numpy.typing import NDArray
 
 from instrument.recording.spans import BATCH_KEYS
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.indices import NONE, by_first_sight, numbered, rank_of, ranked, sort_stably
+from instrument.trace.indices import (
+    NONE,
+    number_by_first_sight,
+    number_combinations,
+    rank_distinct,
+    rank_of,
+    sort_stably,
+)
 from instrument.trace.joined import join
-from instrument.trace.layout import in_order
+from instrument.trace.layout import order_by_start
 from instrument.trace.trace import MergedProcess, Trace
 
 BATCH = 4096
@@ -106,7 +113,7 @@ class ShownProcesses:
 
     def numbers_of(self, thread_ids: Int64s) -> Int64s:
         """Return the index of each thread's process."""
-        distinct_ids, places = ranked(thread_ids)
+        distinct_ids, places = rank_distinct(thread_ids)
         return np.array(list(map(self.number_of, distinct_ids.tolist())), dtype=np.int64)[places]
 
 
@@ -134,7 +141,7 @@ class Board:
             tids.append(own_id if not tids and 0 < own_id < SPARE_TIDS else next(self._spare_tids))
         return pid, tids[number - 1]
 
-    def rows(self) -> list[tuple[int, int, list[int]]]:
+    def list_lanes(self) -> list[tuple[int, int, list[int]]]:
         """Return the process, the id in the trace, and the lanes' ids of each thread and stream."""
         return [(*row, tids) for row, tids in self._tids.items()]
 
@@ -226,32 +233,34 @@ class Spans:
     """
 
     def __init__(self, trace: Columns, base_ns: int, processes: ShownProcesses) -> None:
-        self.trace, self.row = trace, in_order(trace)
+        self.trace, self.row = trace, order_by_start(trace)
         row, parent = self.row, trace.parent[self.row]
         self.place_of = rank_of(row)
         self.parent = np.where(parent == NONE, np.int32(NONE), self.place_of[parent]) if len(row) else parent
         self.span_id, self.thread_id, self.task_id = trace.span_id[row], trace.thread_id[row], trace.task_id[row]
         self.start_ns, self.end_ns = trace.start_ns[row] - base_ns, trace.end_ns[row] - base_ns
-        self.site, firsts = by_first_sight(trace.site[row])
+        self.site, firsts = number_by_first_sight(trace.site[row])
         self.sites = [trace.sites[number] for number in trace.site[row[firsts]].tolist()]
         self.is_request = np.array([site.kind == "request" for site in self.sites], dtype=np.bool_)[self.site]
         self.is_async = (self.task_id != 0) | self.is_request
         self.process = processes.numbers_of(self.thread_id)
 
-    def groups(self) -> Int64s:
+    def number_groups(self) -> Int64s:
         """Return a number from 0 for each span. It identifies the span's thread, or the span's task within a tree of a
         process."""
-        threads, groups = ranked(self.thread_id)
+        threads, groups = rank_distinct(self.thread_id)
         slices = np.flatnonzero(self.is_async)
         if not len(slices):
             return groups
-        trees, tasks = (ranked(column[slices])[1] for column in (self.trace.root_id[self.row], self.task_id))
-        groups[slices] = len(threads) + numbered(numbered(trees, self.process[slices])[0], tasks)[0]
+        trees, tasks = (rank_distinct(column[slices])[1] for column in (self.trace.root_id[self.row], self.task_id))
+        groups[slices] = (
+            len(threads) + number_combinations(number_combinations(trees, self.process[slices])[0], tasks)[0]
+        )
         return groups
 
-    def lanes(self) -> tuple[Int64s, Int64s, Int32s]:
+    def assign_lanes(self) -> tuple[Int64s, Int64s, Int32s]:
         """Return the group of each span, the number of its lane there, and the innermost span around it."""
-        groups, deep = self.groups(), self.trace.level[self.row] >= DEEPEST
+        groups, deep = self.number_groups(), self.trace.level[self.row] >= DEEPEST
         return groups, *assign_lanes(groups, self.parent, self.start_ns, self.end_ns, deep)
 
     def find_batch_threads(self) -> set[int]:
@@ -283,9 +292,11 @@ class OrderedIntervals:
         self.number = row - np.searchsorted(device.row, device.row[row])
         self.start_ns, self.end_ns = device.start_ns[row] - base_ns, device.end_ns[row] - base_ns
 
-    def lanes(self, device: DeviceIntervals) -> tuple[Int64s, Int64s, Int32s]:
+    def assign_lanes(self, device: DeviceIntervals) -> tuple[Int64s, Int64s, Int32s]:
         """Return the stream of each interval, the number of its lane there, and the innermost interval around it."""
-        streams = numbered(ranked(device.device[self.row])[1], ranked(device.stream[self.row])[1])[0]
+        streams = number_combinations(
+            rank_distinct(device.device[self.row])[1], rank_distinct(device.stream[self.row])[1]
+        )[0]
         nothing = np.full(len(self.row), NONE, dtype=np.int32)
         return streams, *assign_lanes(streams, nothing, self.start_ns, self.end_ns, nothing != NONE)
 

@@ -20,7 +20,7 @@ from instrument.chrome.lanes import SPARE_TIDS
 from instrument.profile.model import KINDS
 from instrument.recording.spans import FLOPS, HOST, Origin, Site, flops_in
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.indices import NONE, by_first_sight, column, extend, nearest, topmost_rows
+from instrument.trace.indices import NONE, column, extend, nearest, number_by_first_sight, topmost_rows
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.layout import KernelColumns
 from instrument.trace.text import (
@@ -29,8 +29,8 @@ from instrument.trace.text import (
     LIMIT_US,
     LONGEST_PLAIN,
     GatheredAttributes,
-    checked,
-    nanoseconds,
+    check_type,
+    convert_to_ns,
     to_json,
 )
 from instrument.trace.trace import ALLOCATION, Allocation, Allocations, SpanViews, Trace
@@ -267,7 +267,7 @@ class NumberedLanes:
     def _assign_thread(self, row: tuple[Any, Any]) -> int:
         """Return the thread's own id for a row of any profiler, or a spare one if that is taken or no number."""
         if self._are_ours:
-            return int(checked(row[1], int))
+            return int(check_type(row[1], int))
         if row not in self.thread_ids:
             usable = type(row[1]) is int and 0 <= row[1] < SPARE_TIDS and row[1] not in self._taken
             self.thread_ids[row] = row[1] if usable else next(self._spare_ids)
@@ -417,7 +417,7 @@ class ForeignSlices:
         """Add the arguments of a slice that is not plain. Return its times in ns."""
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
         if is_paddles:
-            exact = self._clock_of_paddle.times(start_ns, attributes)
+            exact = self._clock_of_paddle.take_times(start_ns, attributes)
             start_ns, end_ns = (start_ns, end_ns) if exact is None or phase != "X" else exact
         if facts.step is not None:
             attributes["step"] = facts.step
@@ -437,7 +437,7 @@ class ForeignSlices:
         kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
-        paddles = None if step is not None else paddle_traces.meaning(kind, text)
+        paddles = None if step is not None else paddle_traces.find_meaning(kind, text)
         span_kind = "step" if step is not None else KIND_OF_CATEGORY.get(kind, "user")
         if step is not None:
             name = step[1]
@@ -497,7 +497,7 @@ class ForeignSlices:
         (args,) = _decode_arguments([event.args]) if bytes(event.args).startswith(b"{") else [{}]
         if "Bytes" in args:
             return _torch_allocation(event, args, thread_id)
-        return paddle_traces.allocation({"cat": event.cat, "args": args, "ts": event.ts}, thread_id)
+        return paddle_traces.read_allocation({"cat": event.cat, "args": args, "ts": event.ts}, thread_id)
 
     # Results
 
@@ -565,7 +565,7 @@ class ForeignSlices:
     def _collect_kernels(self, rows: Rows) -> KernelColumns:
         """Return the device work sorted by start time, each with the call that launched it."""
         numbers = column(self._work_numbers).reshape(-1, 6)
-        works, firsts = by_first_sight(numbers[:, 0])
+        works, firsts = number_by_first_sight(numbers[:, 0])
         used = [list(self._work)[number] for number in numbers[firsts, 0].tolist()]
         order = np.argsort(numbers[:, 3], kind="stable")
         (_, device, stream, start_ns, end_ns, ids), work = numbers[order].T, works[order]
@@ -655,9 +655,9 @@ def _torch_allocation(event: TraceEvent, args: Mapping[str, Any], thread_id: int
     """Return the allocation of an event of torch.profiler."""
     in_host = args.get("Device Type") == HOST_MEMORY
     return Allocation(
-        HOST if in_host else max(checked(args.get("Device Id"), int), 0),
-        nanoseconds(event.ts),
+        HOST if in_host else max(check_type(args.get("Device Id"), int), 0),
+        convert_to_ns(event.ts),
         thread_id,
-        checked(args.get("Bytes"), int),
-        *(checked(args.get(key, 0), int) for key in ("Addr", "Total Allocated", "Total Reserved")),
+        check_type(args.get("Bytes"), int),
+        *(check_type(args.get(key, 0), int) for key in ("Addr", "Total Allocated", "Total Reserved")),
     )

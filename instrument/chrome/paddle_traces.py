@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from instrument.recording.spans import HOST, AttributeValue
-from instrument.trace.text import checked, nanoseconds
+from instrument.trace.text import check_type, convert_to_ns
 from instrument.trace.trace import Allocation
 
 Attributes = tuple[tuple[str, AttributeValue], ...]
@@ -66,7 +66,7 @@ _ROUNDED_NS = 2_000
 arguments are ignored."""
 
 
-def meaning(category: str, name: str) -> tuple[str, Meaning] | None:
+def find_meaning(category: str, name: str) -> tuple[str, Meaning] | None:
     """Return an event's name without its length, and its meaning. Return None for a foreign category."""
     base = _MEANINGS.get(category)
     took = None if base is None else _TOOK.fullmatch(name)
@@ -99,7 +99,7 @@ class EventClock:
     def __init__(self) -> None:
         self._first_ns: int | None = None
 
-    def times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
+    def take_times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
         """Remove begin and end from the arguments and return them in ns. Return None if they are invalid."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))
         if not isinstance(start, str) or not isinstance(end, str):
@@ -115,7 +115,7 @@ class EventClock:
         return self._first_ns + since, self._first_ns + until
 
 
-def allocation(event: Mapping[str, Any], thread_id: int) -> Allocation | None:
+def read_allocation(event: Mapping[str, Any], thread_id: int) -> Allocation | None:
     """Return the allocation of an event, None for another kind of event."""
     args = event.get("args")
     if event.get("cat") not in ("Allocate", "Free") or not isinstance(args, dict):
@@ -126,10 +126,10 @@ def allocation(event: Mapping[str, Any], thread_id: int) -> Allocation | None:
     address = str(args.get("addr", ""))
     return Allocation(
         device=HOST if place[1] in _IN_HOST else int(place[2] or 0),
-        at_ns=nanoseconds(event.get("ts")),
+        at_ns=convert_to_ns(event.get("ts")),
         thread_id=thread_id,
-        size_bytes=checked(args["increase_bytes"], int),
+        size_bytes=check_type(args["increase_bytes"], int),
         address=int(address) if address.isdecimal() and len(address) < 19 else 0,
-        allocated_bytes=checked(args.get("current_allocated", 0), int),
-        reserved_bytes=checked(args.get("current_reserved", 0), int),
+        allocated_bytes=check_type(args.get("current_allocated", 0), int),
+        reserved_bytes=check_type(args.get("current_reserved", 0), int),
     )

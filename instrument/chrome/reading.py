@@ -26,7 +26,7 @@ from instrument.runtime import file_writing
 from instrument.trace.file import Saved, refuse_endless
 from instrument.trace.layout import KernelColumns
 from instrument.trace.metadata import Metadata
-from instrument.trace.text import LIMIT_BYTES, checked
+from instrument.trace.text import LIMIT_BYTES, check_type
 from instrument.trace.trace import Allocations, Trace
 
 LIMIT_UNPACKED, LEAST_UNPACKED = 100, 64 << 20
@@ -56,9 +56,9 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
     """Read a file as `load` does, but in a fifth of the time, because a missing tally is counted only on demand."""
-    with _refusals(path):
+    with _convert_errors(path):
         with _open_text(Path(path), limit_bytes) as text:
-            saved = _content(text)
+            saved = _read_content(text)
         # Views would take unbounded time for many such parents.
         if np.count_nonzero((parent := saved.trace.columns.parent) > np.arange(len(parent))) > LIMIT_BACKWARD:
             raise ValueError("parents in it begin after their children; it is damaged")
@@ -66,7 +66,7 @@ def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 
 @contextmanager
-def _refusals(path: str | os.PathLike[str]) -> Iterator[None]:
+def _convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Convert every error that a file may cause to a `TraceError`."""
     why: str
     cause: Exception
@@ -95,10 +95,10 @@ def facts_of(path: str | os.PathLike[str]) -> Trace | None:
 
     Return None for another profiler's file. Raises `TraceError`.
     """
-    with _refusals(path), _open_text(Path(path), LIMIT_BYTES) as text:
+    with _convert_errors(path), _open_text(Path(path), LIMIT_BYTES) as text:
         for key, value in _top_level_values(text):
             if _are_facts(key, value):
-                return Metadata(value).trace([], [])
+                return Metadata(value).make_trace([], [])
             if key is None:
                 return None
     return None
@@ -122,7 +122,7 @@ def _open_text(source: Path, limit_bytes: int) -> Iterator[JsonText]:
         yield text
 
 
-def _content(text: JsonText) -> Saved:
+def _read_content(text: JsonText) -> Saved:
     slices, ours = Slices(text.left_out), None
     for key, value in _top_level_values(text):
         if key is None:
@@ -138,7 +138,7 @@ def _content(text: JsonText) -> Saved:
     if (ours or not len(trace.columns)) and (losses := text.left_out.losses()):
         why = ", ".join(f"{count} {reason}" for reason, count in losses.items())
         raise ValueError(f"it is damaged, or no Chrome trace in JSON: {why:.250}; write or copy it again")
-    return Saved(trace, ours.tally() if ours else None)
+    return Saved(trace, ours.read_tally() if ours else None)
 
 
 def _are_facts(key: str | None, value: Any) -> bool:
@@ -151,7 +151,7 @@ def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
     if text.begins_with_mark():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take("{[") == "[":
-        yield from _events(text, are_ours=False)
+        yield from _read_events(text, are_ours=False)
     else:
         has_events, are_ours, keys = False, False, 0
         while (mark := text.peek()) != "}" and (mark or not has_events):
@@ -161,14 +161,14 @@ def _top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
             keys += 1
             if keys > LIMIT_KEYS:
                 raise ValueError(f"it has more than {LIMIT_KEYS} keys next to its events; give a Chrome trace in JSON")
-            key = checked(text.value(), str)
+            key = check_type(text.take_value(), str)
             text.take(":")
             if key == "traceEvents":
                 text.take("[")
-                yield from _events(text, are_ours)
+                yield from _read_events(text, are_ours)
                 has_events = True
             else:
-                value = text.value()
+                value = text.take_value()
                 are_ours |= _are_facts(key, value)
                 yield key, value
         _take_end(text, "}")
@@ -186,7 +186,7 @@ def _take_end(text: JsonText, bracket: str) -> None:
         text.left_out.add("closing brackets that are missing", f"byte {text.bytes_read}")
 
 
-def _events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBatch]]:
+def _read_events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBatch]]:
     count = 0
     while (mark := text.peek()) not in ("]", ""):
         if mark == ",":
@@ -196,7 +196,7 @@ def _events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBatch]]
             count += len(events.events)
             yield None, events
         else:
-            text.value()
+            text.take_value()
             count += 1
             text.left_out.add("events that are no object", f"event {count}")
             yield None, EventBatch([TraceEvent()])
@@ -238,15 +238,15 @@ def join(trace: Trace, profiled: Trace) -> Trace:
     first, last = (at_ns + moved_ns for at_ns in profiled.watched or (profiled.start_ns, profiled.end_ns))
     if first >= trace.end_ns or last <= trace.start_ns:
         raise TraceError(
-            f"the two traces must be of one time; ours is from {_clock(trace, trace.start_ns, trace.end_ns)} and "
-            f"that of torch.profiler from {_clock(trace, first, last)}; give a window that torch.profiler recorded"
+            f"the two traces must be of one time; ours is from {_name_clock(trace, trace.start_ns, trace.end_ns)} and "
+            f"that of torch.profiler from {_name_clock(trace, first, last)}; give a window that torch.profiler recorded"
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
     try:
-        kernels = KernelColumns.of(profiled.kernels).moved(moved_ns)
+        kernels = KernelColumns.of(profiled.kernels).move_times(moved_ns)
     except (OverflowError, ValueError) as problem:
         raise TraceError(f"cannot join the traces: {problem}") from problem
-    allocations = Allocations.of(profiled.allocations).moved(moved_ns)
+    allocations = Allocations.of(profiled.allocations).move_times(moved_ns)
     at_ns = attrgetter("at_ns")
     return replace(
         trace,
@@ -259,7 +259,7 @@ def join(trace: Trace, profiled: Trace) -> Trace:
     )
 
 
-def _clock(trace: Trace, *times_ns: int) -> str:
+def _name_clock(trace: Trace, *times_ns: int) -> str:
     return " to ".join(
         datetime.fromtimestamp(trace.origin.realtime_of(at_ns) / 1e9, timezone.utc).strftime("%F %T.%f")
         for at_ns in times_ns

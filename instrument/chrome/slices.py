@@ -34,7 +34,7 @@ from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
 from instrument.chrome.others import LANE, ForeignSlices, NumberedLanes, Rows, look_up
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent
-from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, lie_within
+from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
 from instrument.trace.indices import NONE, column, extend, rank_of, rows_of, topmost_rows
 from instrument.trace.metadata import Metadata
 from instrument.trace.text import (
@@ -42,9 +42,9 @@ from instrument.trace.text import (
     LIMIT_US,
     LONGEST_PLAIN,
     GatheredAttributes,
-    checked,
+    check_type,
     convert_lists,
-    nanoseconds,
+    convert_to_ns,
     to_json,
 )
 from instrument.trace.trace import SpanViews, Trace
@@ -162,7 +162,7 @@ class Slices:
         # Slices with equal begins and ends keep the order of the file.
         order = np.lexsort((order_in_file, -end_ns, start_ns))
         start_ns, end_ns, line, thread_id = start_ns[order], end_ns[order], line[order], thread_id[order]
-        around = _parents(start_ns, end_ns, line, self._rounding_ns)
+        around = _find_parents(start_ns, end_ns, line, self._rounding_ns)
         task_of_line = np.zeros(len(self._lanes.lines), dtype=np.int64)
         task_of_line[list(self._tasks)] = np.arange(1, 1 + len(self._tasks))
         further = thread_id, task_of_line[line], around, clipped[order], strays
@@ -207,7 +207,7 @@ class Slices:
         return place, len(of) - len(matched)
 
 
-def _parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
+def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
     """Return the parent of each row, `NONE` without one.
 
     Rows are sorted by start time. A parent is the last row on the same line that began earlier and ends later, or ends
@@ -285,7 +285,7 @@ class OwnSlices:
             raise ValueError(f"it has more than {LIMIT_SPANS} samples; record less into one file")
         begins = block.select(block.are_begins)
         self._waiting = begins.arguments()
-        of_device = _numbers(self._waiting, "owner") != UNTOLD
+        of_device = _read_numbers(self._waiting, "owner") != UNTOLD
         if not of_device.any():
             return block
         self._add_intervals([*compress(self._waiting, of_device.tolist())], begins.select(of_device))
@@ -295,31 +295,31 @@ class OwnSlices:
         return block.select(of_spans)
 
     def _add_sample(self, event: Any) -> None:
-        pid = checked(event.pid, int)
+        pid = check_type(event.pid, int)
         (value,) = json.loads(bytes(event.args)).values()
         device = pid - DEVICE_PIDS if pid >= DEVICE_PIDS else HOST
-        at_ns = self._metadata.base_ns + nanoseconds(event.ts)
-        self._samples.append(Sample(checked(event.name, str), device, at_ns, checked(value, float, int)))
+        at_ns = self._metadata.base_ns + convert_to_ns(event.ts)
+        self._samples.append(Sample(check_type(event.name, str), device, at_ns, check_type(value, float, int)))
 
     def add_rows(self) -> None:
         """Add the arguments of complete slices and begins of spans."""
         arguments, self._waiting = self._waiting, []
         first = len(self._numbers["error"])
         for name in _NUMBERS:
-            self._numbers[name].frombytes(_numbers(arguments, name).tobytes())
+            self._numbers[name].frombytes(_read_numbers(arguments, name).tobytes())
         extend(self._numbers["error"], look_up(
             self._errors, list(map(attrgetter("error"), arguments)), lambda _: len(self._errors) - 2
         ))  # fmt: skip
-        self._clipped += (row for row, is_clipped in _values(arguments, "clipped", first) if is_clipped)
-        for row, attributes in _values(arguments, "attributes", first):
+        self._clipped += (row for row, is_clipped in _read_values(arguments, "clipped", first) if is_clipped)
+        for row, attributes in _read_values(arguments, "attributes", first):
             text = bytes(attributes)
             self._attributes.add(row, to_json(json.loads(text)) if b"\\" in text else text)
-        self._remote |= {row: remote.parent() for row, remote in _values(arguments, "remote", first) if remote}
+        self._remote |= {row: remote.parent() for row, remote in _read_values(arguments, "remote", first) if remote}
 
     def _add_intervals(self, arguments: Sequence[Arguments], block: Block) -> None:
         labels = ["exclusive" if label is UNSET else label for label in map(attrgetter("label"), arguments)]
-        stream, enclosing = (_numbers(arguments, name) for name in ("stream", "enclosing_stream"))
-        columns = {name: _numbers(arguments, name) for name in ("owner", "place", "uncertainty_ns", "device")}
+        stream, enclosing = (_read_numbers(arguments, name) for name in ("stream", "enclosing_stream"))
+        columns = {name: _read_numbers(arguments, name) for name in ("owner", "place", "uncertainty_ns", "device")}
         columns |= {
             "stream": np.where(stream == UNTOLD, enclosing, stream),
             "label": np.array(look_up(self._labels, labels, lambda _: len(self._labels))),
@@ -337,10 +337,10 @@ class OwnSlices:
             raise ValueError("an async slice in it never begins or never ends; write or copy it again")
         base_ns, sites = self._metadata.base_ns, tuple(self._metadata.sites)
         total_ns = rows.end_ns - rows.start_ns
-        span_id, site, task_id = (self._ordered(name, rows) for name in ("id", "site", "task"))
-        if (span_id == UNTOLD).any() or not lie_within(site, 0, len(sites)):
+        span_id, site, task_id = (self._order_column(name, rows) for name in ("id", "site", "task"))
+        if (span_id == UNTOLD).any() or not are_in_range(site, 0, len(sites)):
             raise ValueError("a slice in it belongs to no span or site; it is damaged")
-        parent_id = _with_default(self._ordered("parent", rows), np.append(span_id, 0)[rows.around])
+        parent_id = _with_default(self._order_column("parent", rows), np.append(span_id, 0)[rows.around])
         clipped = np.zeros(len(span_id), dtype=np.bool_)
         clipped[rows.rank[self._clipped]] = True
         # The task is that of the first slice on the line.
@@ -352,24 +352,24 @@ class OwnSlices:
             errors=tuple(self._errors)[2:],
             span_id=span_id,
             parent_id=parent_id,
-            root_id=_roots(span_id, parent_id, self._ordered("root", rows)),
-            thread_id=_with_default(self._ordered("thread", rows), rows.thread_id),
+            root_id=_find_roots(span_id, parent_id, self._order_column("root", rows)),
+            thread_id=_with_default(self._order_column("thread", rows), rows.thread_id),
             task_id=task_id,
             start_ns=rows.start_ns + base_ns,
             end_ns=rows.end_ns + base_ns,
-            active_ns=_with_default(self._ordered("active_ns", rows), total_ns),
-            self_ns=_with_default(self._ordered("self_ns", rows), total_ns),
+            active_ns=_with_default(self._order_column("active_ns", rows), total_ns),
+            self_ns=_with_default(self._order_column("self_ns", rows), total_ns),
             site=site.astype(np.int32),
-            error=self._ordered("error", rows).astype(np.int32),
+            error=self._order_column("error", rows).astype(np.int32),
             clipped=clipped,
             device=self._device(span_id, base_ns),
             attributes=self._attributes.packed(rows.rank),
             remote={int(rows.rank[row]): remote for row, remote in self._remote.items()},
-            own_id=_with_default(self._ordered("own_id", rows), span_id),
+            own_id=_with_default(self._order_column("own_id", rows), span_id),
         )
-        return self._metadata.trace(SpanViews(columns), self._samples)
+        return self._metadata.make_trace(SpanViews(columns), self._samples)
 
-    def _ordered(self, name: str, rows: Rows) -> Int64s:
+    def _order_column(self, name: str, rows: Rows) -> Int64s:
         return column(self._numbers.pop(name))[rows.order]
 
     def _device(self, span_id: Int64s, base_ns: int) -> DeviceIntervals:
@@ -386,12 +386,12 @@ class OwnSlices:
         return DeviceIntervals(row=rows[order], **ordered, label=label, labels=tuple(self._labels))
 
 
-def _numbers(arguments: Sequence[Arguments], name: str) -> Int64s:
+def _read_numbers(arguments: Sequence[Arguments], name: str) -> Int64s:
     """Return a number of the arguments, `UNTOLD` where it is omitted."""
     return np.fromiter(map(attrgetter(name), arguments), np.int64, len(arguments))
 
 
-def _values(arguments: Sequence[Arguments], name: str, first: int) -> list[tuple[int, Any]]:
+def _read_values(arguments: Sequence[Arguments], name: str, first: int) -> list[tuple[int, Any]]:
     """Return the slices that have an argument, each as the row and the value. `first` is the row of the first slice."""
     values = list(map(attrgetter(name), arguments))
     if values.count(UNSET) == len(values):
@@ -404,7 +404,7 @@ def _with_default(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
     return np.where(numbers == UNTOLD, otherwise, numbers)
 
 
-def _roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
+def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
     """Return the root id of each row: the given one, else the parent's, else its own."""
     parent: NDArray[np.int32] = rows_of(span_id, parent_id)
     parent[(parent_id == 0) | (root_id != UNTOLD)] = NONE
@@ -420,5 +420,5 @@ def _refuse_attributes(text: bytes) -> None:
     # The text is valid JSON already. A flat object without numbers that are too long for Python needs no check.
     if text.startswith(b"{") and len(text) < LONGEST_PLAIN and text.translate(None, _PLAIN) == b"{":
         return
-    for value in checked(json.loads(text), dict).values():
+    for value in check_type(json.loads(text), dict).values():
         convert_lists(value)

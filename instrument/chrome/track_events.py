@@ -24,8 +24,8 @@ from instrument.errors import InstrumentError
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.trace.columns import Int32s, Int64s
-from instrument.trace.indices import NONE, numbered, rank_of
-from instrument.trace.text import INT64, clean, is_number, safe
+from instrument.trace.indices import NONE, number_combinations, rank_of
+from instrument.trace.text import INT64, is_number, make_safe, remove_surrogates
 
 if TYPE_CHECKING:
     from instrument.trace.trace import Trace
@@ -79,7 +79,7 @@ class _Packets:
         self._devices: dict[int, int] = {}
         self._has_requests = False
         self._numbers: dict[str, dict[Any, int]] = {}
-        self._errors = [clean(error) for error in trace.errors]
+        self._errors = [remove_surrogates(error) for error in trace.errors]
         self._part = pb.Trace()
         self._needs_names = pb.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
         self._begun = [self._make_begin(site) for site in self._spans.sites]
@@ -122,11 +122,11 @@ class _Packets:
         for uuid, process in zip(self._of_process, self._processes.all, strict=True):
             track, facts = self._add_packet().track_descriptor, process.facts
             track.uuid, track.process.pid, track.child_ordering = uuid, process.pid, pb.TrackDescriptor.EXPLICIT
-            track.process.process_name = clean(process.name)
+            track.process.process_name = remove_surrogates(process.name)
             lost = [f"not kept: {number} ({reason})" for reason, number in facts.losses.items() if number]
             notes = [f"not observed: {note}" for note in facts.notes]
             labels = filter(None, (process.label, *lost, *notes, facts.died))
-            track.process.process_labels.extend(map(clean, labels))
+            track.process.process_labels.extend(map(remove_surrogates, labels))
 
     def _intern(self, table: str, entry: Any, **facts: Any) -> int:
         """Return the number of an interned entry. A new one is written to the current packet, which may use it."""
@@ -141,7 +141,10 @@ class _Packets:
     def _make_begin(self, site: Site, *, on_device: bool = False) -> Any:
         """Return the part that the begin events of a site's slices have in common."""
         is_layer = site.kind == "layer" and site.instance
-        name, kind = clean(site.instance if is_layer else site.name), "device" if on_device else clean(site.kind)
+        name, kind = (
+            remove_surrogates(site.instance if is_layer else site.name),
+            "device" if on_device else remove_surrogates(site.kind),
+        )
         event = self._pb.TrackEvent(
             type=self._pb.TrackEvent.TYPE_SLICE_BEGIN,
             name_iid=self._intern("event_names", name),
@@ -150,7 +153,7 @@ class _Packets:
         if on_device:
             return event
         if site.function or site.file:
-            source = {"file_name": clean(site.file), "function_name": clean(site.function)}
+            source = {"file_name": remove_surrogates(site.file), "function_name": remove_surrogates(site.function)}
             line = max(site.line, 0) % (1 << 32)
             event.source_location_iid = self._intern(
                 "source_locations", (*source.values(), line), **source, line_number=line
@@ -189,7 +192,7 @@ class _Packets:
         return REQUESTS
 
     def _find_thread_name(self, thread_id: int) -> str:
-        return clean(self._processes.thread_name(thread_id))
+        return remove_surrogates(self._processes.thread_name(thread_id))
 
     def _find_device_track(self, device: int) -> int:
         if device == HOST:
@@ -201,7 +204,7 @@ class _Packets:
             self._devices[device] = self._add_track(
                 parent_uuid=self._of_process[owners[0] if owners else 0],
                 name=f"GPU {device}",
-                description=clean(about),
+                description=remove_surrogates(about),
                 sibling_order_rank=DEVICES + device % (LIMIT_PID >> 1),
             )
         return self._devices[device]
@@ -214,7 +217,7 @@ class _Packets:
             unit = self._pb.CounterDescriptor(unit_name=gauge.unit if gauge else "")
             counters[key] = self._add_track(
                 parent_uuid=self._find_device_track(sample.device),
-                name=clean(sample.name),
+                name=remove_surrogates(sample.name),
                 counter=unit,
                 sibling_order_rank=HOST_COUNTERS,
             )
@@ -227,7 +230,7 @@ class _Packets:
     def _add_span_slices(self) -> Iterator[None]:
         spans = self._spans
         trace, row = spans.trace, spans.row
-        groups, number, around = spans.lanes()
+        groups, number, around = spans.assign_lanes()
         has_any = np.zeros(len(trace), dtype=np.bool_)
         has_any[trace.attributes.rows()] = True
         tracks, track = self._make_track_chooser(number), 0
@@ -248,7 +251,7 @@ class _Packets:
         starts, ends, ids, sites, rows, is_target, errors, has_attributes = _convert_to_buffers(
             spans.start_ns, spans.end_ns, spans.span_id, spans.site, row, self._arrows.into_spans, trace.error, has_any
         )
-        for place, is_begin, is_first in _order_edges(*numbered(groups, number), around):
+        for place, is_begin, is_first in _order_edges(*number_combinations(groups, number), around):
             if not is_begin:
                 self._add_end(ends[place], track)
                 yield
@@ -270,7 +273,7 @@ class _Packets:
             yield
 
     def _make_track_chooser(self, number: Int64s) -> Any:
-        spans, sites = self._spans, [clean(site.name) for site in self._spans.sites]
+        spans, sites = self._spans, [remove_surrogates(site.name) for site in self._spans.sites]
         requests = spans.span_id[spans.is_request]
         of_requests = spans.is_request | np.isin(spans.trace.root_id[spans.row], requests)
 
@@ -294,9 +297,9 @@ class _Packets:
     def _add_interval_slices(self) -> Iterator[None]:
         spans, intervals = self._spans, self._intervals
         device, row = spans.trace.device, intervals.row
-        groups, number, around = intervals.lanes(device)
-        labels, track = [clean(label) for label in device.labels], 0
-        for place, is_begin, is_first in _order_edges(*numbered(groups, number), around):
+        groups, number, around = intervals.assign_lanes(device)
+        labels, track = [remove_surrogates(label) for label in device.labels], 0
+        for place, is_begin, is_first in _order_edges(*number_combinations(groups, number), around):
             if not is_begin:
                 self._add_end(int(intervals.end_ns[place]), track)
                 yield
@@ -325,11 +328,11 @@ class _Packets:
     def _annotate(self, event: Any, facts: Mapping[str, Any]) -> None:
         add = event.debug_annotations.add
         for name, value in facts.items():
-            number = self._intern("debug_annotation_names", clean(name))
+            number = self._intern("debug_annotation_names", remove_surrogates(name))
             if type(value) is int and -INT64 <= value < INT64:
                 add(name_iid=number, int_value=value)
             else:
-                _set_value(add(name_iid=number), safe(value, finite=False))
+                _set_value(add(name_iid=number), make_safe(value, finite=False))
 
 
 def _convert_to_buffers(*columns: NDArray[Any]) -> list[Any]:

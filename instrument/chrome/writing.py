@@ -33,9 +33,9 @@ from instrument.recording.spans import HOST, Gpu, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import NONE, by_first_sight, ranked
+from instrument.trace.indices import NONE, number_by_first_sight, rank_distinct
 from instrument.trace.metadata import Sites, encode_metadata
-from instrument.trace.text import clean, encode_rows, is_number, safe
+from instrument.trace.text import encode_rows, is_number, make_safe, remove_surrogates
 from instrument.trace.trace import Trace
 
 # Events: fields that many events share come first, because this order compresses best
@@ -70,7 +70,7 @@ class DrawnEvent(msgspec.Struct, gc=False):
 
 def choose_shown_name(site: Site) -> str:
     """Return the name of a site's slices: a layer's instance, else the site's name."""
-    return clean(site.instance if site.kind == "layer" and site.instance else site.name)
+    return remove_surrogates(site.instance if site.kind == "layer" and site.instance else site.name)
 
 
 def convert_to_us(times_ns: Int64s) -> list[Any]:
@@ -111,9 +111,9 @@ class Drawing:
         self._arrows = Arrows(spans, intervals, self._marks)
         self.left_out = self._arrows.left_out
         self._names = np.array([choose_shown_name(site) for site in spans.sites], dtype=object)
-        groups, number, around = spans.lanes()
+        groups, number, around = spans.assign_lanes()
         slices = np.flatnonzero(spans.is_async)
-        lanes, firsts = by_first_sight(groups[slices], number[slices])
+        lanes, firsts = number_by_first_sight(groups[slices], number[slices])
         openers = slices[firsts]
         self._lane = np.zeros(len(groups), dtype=np.int64)
         self._lane[slices] = lanes
@@ -158,15 +158,15 @@ class Drawing:
     ) -> tuple[Int64s, list[NDArray[Any]]]:
         """Number the combinations of lane and site. Return each span's number, and the fields of each combination."""
         spans = self._spans
-        thread = ranked(spans.thread_id)[1]
-        kind, examples = by_first_sight(spans.is_async, thread, number, of_request, spans.site)
+        thread = rank_distinct(spans.thread_id)[1]
+        kind, examples = number_by_first_sight(spans.is_async, thread, number, of_request, spans.site)
         rows = []
         for place in examples.tolist():
             site, thread_id, lane = spans.sites[spans.site[place]], int(spans.thread_id[place]), int(number[place])
-            is_async, site_kind = spans.is_async[place], clean(site.kind)
+            is_async, site_kind = spans.is_async[place], remove_surrogates(site.kind)
             pid, tid = board.of_thread(thread_id, 1 if is_async else lane)
             category = ("request" if of_request[place] else "task") if is_async else site_kind
-            code = clean(site.function) if site.function else UNSET
+            code = remove_surrogates(site.function) if site.function else UNSET
             marks = (
                 UNSET if tid == thread_id else thread_id,
                 lane if lane > 1 else UNSET,
@@ -207,7 +207,7 @@ class Drawing:
     def _make_arguments(self, some: slice, shared: Iterable[Iterable[Any]]) -> Iterator[Arguments]:
         spans, trace = self._spans, self._spans.trace
         row = spans.row[some]
-        errors = np.array([*(clean(error) for error in trace.errors), UNSET], dtype=object)
+        errors = np.array([*(remove_surrogates(error) for error in trace.errors), UNSET], dtype=object)
         numbers = [_select_values(has[some], column[some]) for has, column in self._facts]
         remote: list[Any] = [UNSET] * len(row)
         attributes: list[Any] = [UNSET] * len(row)
@@ -280,14 +280,14 @@ class Drawing:
         """
         spans, intervals = self._spans, self._intervals
         work, row = spans.trace.device, intervals.row
-        streams, number, _ = intervals.lanes(work)
+        streams, number, _ = intervals.assign_lanes(work)
         # An interval encloses another if the next one on its stream begins before its end.
         order = np.argsort(streams, kind="stable")
         before, after = order[:-1], order[1:]
         self._encloses = np.zeros(len(row), dtype=np.bool_)
         self._encloses[before] = intervals.start_ns[after] < intervals.end_ns[before]
         self._encloses[before] &= streams[after] == streams[before]
-        self._stream, some = by_first_sight(streams, number, spans.site[intervals.owner])
+        self._stream, some = number_by_first_sight(streams, number, spans.site[intervals.owner])
         facts = (work.device[row[some]], work.stream[row[some]], number[some], spans.site[intervals.owner[some]])
         rows = []
         for device, stream, lane, site in zip(*(column.tolist() for column in facts), strict=True):
@@ -299,7 +299,7 @@ class Drawing:
         spans, intervals, ties = self._spans, self._intervals, self._arrows.ties
         work, row, owner = spans.trace.device, intervals.row[some], intervals.owner[some]
         pid, tid, name, lane, device, stream = (column[self._stream[some]].tolist() for column in self._on_stream)
-        labels = np.array([clean(label) for label in work.labels], dtype=object)
+        labels = np.array([remove_surrogates(label) for label in work.labels], dtype=object)
         args = [
             Arguments(lane=lane, owner=owner, device=device, label=label, uncertainty_ns=uncertainty_ns,
                       place=place or UNSET, **{"enclosing_stream" if encloses else "stream": stream})
@@ -322,7 +322,7 @@ class Drawing:
         """Yield the arrows between complete events. Both ends attach to the innermost slice at their time."""
         spans = self._spans
         begins = np.zeros(len(sources), dtype=np.bool_)
-        begins[by_first_sight(sources)[1]] = True
+        begins[number_by_first_sight(sources)[1]] = True
         for first, end in split_into_batches(len(sources)):
             source, targets = sources[first:end], to[first:end]
             events: list[DrawnEvent] = []
@@ -398,7 +398,7 @@ def _write_document(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     base_ns = min(int(starts.min(initial=since_ns)) for starts in (columns.start_ns, columns.device.start_ns))
     spans, board = Spans(columns, base_ns, processes), Board(processes)
     sites = Sites(spans.sites)
-    drawing = Drawing(spans, OrderedIntervals(spans, base_ns), board, sites.place)
+    drawing = Drawing(spans, OrderedIntervals(spans, base_ns), board, sites.index_of)
     yield b'{"displayTimeUnit":"ms","instrument":'
     for text in encode_metadata(trace, base_ns, sites, tally, drawing.left_out):
         yield text.encode(errors="replace")
@@ -430,7 +430,9 @@ def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: s
             counted.add(process_id)
             unit = GAUGES[sample.name].unit if sample.name in GAUGES else NO_UNIT
             args = {unit: sample.value}
-            yield DrawnEvent("C", process_id, name=clean(sample.name), args=args, ts=(sample.at_ns - base_ns) / 1000)
+            yield DrawnEvent(
+                "C", process_id, name=remove_surrogates(sample.name), args=args, ts=(sample.at_ns - base_ns) / 1000
+            )
 
 
 # Names
@@ -444,7 +446,7 @@ def _make_lane_names(board: Board, counted: set[int], trace: Trace, of_batches: 
     gpus = {DEVICE_PIDS + gpu.device % DEVICE_PIDS: gpu for gpu in trace.gpus}
     positions = count()
     hosts = {process.pid for process in board.processes.all}
-    rows = sorted(board.rows(), key=lambda row: (row[0], rank_by_id.get(row[1], len(rank_by_id)), row[1]))
+    rows = sorted(board.list_lanes(), key=lambda row: (row[0], rank_by_id.get(row[1], len(rank_by_id)), row[1]))
     named_pids = set(hosts)
     for pid, known_id, tids in chain(((pid, 0, []) for pid in sorted(counted - named_pids)), rows):
         if pid not in named_pids:
@@ -471,4 +473,4 @@ def _make_process_names(pid: int, name: str, position: int, label: str = "") -> 
 
 def _make_name(event_name: str, value: str | int, pid: int, tid: int | msgspec.UnsetType = msgspec.UNSET) -> DrawnEvent:
     key = "sort_index" if isinstance(value, int) else "labels" if event_name == "process_labels" else "name"
-    return DrawnEvent("M", pid, tid, name=event_name, args={key: safe(value)})
+    return DrawnEvent("M", pid, tid, name=event_name, args={key: make_safe(value)})

@@ -23,7 +23,7 @@ from instrument.cli.inputs import (
     merge_saved,
     read_saved,
 )
-from instrument.cli.option_values import Verbs, count, count_or_all, one_of, size_bytes
+from instrument.cli.option_values import Verbs, count_or_all, one_of, read_count, size_bytes
 from instrument.errors import InstrumentError
 from instrument.report.view import UNITS
 
@@ -41,7 +41,7 @@ KEPT = 5
 """The default number of runs that a baseline keeps."""
 
 
-def share(text: str) -> float:
+def read_share(text: str) -> float:
     """Read a share, such as 3% or 0.03."""
     match = re.fullmatch(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)(%?)", text)
     if not match:
@@ -64,7 +64,7 @@ def add(verbs: Verbs) -> None:
     )
     parser.add_argument(
         "--fail-over",
-        type=share,
+        type=read_share,
         metavar="SHARE",
         help="exit with 1 if a call path gets slower by more than this share",
     )
@@ -73,7 +73,11 @@ def add(verbs: Verbs) -> None:
         "--baseline", metavar="FOLDER", help="compare with the runs in this folder, and add AFTER if it passes"
     )
     parser.add_argument(
-        "--keep", type=count, default=KEPT, metavar="N", help=f"number of runs that a baseline keeps (default: {KEPT})"
+        "--keep",
+        type=read_count,
+        default=KEPT,
+        metavar="N",
+        help=f"number of runs that a baseline keeps (default: {KEPT})",
     )
     parser.add_argument(
         "--rows", type=count_or_all, metavar="N|all", help=f"most rows of each table (default: {MOST} in text)"
@@ -143,10 +147,10 @@ def _read_runs(side: str, options: argparse.Namespace) -> list[Recording]:
     """Read the recordings before or after the change: one run or, with `--all`, each of several runs."""
     from instrument.report.view import Recording
 
-    def say(sentence: str) -> None:
+    def print_remark(sentence: str) -> None:
         print(f"instrument: compare: {sentence}", file=sys.stderr)
 
-    runs = list_runs(side) if options.all and Path(side).is_dir() else [expand_paths([side], None, False, say)]
+    runs = list_runs(side) if options.all and Path(side).is_dir() else [expand_paths([side], None, False, print_remark)]
     return [Recording.of_saved(merge_saved(list(map(read_saved, files)), options.clock)) for files in runs]
 
 

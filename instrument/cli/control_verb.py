@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from instrument.agent import client
-from instrument.cli.option_values import Verbs, count, seconds
+from instrument.cli.option_values import Verbs, read_count, read_seconds
 from instrument.cli.runs_verb import RUN
 from instrument.errors import InstrumentError
 from instrument.profile.keys import load
@@ -34,7 +34,7 @@ def _add_switch(verbs: Verbs) -> None:
         parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
         parser.add_argument("--all", action="store_true", help="take all runs, without asking")
         limit = f"seconds to wait for the answers (default: {WAIT_S:g})"
-        parser.add_argument("--wait", type=seconds, default=WAIT_S, metavar="S", help=limit)
+        parser.add_argument("--wait", type=read_seconds, default=WAIT_S, metavar="S", help=limit)
         parser.set_defaults(verb=functools.partial(switch_recording, on=on))
 
 
@@ -98,12 +98,12 @@ def _add_reload(verbs: Verbs) -> None:
         "profile", nargs="?", metavar="P", help="the changed profile.yaml (default: that of each process)"
     )
     parser.add_argument(
-        "--pid", type=count, metavar="N", help="only this process; P may be another profile of the same service"
+        "--pid", type=read_count, metavar="N", help="only this process; P may be another profile of the same service"
     )
     parser.add_argument("--run", metavar="RUN|SERVICE|PID", help=f"only the processes of this run: {RUN}")
     parser.add_argument(
         "--wait",
-        type=seconds,
+        type=read_seconds,
         default=WAIT_S,
         metavar="S",
         help=f"seconds to wait for the answers (default: {WAIT_S:g})",

@@ -136,7 +136,7 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
         raise TraceError("a file has no time of day, which a dataset needs; choose another form")
     windows = sorted((process_name(facts.origin), facts.start_ns, len(facts.columns)) for facts in parts)
     writer = DatasetWriter(folder, blake2b(repr(windows).encode(), digest_size=8).hexdigest())
-    tables = DatasetRows(merged).tables()
+    tables = DatasetRows(merged).make_tables()
     try:
         if is_file:
             names = [write_spans(options.output, (rows for name, rows in tables if name == "spans"))]
@@ -162,7 +162,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     from instrument.trace.joined import join
     from instrument.trace.merge import merge
     from instrument.trace.request_trees import grafted, rows_by_process
-    from instrument.trace.stages import stage_spans
+    from instrument.trace.stages import make_spans_of_stages
     from instrument.trace.trace import with_spans
 
     if not all(saved.trace.origin.realtime_ns for saved in files):
@@ -171,11 +171,11 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
     facts, columns = merged.saved.trace, merged.saved.trace.columns
     joined = join(columns, facts.apart_ns)
     grafted_columns = grafted(columns, joined, facts.origin.run)
-    trace = with_spans(grafted_columns, [*chain.from_iterable(stage_spans(grafted_columns, joined).values())])
+    trace = with_spans(grafted_columns, [*chain.from_iterable(make_spans_of_stages(grafted_columns, joined).values())])
     ids = SpanIds(trace, Ids())
     links = ids.links_of(joined)
 
-    def lines() -> Iterator[bytes]:
+    def iterate_lines() -> Iterator[bytes]:
         for process, part, rows, interruptions in rows_by_process(merged, trace):
             packer = SpanPacker(
                 JSON, trace, ids, process.origin, process.threads, part=part, links=links, interruptions=interruptions
@@ -185,7 +185,7 @@ def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
 
     def write_lines() -> None:
         with file_writing.replacing(target) as file:
-            file.writelines(lines())
+            file.writelines(iterate_lines())
 
     write_or_explain(target, write_lines)
 
@@ -254,7 +254,7 @@ def query(options: argparse.Namespace, host: list[str]) -> int:
     """Print the result of an SQL statement. Returns the exit code."""
     from instrument.trace import tables
 
-    errors = tables.duckdb().Error
+    errors = tables.import_duckdb().Error
     saved = read_merged("query", find_files("query", options), options)
     asks_for_attributes = "attributes" in options.statement.lower()  # a second for a million of them
     connection = tables.restrict_access(tables.open_database(saved.trace, attributes=asks_for_attributes))

@@ -7,7 +7,7 @@ import json
 import sys
 
 from instrument.cli.inputs import add_files, find_files, limit_memory, load_libraries, merge_saved, read_saved
-from instrument.cli.option_values import Verbs, count, count_or_all, one_of, time_ns
+from instrument.cli.option_values import Verbs, count_or_all, one_of, read_count, time_ns
 from instrument.report.view import UNITS
 
 INCONCLUSIVE = 3
@@ -27,7 +27,7 @@ def add(verbs: Verbs) -> None:
     )
     add_files(parser)
     parser.add_argument("--request", metavar="KEY", help="explain the request of this key or span number")
-    parser.add_argument("--slowest", type=count, metavar="N", help="explain the N slowest requests (default: 1)")
+    parser.add_argument("--slowest", type=read_count, metavar="N", help="explain the N slowest requests (default: 1)")
     parser.add_argument("--endpoint", metavar="NAME", help="only requests of this endpoint")
     parser.add_argument(
         "--since", type=time_ns, metavar="T", help="only requests that began this long after the start, or later"

@@ -101,12 +101,12 @@ SUFFIXES = (".npz", ".json", ".json.gz")
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:
     """Return the named files, and for a folder the files of one run. Raises `TraceError` for a folder without any."""
 
-    def say(note: str) -> None:
+    def print_remark(note: str) -> None:
         print(f"instrument: {verb}: {note}", file=sys.stderr)
 
     load_libraries()
     with limit_memory(verb, [path for path in options.traces if not Path(path).is_dir()], options.memory):
-        return expand_paths(options.traces, options.run, options.all, say)
+        return expand_paths(options.traces, options.run, options.all, print_remark)
 
 
 def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
@@ -164,7 +164,7 @@ def _read_facts(path: str) -> Trace | None:
     from instrument.trace import file
 
     try:
-        return file.facts_of(path) if file.is_recording(path) else reading.facts_of(path)
+        return file.load_facts(path) if file.is_recording(path) else reading.facts_of(path)
     except TraceError:
         return None  # who reads the file says what is wrong with it
 

@@ -77,7 +77,7 @@ class LoadedTrace:
         """The spans, one in each row: name, thread, times in ns, error, attributes, device intervals."""
         from instrument.trace import tables
 
-        return self._make_frame(tables.frame(self.saved.trace))
+        return self._make_frame(tables.make_span_frame(self.saved.trace))
 
     @cached_property
     def requests(self) -> Any:
@@ -86,7 +86,7 @@ class LoadedTrace:
         from instrument.trace import tables
 
         joined, ledger = self.recording.once(joined_requests), self.recording.once(request_ledger)
-        return self._make_frame(tables.frame_of_requests(self.saved.trace, joined, ledger))
+        return self._make_frame(tables.make_request_frame(self.saved.trace, joined, ledger))
 
     @cached_property
     def batches(self) -> Any:
@@ -95,7 +95,7 @@ class LoadedTrace:
         from instrument.trace import tables
 
         joined, ledger = self.recording.once(joined_requests), self.recording.once(request_ledger)
-        return self._make_frame(tables.frame_of_batches(self.saved.trace, joined, ledger))
+        return self._make_frame(tables.make_batch_frame(self.saved.trace, joined, ledger))
 
     def _make_frame(self, relation: Any) -> Any:
         from instrument.trace import tables

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from instrument.errors import InstrumentError
-from instrument.profile.document import amount, nearest
+from instrument.profile.document import nearest, parse_amount
 from instrument.profile.model import TIME_UNITS, VIEWS
 from instrument.profile.presets import PRESETS, path_of
 from instrument.profile.values import SIZE_UNITS
@@ -19,7 +19,7 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """The argparse object to which each verb adds its own parser."""
 
 
-def count(text: str) -> int:
+def read_count(text: str) -> int:
     """Read a number that is at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 1 or more")
@@ -32,10 +32,10 @@ ALL = 0
 
 def count_or_all(text: str) -> int:
     """Read a number that is at least 1, or the word `all` as `ALL`."""
-    return ALL if text == "all" else count(text)
+    return ALL if text == "all" else read_count(text)
 
 
-def whole(text: str) -> int:
+def count_or_zero(text: str) -> int:
     """Read a number that is at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: 0 or more")
@@ -53,7 +53,7 @@ def size_bytes(text: str) -> int:
 
 
 def _read_amount(text: str, units: Mapping[str, int], example: str) -> int:
-    value = amount(text, units)
+    value = parse_amount(text, units)
     if value is None or value >= 2**63:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number and one of {' '.join(units)}, {example}")
     return value
@@ -85,7 +85,7 @@ def _refuse_unknown(text: str, names: Collection[str]) -> None:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: {', '.join(names)}{hint}")
 
 
-def seconds(text: str) -> float:
+def read_seconds(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", text):
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: a number of seconds")
     return float(text)

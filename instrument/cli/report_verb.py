@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instrument.cli.inputs import WALL, add_files, find_files, limit_bytes, limit_memory, load_libraries, read_saved
-from instrument.cli.option_values import ALL, Verbs, count, count_or_all, one_of, time_ns, view_names, whole
+from instrument.cli.option_values import (
+    ALL,
+    Verbs,
+    count_or_all,
+    count_or_zero,
+    one_of,
+    read_count,
+    time_ns,
+    view_names,
+)
 from instrument.cli.runs_verb import RunRead, read_run
 from instrument.errors import InstrumentError
 from instrument.profile.model import SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
@@ -59,7 +68,7 @@ def add(verbs: Verbs) -> None:
     parser.add_argument(
         "--request", metavar="KEY", help="print the parts and the timeline of one request, by its key or span number"
     )
-    parser.add_argument("--at-most", type=count, default=50, metavar="N", help="most groups of --by (default: 50)")
+    parser.add_argument("--at-most", type=read_count, default=50, metavar="N", help="most groups of --by (default: 50)")
     parser.add_argument(
         "--tracer-option", **one_of(TRACER_OPTIONS), help="detail of the view events (default: Default)"
     )
@@ -83,7 +92,11 @@ def add(verbs: Verbs) -> None:
         help="join rows with less time than this, such as 50us, to one row",
     )
     parser.add_argument(
-        "--skip-first", type=whole, default=0, metavar="N", help="number of first iterations that averages leave out"
+        "--skip-first",
+        type=count_or_zero,
+        default=0,
+        metavar="N",
+        help="number of first iterations that averages leave out",
     )
     parser.add_argument("--unit", **one_of(UNITS), default="ms", help="unit of times in text (default: ms)")
     parser.add_argument("--html", metavar="PAGE", help="write all views as one HTML file, which needs no network")
@@ -197,12 +210,12 @@ def _load_files(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
         yield "", {}, _read_recording(options.traces[0], options.torch_trace)
         return
     from instrument.report.view import Recording
-    from instrument.trace.merge import merge, processes_of
+    from instrument.trace.merge import merge, recordings_by_process
     from instrument.trace.merged_facts import label_of
 
     files = list(map(read_saved, options.traces)) if run is None else run.read
     if options.by == PROCESS:
-        for of_process in processes_of(files):
+        for of_process in recordings_by_process(files):
             origin = of_process[0].trace.origin
             facts = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(of_process)}
             yield f"Process: {label_of(of_process[0])}", {"process": facts}, Recording.of_saved(merge(of_process).saved)
@@ -216,7 +229,11 @@ def _load_files(options: argparse.Namespace, run: RunRead | None) -> Iterator[tu
         "apart_ns": merged.apart_ns,
     }
     if run is not None:
-        yield run.header, {"run": run.name, "is_going": run.is_going, "merged": facts}, Recording.of_saved(merged.saved)
+        yield (
+            run.header_line,
+            {"run": run.name, "is_going": run.is_going, "merged": facts},
+            Recording.of_saved(merged.saved),
+        )
         return
     yield merged.header, {"merged": facts}, Recording.of_saved(merged.saved)
 

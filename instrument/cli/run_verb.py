@@ -88,7 +88,9 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(agent_socket.VARIABLE):
         listener = _open_socket_for_agent(environ, name)
         if (place := agent_socket.shared_file(shared_profile.NAME, environ)) is not None:
-            shared_profile.write(place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted)
+            shared_profile.write_shared_profile(
+                place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted
+            )
     notes = [] if OFF else [*filter(None, [WITHOUT_PROFILE * is_unnamed, command.note])]
     if profile is not None:
         notes += [*_describe_variables(profile), *([] if asks_all or listener is None else _describe_files(profile))]

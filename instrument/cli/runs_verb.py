@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from instrument.agent import client
 from instrument.cli.convert_verb import form_of, write_trace
 from instrument.cli.inputs import merge_saved
-from instrument.cli.option_values import Verbs, seconds, time_ns
+from instrument.cli.option_values import Verbs, read_seconds, time_ns
 from instrument.errors import InstrumentError, TraceError
 from instrument.recording import memory
 from instrument.report.table import safe
@@ -50,7 +50,7 @@ def list_processes(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.agent.live_view import LiveSampler
 
     with client.find_runs(options.run, memory=True) as runs:
-        screens = [(run, LiveSampler(run.name).look(run.members, run.folded)) for run in runs]
+        screens = [(run, LiveSampler(run.name).make_screen(run.members, run.folded)) for run in runs]
     if options.json:
         documents = [
             {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined, "unseen": run.unseen,
@@ -80,7 +80,7 @@ def _add_live(verbs: Verbs) -> None:
     parser.add_argument("run", nargs="?", metavar="RUN|SERVICE|PID", help=f"{RUN} (default: the only one)")
     parser.add_argument(
         "--every",
-        type=seconds,
+        type=read_seconds,
         default=EVERY_S,
         metavar="S",
         help=f"seconds between two screens (default: {EVERY_S:g})",
@@ -104,7 +104,7 @@ def show_live(options: argparse.Namespace, host: list[str]) -> int:
             run = client.single_run("live", runs)
             if not sampler.shows(run.name):
                 sampler = LiveSampler(run.name)
-            screen = sampler.look(run.members, run.folded)
+            screen = sampler.make_screen(run.members, run.folded)
             return replace(screen, problems=(run.none_joined,)) if run.none_joined else screen
 
     screen = read_screen()
@@ -161,7 +161,7 @@ def save_run(options: argparse.Namespace, host: list[str]) -> int:
     saved = merge_saved(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")
     write_trace(path, form_of(path), saved)
-    print(f"{path}: {len(saved.trace.columns)} spans of {run.processes}")
+    print(f"{path}: {len(saved.trace.columns)} spans of {run.processes_text}")
     return 0
 
 
@@ -174,15 +174,15 @@ class RunRead(NamedTuple):
     is_going: bool
 
     @property
-    def processes(self) -> str:
+    def processes_text(self) -> str:
         """A text on the number of processes, and on those that have ended without a recording."""
         ended = f", without {self.ended} that ended before" if self.ended else ""
         return f"{len(self.read)} process{'es' * (len(self.read) != 1)}{ended}"
 
     @property
-    def header(self) -> str:
+    def header_line(self) -> str:
         """The line above a report."""
-        return f"Run {safe(self.name)} {'is still going' if self.is_going else 'has ended'}: {self.processes}"
+        return f"Run {safe(self.name)} {'is still going' if self.is_going else 'has ended'}: {self.processes_text}"
 
 
 def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead:
@@ -206,12 +206,12 @@ def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead
 
 def _read_memory(memory: int, since_ns: int, end_ns: int) -> Saved:
     from instrument.recording.mapped import Mapped
-    from instrument.trace.of_recording import saved_of
+    from instrument.trace.of_recording import read_saved
 
     if memory < 0:
         raise TraceError("its recording cannot be read by other processes")
     with closing(Mapped(memory)) as mapped:
-        return saved_of(mapped, since_ns, end_ns)
+        return read_saved(mapped, since_ns, end_ns)
 
 
 WHICH = "give the folder of limits.ring_dir in the profile"

@@ -23,7 +23,7 @@ from instrument.profile.model import STATES, TRACER_OPTIONS
 from instrument.report.events_view import events
 from instrument.report.section import instrumentation_lines
 from instrument.report.view import Options, Recording
-from instrument.sessions.profiler import join, leave, torch_profiler_for
+from instrument.sessions.profiler import join_or_begin_session, leave_session, torch_profiler_for
 from instrument.sessions.session import Session
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
 
@@ -56,7 +56,7 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
         if _run is not None:
             return
         now_ns = time.monotonic_ns()
-        session = join(None, state=state, tracer_option=tracer_option)
+        session = join_or_begin_session(None, state=state, tracer_option=tracer_option)
         if session is not None:  # None: switched off by the environment
             torch = torch_profiler_for(session, OPERATORS_ALONE, state)
             if torch is not None:
@@ -87,7 +87,7 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
             if profile_path is not None:
                 chrome.dump(profile_path, trace)
         finally:
-            leave(run.session)
+            leave_session(run.session)
 
 
 def _report_text(recording: Recording, options: Options) -> str:

@@ -21,7 +21,7 @@ from instrument.native import OFF
 from instrument.profile.model import LayerRule, Profile
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.sessions import process
-from instrument.sessions.profiler import join
+from instrument.sessions.profiler import join_or_begin_session
 from instrument.sessions.session import Session
 
 EVERY_LAYER = Profile(layers=(LayerRule(match=("**",), text="every layer"),), source="instrument.compat.minicaffe")
@@ -53,7 +53,7 @@ def enable() -> None:
         _close_scopes()
         session = _find_session()
         if session is None:
-            _own_session = join(None if os.environ.get("INSTRUMENT_PROFILE") or OFF else EVERY_LAYER)
+            _own_session = join_or_begin_session(None if os.environ.get("INSTRUMENT_PROFILE") or OFF else EVERY_LAYER)
         elif session is _own_session:
             process.enable()
         _session = session or _own_session

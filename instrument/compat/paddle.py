@@ -245,7 +245,7 @@ class Profiler(_Profiler):
     def start(self) -> None:
         """Start like `instrument.Profiler`, and log each option that has no effect."""
         super().start()
-        torch_options = _TORCH_OPTIONS if self._torch is not None and torch_profiler.is_there() else ()
+        torch_options = _TORCH_OPTIONS if self._torch is not None and torch_profiler.is_torch_imported() else ()
         for name in self._not_recorded:
             if name in torch_options:
                 continue
@@ -260,7 +260,7 @@ class Profiler(_Profiler):
         """Stop like `instrument.Profiler`, and print the times of the steps, if any were timed."""
         was_running = self._is_running
         super()._stop()
-        if was_running and not OFF and self._benchmark.loop().steps:
+        if was_running and not OFF and self._benchmark.loop_times().steps:
             print("\n".join(show_benchmark(self._benchmark, Options()).lines()), flush=True)
 
     def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:

@@ -25,7 +25,7 @@ from instrument.report.phases_view import phases, propagation_lines
 from instrument.report.table import safe, six_digits
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
-from instrument.sessions.profiler import join, leave, torch_profiler_for
+from instrument.sessions.profiler import join_or_begin_session, leave_session, torch_profiler_for
 from instrument.sessions.session import Session
 from instrument.sessions.step_columns import with_steps
 from instrument.sessions.torch_profiler import OPERATORS_ALONE, TorchProfiler
@@ -58,7 +58,7 @@ class Device:
             raise ProfileError([f"SetVerbosity: found {verbosity!r}; allowed: 0, 1, 2, 3"])
         self.verbosity = verbosity
         if verbosity and self._session is None:
-            self._session, self._ended, self._joined, self._cut_note = join(None), 0, None, ""
+            self._session, self._ended, self._joined, self._cut_note = join_or_begin_session(None), 0, None, ""
             self._steps.clear()
             self._since_ns = self._step_ns = time.monotonic_ns()
         if verbosity > 1 and self._session is not None and self._torch is None:
@@ -71,7 +71,7 @@ class Device:
             torch, self._torch = self._torch, None
             if torch is not None:
                 torch.end()
-            leave(session)
+            leave_session(session)
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
         """Exclude the first `iterations` iterations from the mean times."""
@@ -86,7 +86,7 @@ class Device:
             self._steps.append(Step(self._ended, began_ns, self._step_ns, threading.get_native_id()))
             self._ended += 1
             if self._torch is not None:
-                self._torch.look()
+                self._torch.stop_at_limit()
 
     def PrintTimeProfiling(self) -> None:  # noqa: N802
         """Print the mean times of all iterations so far. Prints nothing for verbosity 0."""

@@ -30,13 +30,13 @@ from instrument.instrumentors.targets import site_on
 from instrument.native import OFF
 from instrument.recording.paths import NOT_BELOW, CallPath
 from instrument.recording.spans import Site, is_operator
-from instrument.recording.tally import Tally, Totals, total_of
+from instrument.recording.tally import Tally, Totals, sum_all_lines
 from instrument.report.section import make_views
 from instrument.report.table import safe
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions import process
-from instrument.sessions.profiler import join, torch_profiler_for
+from instrument.sessions.profiler import join_or_begin_session, torch_profiler_for
 from instrument.sessions.session import Session
 from instrument.sessions.torch_profiler import TorchOptions, TorchProfiler
 
@@ -72,7 +72,7 @@ class Flags:
             vars(self)[name] = value
 
 
-def flags_of(text: str) -> Any:
+def parse_flags(text: str) -> Any:
     """Parse flags from a text such as ``profile=True,profiling.n_ops=10``. Each mistake is logged."""
     flags: Any = Flags(profile=False, profiling=Flags("profiling.", n_apply=20, n_ops=20, destination="stderr"))
     for flag in filter(None, (part.strip() for part in text.split(","))):
@@ -94,7 +94,7 @@ def flags_of(text: str) -> Any:
     return flags
 
 
-config = flags_of(os.environ.get("THEANO_FLAGS", ""))
+config = parse_flags(os.environ.get("THEANO_FLAGS", ""))
 """Theano's flags, which code sets by ``config.profile = True`` or ``config.profiling.n_ops = 10``."""
 
 
@@ -262,7 +262,7 @@ def _begin_session() -> None:
     try:
         session: Session | None = process.session()
     except StateError:
-        session = join(None)
+        session = join_or_begin_session(None)
     if session is not None and (_torch is None or _torch.session is not session):
         _torch = _TorchRun(session)
     atexit.unregister(_print_at_exit)
@@ -332,7 +332,7 @@ def report() -> str:
 
 def _sum_outermost(tally: Tally) -> Totals:
     """Return the totals over the outermost calls of a profile's functions."""
-    return total_of(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
+    return sum_all_lines(tally.lines[tally.parents[tally.lines["node"]] == NOT_BELOW])
 
 
 def _section_lines(tally: Tally, rows: int | None = None, instances: int | None = None) -> list[str]:
@@ -353,8 +353,8 @@ def _tally_below(tally: Tally, sites: Collection[Site], root: Site | None = None
     """Return the part of a tally inside calls of the sites. Call paths begin with such a call, or with `root`."""
     keys_of_sites = {site.key for site in sites}
 
-    def below(path: CallPath) -> CallPath | None:
+    def path_below(path: CallPath) -> CallPath | None:
         first = next((depth for depth, site in enumerate(path) if site.key in keys_of_sites), None)
         return None if first is None else path[first:] if root is None else (root, *path[first + 1 :])
 
-    return tally.with_paths(below)
+    return tally.with_paths(path_below)

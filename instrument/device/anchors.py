@@ -134,7 +134,7 @@ class Anchors:
         """True if the newest anchor is so uncertain that another is needed soon."""
         return bool(self._anchors) and self._anchors[-1].uncertainty_ns > LOOSE_NS
 
-    def renew(self) -> int:
+    def take_anchor(self) -> int:
         """Take another anchor. Return the driver's error, 0 for none. A busy device gives no anchor and no error. The
         readings end with the first event that does not happen in time, because the device's queue is busy then."""
         driver = self._driver
@@ -243,7 +243,7 @@ class Anchors:
         """The event of the newest anchor, None without one."""
         return self._anchors[-1].event if self._anchors else None
 
-    def ahead(self) -> Ahead:
+    def clock_after_newest(self) -> Ahead:
         """Return the linear clock for events after the newest anchor. Raises `IndexError` without an anchor."""
         newest = self._anchors[-1]
         rate, rate_error, _ = self._find_rate(len(self._anchors) - 1, 1)
@@ -255,7 +255,7 @@ class Anchors:
     def place_event(self, event: Any, offset_ns: int) -> tuple[int, AnchoredMoment | None]:
         """Return the driver's error, and an event's host time by its offset in ns from the newest anchor."""
         if offset_ns > 0:
-            return 0, self.ahead().place_event(offset_ns)
+            return 0, self.clock_after_newest().place_event(offset_ns)
         anchors = self._anchors
         newest, index = anchors[-1], len(anchors) - 1
         anchor = newest

@@ -312,7 +312,7 @@ class Gauges(GaugeSources):
         self._begin(settings)
 
     def _begin(self, settings: Device) -> None:
-        super().__init__(settings, self._take)
+        super().__init__(settings, self._add_samples)
         self._halt = Event()
         self._thread: Thread | None = None
         self.is_reading = False
@@ -385,7 +385,7 @@ class Gauges(GaugeSources):
         self._watch_forks()
         return self._read_torch_memory(rarely)
 
-    def _take(self, samples: Sequence[Sample]) -> None:
+    def _add_samples(self, samples: Sequence[Sample]) -> None:
         self._readings.add(samples)
         if self._keep_with_gpus is not None:
             self._keep_with_gpus(samples, self.gpus())

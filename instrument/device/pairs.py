@@ -265,7 +265,7 @@ class Placing:
         ]
         begun_pairs.sort(key=_by_begin)
         anchors, now_ns = context.anchors, self._now()  # later than all that has happened
-        ahead = anchors.ahead() if anchors.newest_event is not None else None
+        ahead = anchors.clock_after_newest() if anchors.newest_event is not None else None
         ended = deque(pair for pair, (error, _, _) in answered if not error)
         floor_ns, last_end_ns, last_at_ns = context.floors.get(stream, (0, 0, 0))
         for pair in begun_pairs:

@@ -301,7 +301,7 @@ class Resolver:
         newest_ns = anchors.newest_ns
         if now_ns < context.next_anchor_ns or (newest_ns is not None and now_ns - newest_ns < ANCHOR_NS):
             return
-        error = anchors.renew()
+        error = anchors.take_anchor()
         if anchors.newest_ns == newest_ns:  # too busy: more queries would make it busier
             context.anchor_pause_ns = min(max(2 * context.anchor_pause_ns, ANCHOR_PAUSE_NS), ANCHOR_NS)
             context.next_anchor_ns = self._now() + context.anchor_pause_ns

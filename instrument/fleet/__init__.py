@@ -15,7 +15,7 @@ from instrument.report.comparison import compare
 from instrument.report.explanation import RequestChoice, explain
 from instrument.report.view import Options, Recording
 from instrument.trace import dataset
-from instrument.trace.dataset import ids_of, pyarrow
+from instrument.trace.dataset import import_pyarrow, make_ids
 from instrument.trace.dataset_files import processes_in
 from instrument.trace.dataset_rows import DatasetRows
 from instrument.trace.indices import rows_of
@@ -39,7 +39,7 @@ RESULTS = {
 def _columns_of(table: str) -> dict[str, str]:
     if table in RESULTS:
         return RESULTS[table]
-    document = dataset.definition()
+    document = dataset.read_definition()
     columns = document["process"] | document["tables"][table]["columns"]
     return {name: kind for name, (kind, _) in columns.items()}
 
@@ -49,12 +49,12 @@ def spark_schema(table: str) -> str:
     names = {"text": "string", "int64": "bigint", "bool": "boolean", "list": "array", "binary(8)": "binary",
              "binary(16)": "binary"}  # fmt: skip
 
-    def of(kind: str) -> str:
+    def spark_type_of(kind: str) -> str:
         outer, _, inner = kind.partition("<")
-        types = f"<{', '.join(map(of, inner[:-1].split(',')))}>" if inner else ""
+        types = f"<{', '.join(map(spark_type_of, inner[:-1].split(',')))}>" if inner else ""
         return names.get(outer, outer) + types
 
-    return ", ".join(f"{name} {of(kind)}" for name, kind in _columns_of(table).items())
+    return ", ".join(f"{name} {spark_type_of(kind)}" for name, kind in _columns_of(table).items())
 
 
 def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any]:
@@ -62,14 +62,17 @@ def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any
 
     Spark counts the wrapper's arguments. The wrapper converts bytes of fixed length, which Spark lacks, to plain bytes.
     """
-    arrow = pyarrow()
+    arrow = import_pyarrow()
 
-    def plain(result: Any) -> Any:
+    def to_plain_bytes(result: Any) -> Any:
         is_fixed = arrow.types.is_fixed_size_binary
         types = [(field.name, arrow.binary() if is_fixed(field.type) else field.type) for field in result.schema]
         return result.cast(arrow.schema(types))
 
-    take_one, take_two = (lambda table: plain(function(table))), (lambda first, second: plain(function(first, second)))
+    take_one, take_two = (
+        (lambda table: to_plain_bytes(function(table))),
+        (lambda first, second: to_plain_bytes(function(first, second))),
+    )
     return take_one if tables == 1 else take_two
 
 
@@ -82,9 +85,9 @@ def _merge_tables(**tables: Any) -> DatasetRows:
 def joined(table: str, spans: Any, intervals: Any = None, processes: Any = None) -> Any:
     """Return the table `requests`, `batches` or `members`, computed from the spans of all hosts."""
     if not len(spans):
-        return dataset.schema(table).empty_table()
+        return dataset.arrow_schema(table).empty_table()
     rows = _merge_tables(spans=spans, intervals=intervals, processes=processes)
-    return pyarrow().concat_tables([part for name, part in rows.tables() if name == table])
+    return import_pyarrow().concat_tables([part for name, part in rows.make_tables() if name == table])
 
 
 def requests(spans: Any, intervals: Any = None) -> Any:
@@ -106,8 +109,8 @@ def explanations(spans: Any, most: int = 10) -> Any:
     columns = {
         "run": [item["run"] for item in identities],
         "service_version": [item["service_version"] for item in identities],
-        "trace_id": ids_of(rows.keys.high[places], rows.keys.low[places]),
-        "span_id": ids_of(rows.keys.span[places]),
+        "trace_id": make_ids(rows.keys.high[places], rows.keys.low[places]),
+        "span_id": make_ids(rows.keys.span[places]),
         "name": [item.name for item in causes],
         "duration_ns": [item.wall_ns for item in causes],
         "typical_ns": [item.typical_ns for item in causes],
@@ -130,7 +133,7 @@ def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
 
 
 def _make_table(name: str, columns: dict[str, Any]) -> Any:
-    arrow = pyarrow()
+    arrow = import_pyarrow()
     types = arrow.schema([(column, dataset.arrow_type(kind)) for column, kind in RESULTS[name].items()])
     return arrow.Table.from_arrays(
         [arrow.array(values, field.type) if isinstance(values := columns[field.name], list) else values

@@ -88,7 +88,7 @@ class ArgumentReader:
                 part = ""
                 try:
                     for part in attribute.path:
-                        value = part_of(value, part)
+                        value = read_part(value, part)
                     part = ""
                     attributes[attribute.name] = attribute.take(value)
                 except Exception as error:  # its text may contain values that no rule names
@@ -117,7 +117,7 @@ def make_reader(
     return (ArgumentReader(reads, place) if reads else None), list(missing)
 
 
-def part_of(value: Any, name: str) -> Any:
+def read_part(value: Any, name: str) -> Any:
     """Return a mapping's value for a name, or an attribute of any other object. A `defaultdict` does not grow."""
     if not is_mapping(value):
         return getattr(value, name)
@@ -228,7 +228,7 @@ class _GaugeRead:
         self.due_ns = now_ns + self._every_ns
         try:
             for step in self._steps_below:
-                value = part_of(value, step)
+                value = read_part(value, step)
             if value is not None and value is not LEFT_OUT:
                 self._put(len(value) if self._is_size else value)
         except Exception as error:  # its text may contain values that no rule names

@@ -29,9 +29,9 @@ from instrument.instrumentors.copies import (
     PatchedFunctions,
     Stream,
     Transfer,
-    argument,
     direction_between,
     is_pinned,
+    read_argument,
 )
 
 Reader = Callable[[Any, Any], Any]
@@ -42,7 +42,7 @@ def attach_numpy(numpy: Any, patched: PatchedFunctions) -> None:
     """Record the copies of `numpy.copyto`."""
 
     def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
+        target, source = read_argument(args, kwargs, 0, "dst"), read_argument(args, kwargs, 1, "src")
         # One value for all elements is a fill and no copy.
         if source is target or getattr(source, "size", 1) <= 1 < target.size:
             return None
@@ -63,7 +63,7 @@ def attach_jax(jax: Any, patched: PatchedFunctions) -> None:
     def read_put(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         directions: Counter[str] = Counter()
         pinned: set[bool | None] = set()
-        for source, target in zip(leaves(argument(args, kwargs, 0, "x")), leaves(out), strict=False):
+        for source, target in zip(leaves(read_argument(args, kwargs, 0, "x")), leaves(out), strict=False):
             if target is source or isinstance(target, tracer) or not isinstance(target, array_type):
                 continue
             direction = _find_direction(source, target, array_type)
@@ -111,29 +111,33 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
 
     def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         # On the host the value has the array's own memory.
-        return None if _locate(out) is None else Transfer("h2d", out.tensor_size_in_bytes(), True, is_pinned(args[1]))
+        return (
+            None
+            if _locate_value(out) is None
+            else Transfer("h2d", out.tensor_size_in_bytes(), True, is_pinned(args[1]))
+        )
 
     def read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         value = args[0]
-        if _locate(value) is not None:
+        if _locate_value(value) is not None:
             return Transfer("d2h", out.nbytes, True, False)
         return None if out.ctypes.data == value.data_ptr() else Transfer("h2h", out.nbytes, True, False)
 
     def read_updated(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        target, source = args[0], argument(args, kwargs, 1, "data", kwargs.get("np_arr"))
+        target, source = args[0], read_argument(args, kwargs, 1, "data", kwargs.get("np_arr"))
         from_value = isinstance(source, value_type)
         moved_bytes = source.tensor_size_in_bytes() if from_value else source.nbytes
-        direction = direction_between(_locate(source) if from_value else None, _locate(target))
+        direction = direction_between(_locate_value(source) if from_value else None, _locate_value(target))
         return Transfer(direction, moved_bytes, True, None if from_value else is_pinned(source))
 
     def read_bound(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        binding, name = args[0], argument(args, kwargs, 1, "name")
-        array = argument(args, kwargs, 2, "arr_on_cpu")
+        binding, name = args[0], read_argument(args, kwargs, 1, "name")
+        array = read_argument(args, kwargs, 2, "arr_on_cpu")
         # On the host the input has the array's own memory.
         return None if _input_is_on_host(binding, name) else Transfer("h2d", array.nbytes, True, is_pinned(array))
 
     def read_fetched(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        read_on_device = [_locate(value) is not None for value in args[0].get_outputs()]
+        read_on_device = [_locate_value(value) is not None for value in args[0].get_outputs()]
         arrays = [getattr(array, "nbytes", 0) for array in out]
         moved_bytes = sum(nbytes for nbytes, is_there in zip(arrays, read_on_device, strict=False) if is_there)
         if moved_bytes:
@@ -141,12 +145,12 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
         return Transfer("h2h", sum(arrays), True, False)
 
     def read_sent(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        sources, targets = argument(args, kwargs, 0, "src"), argument(args, kwargs, 1, "dst")
+        sources, targets = read_argument(args, kwargs, 0, "src"), read_argument(args, kwargs, 1, "dst")
         if not sources:
             return None
         moved_bytes = sum(value.tensor_size_in_bytes() for value in sources)
-        sync = argument(args, kwargs, 2, "stream") is None
-        return Transfer(direction_between(_locate(sources[0]), _locate(targets[0])), moved_bytes, sync)
+        sync = read_argument(args, kwargs, 2, "stream") is None
+        return Transfer(direction_between(_locate_value(sources[0]), _locate_value(targets[0])), moved_bytes, sync)
 
     patched.wrap_factory(value_type, "ortvalue_from_numpy", read_made)
     patched.wrap_methods(value_type, ("numpy",), read_values)
@@ -156,7 +160,7 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
     patched.wrap_functions(module, ("copy_tensors",), read_sent)
 
 
-def _locate(value: Any) -> tuple[str, int] | None:
+def _locate_value(value: Any) -> tuple[str, int] | None:
     """Return the name and number of the device that holds an `OrtValue`, None for the host."""
     name = value.device_name()
     if name == "cpu":
@@ -190,17 +194,17 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
 
     def read_get(out: Any, args: Any, kwargs: Any) -> Transfer:
         # get(stream=None, order="C", out=None, blocking=True)
-        return Transfer("d2h", args[0].nbytes, bool(argument(args, kwargs, 4, "blocking", True)), is_pinned(out))
+        return Transfer("d2h", args[0].nbytes, bool(read_argument(args, kwargs, 4, "blocking", True)), is_pinned(out))
 
     def read_put(out: Any, args: Any, kwargs: Any) -> Transfer:
         # set(arr, stream=None) uses the current stream where none is given.
-        return Transfer("h2d", args[0].nbytes, False, is_pinned(argument(args, kwargs, 1, "arr")))
+        return Transfer("h2d", args[0].nbytes, False, is_pinned(read_argument(args, kwargs, 1, "arr")))
 
     def read_values(out: Any, args: Any, kwargs: Any) -> Transfer:
         return Transfer("d2h", args[0].nbytes, True)
 
     def read_made(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        source = argument(args, kwargs, 0, "obj", kwargs.get("a"))
+        source = read_argument(args, kwargs, 0, "obj", kwargs.get("a"))
         if isinstance(source, array_type):
             return None if out.data.ptr == source.data.ptr else _make_transfer(source, out)
         if not isinstance(out, array_type) or not _is_host_data(source, array_type):
@@ -208,7 +212,7 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
         return Transfer("h2d", out.nbytes, bool(kwargs.get("blocking", False)), is_pinned(source))
 
     def read_copied(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
+        target, source = read_argument(args, kwargs, 0, "dst"), read_argument(args, kwargs, 1, "src")
         # A source on the host is a single value, and the call a fill.
         return _make_transfer(source, target) if isinstance(source, array_type) and source is not target else None
 
@@ -228,7 +232,7 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
 
 
 def _arg_reader(index: int, name: str) -> Reader:
-    return lambda args, kwargs: argument(args, kwargs, index, name)
+    return lambda args, kwargs: read_argument(args, kwargs, index, name)
 
 
 def _make_transfer(source: Any, target: Any) -> Transfer:
@@ -264,8 +268,8 @@ def attach_numba(module: Any, patched: PatchedFunctions) -> None:
 
 
 def _read_arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
-    target, source = argument(args, kwargs, 0, "dst"), argument(args, kwargs, 1, "src")
-    return target, source, int(argument(args, kwargs, 2, "size")), argument(args, kwargs, 3, "stream", 0)
+    target, source = read_argument(args, kwargs, 0, "dst"), read_argument(args, kwargs, 1, "src")
+    return target, source, int(read_argument(args, kwargs, 2, "size")), read_argument(args, kwargs, 3, "stream", 0)
 
 
 def _read_device(array: Any) -> tuple[Any]:
@@ -312,31 +316,31 @@ def _choose_reader(name: str, function: Any) -> Facts | None:
 
 
 def _peer_reader(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
-    def facts(out: Any, args: Any, kwargs: Any) -> Transfer:
+    def read_peer_copy(out: Any, args: Any, kwargs: Any) -> Transfer:
         direction = direction_between(int(source(args, kwargs)), int(target(args, kwargs)))
         return Transfer(direction, int(amount(args, kwargs)), sync)
 
-    return facts
+    return read_peer_copy
 
 
 def _kind_reader(kind: Reader, sizes: Sequence[Reader], sync: bool) -> Facts:
-    def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_copy_by_kind(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         direction = _CUDA_KINDS.get(int(kind(args, kwargs)))
         return None if direction is None else Transfer(direction, prod(int(size(args, kwargs)) for size in sizes), sync)
 
-    return facts
+    return read_copy_by_kind
 
 
 def _descriptor_reader(sync: bool) -> Facts:
-    def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-        copy = argument(args, kwargs, 0, "pCopy")
+    def read_descriptor(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+        copy = read_argument(args, kwargs, 0, "pCopy")
         source = _MEMORY_TYPES.get(int(copy.srcMemoryType))
         target = _MEMORY_TYPES.get(int(copy.dstMemoryType))
         if source is None or target is None:
             return None
         return Transfer(f"{source}2{target}", copy.WidthInBytes * copy.Height * getattr(copy, "Depth", 1), sync)
 
-    return facts
+    return read_descriptor
 
 
 def _named_arg(function: Any, *names: str) -> Reader:
@@ -354,11 +358,11 @@ def _stream_reader(function: Any) -> Stream:
         return lambda args, kwargs: 0
     stream_of = _arg_reader(parameters.index(name), name)
 
-    def stream(args: Any, kwargs: Any) -> Any:
+    def read_stream(args: Any, kwargs: Any) -> Any:
         handle = stream_of(args, kwargs)
         return 0 if handle is None else int(handle)
 
-    return stream
+    return read_stream
 
 
 def _skip_failures(facts: Facts) -> Facts:

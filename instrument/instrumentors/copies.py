@@ -16,7 +16,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo, replace, undo_all
+from instrument.instrumentors.functions import Instrumentor, Undo, replace_attribute, undo_all
 from instrument.instrumentors.references import rebind
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS, CopyRule
@@ -222,21 +222,23 @@ class PatchedFunctions:
         for name in names:
             method = getattr(owner, name, None)
             if method is not None:
-                self._undos.append(replace(owner, name, self._wrap(method, f"{owner.__name__}.{name}", facts, stream)))
+                self._undos.append(
+                    replace_attribute(owner, name, self._wrap(method, f"{owner.__name__}.{name}", facts, stream))
+                )
 
     def wrap_factory(self, owner: Any, name: str, facts: Facts) -> None:
         """Replace a classmethod. The first argument that `facts` gets is the class."""
         raw = vars(owner).get(name)
         if isinstance(raw, classmethod):
             watched = self._wrap(raw.__func__, f"{owner.__name__}.{name}", facts)
-            self._undos.append(replace(owner, name, classmethod(watched)))
+            self._undos.append(replace_attribute(owner, name, classmethod(watched)))
 
     def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
         """Replace a property. A read of it copies only if `is_fresh(object)` is true before."""
         read = vars(owner)[name].fget
         watched = self._wrap(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
-        self._undos.append(replace(owner, name, replacement))
+        self._undos.append(replace_attribute(owner, name, replacement))
 
     def wrap_functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
         """Replace functions of a module, if they exist. `bind` replaces them under their names in other modules.
@@ -247,7 +249,7 @@ class PatchedFunctions:
             function = getattr(module, name, None)
             if callable(function):
                 watched = self._wrap(function, name, facts, stream)
-                self._undos.append(replace(module, name, watched))
+                self._undos.append(replace_attribute(module, name, watched))
                 self._bound.append((function, watched))
 
     def bind(self) -> None:
@@ -321,7 +323,7 @@ def direction_between(source: object, target: object) -> str:
     return "d2d" if source == target else "p2p"
 
 
-def argument(args: Any, kwargs: Any, index: int, name: str, default: Any = None) -> Any:
+def read_argument(args: Any, kwargs: Any, index: int, name: str, default: Any = None) -> Any:
     """Return an argument of a call by its position or its name."""
     return args[index] if len(args) > index else kwargs.get(name, default)
 

@@ -28,7 +28,7 @@ from types import CodeType, ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
 from instrument.instrumentors.references import rebind
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -95,7 +95,7 @@ class _TaskReports:
                 contexts[id(context)] = context
             return original(self, *args, **kwargs)
 
-        self._undos.append(replace(kind, "create_task", create_task))
+        self._undos.append(replace_attribute(kind, "create_task", create_task))
         return create_task
 
 
@@ -114,7 +114,7 @@ def watch_handovers(recorder: Recorder = RECORDER) -> Undo:
 
     def wrap_start(owner: Any, name: str, form: str) -> None:
         function = wrapping.make_function(recorder, getattr(owner, name), QUEUE, form=FORMS.index(form))
-        undos.append(replace(owner, name, function))
+        undos.append(replace_attribute(owner, name, function))
 
     def attach_to(module: ModuleType) -> None:
         wrap_start(module.ThreadPoolExecutor, "submit", "submit")
@@ -171,7 +171,7 @@ def watch_graphs(recorder: Recorder = RECORDER) -> Undo:
         graph: Any = getattr(getattr(torch, "cuda", None), "CUDAGraph", None)
         has_device = getattr(version, "cuda", None) or getattr(version, "hip", None)
         if has_device and isinstance(graph, type) and "replay" in vars(graph):
-            undos.append(replace(graph, "replay", recorder.wrap(vars(graph)["replay"], REPLAY)))
+            undos.append(replace_attribute(graph, "replay", recorder.wrap(vars(graph)["replay"], REPLAY)))
 
     undos.append(imports.install("torch".__eq__, attach_to))
     torch = sys.modules.get("torch")

@@ -21,8 +21,8 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.execution import get_compiling_test
-from instrument.instrumentors.functions import Instrumentor, replace
-from instrument.instrumentors.references import loaded_modules, namespace
+from instrument.instrumentors.functions import Instrumentor, replace_attribute
+from instrument.instrumentors.references import loaded_modules, module_namespace
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
@@ -136,7 +136,9 @@ class Observer(Instrumentor):
     def _note_missing(self, label: str) -> None:
         """Note that the imported version of the framework lacks an entry point."""
         name = self.rule.name
-        version = next((namespace(module).get("__version__") for key, module in loaded_modules() if key == name), None)
+        version = next(
+            (module_namespace(module).get("__version__") for key, module in loaded_modules() if key == name), None
+        )
         self._note("unreachable", label, f"{name} {version or '(of unknown version)'} has none")
 
     def _note_no_function(self, label: str, value: Any) -> None:
@@ -152,7 +154,7 @@ class Observer(Instrumentor):
     def _replace_method(self, label: str, owner: Any, name: str, new: Any) -> None:
         """Replace a method of a class, and note the verdict on it."""
         try:
-            self._undos.append(replace(owner, name, new))
+            self._undos.append(replace_attribute(owner, name, new))
         except Exception as error:  # a metaclass that refuses changes
             self._note("unreachable", label, f"it cannot be replaced: {type(error).__name__}: {error}")
         else:
@@ -174,7 +176,7 @@ class Entries(Observer):
     def attach_to(self, module: ModuleType) -> None:
         for entry in self._entries:
             if module.__name__ in entry.modules:
-                self._attach_entry(entry, namespace(module).get(entry.owner))
+                self._attach_entry(entry, module_namespace(module).get(entry.owner))
 
     def undo(self) -> None:
         super().undo()
@@ -206,7 +208,7 @@ class Entries(Observer):
             self._replace_method(entry.label, owner, entry.method, self._wrap(entry, method))
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
-        recorder, by_class, decide = self._recorder, self._by_class, self._decide
+        recorder, by_class, decide = self._recorder, self._by_class, self._choose_recording
         is_compiling = get_compiling_test(sys.modules.get("torch"))
         recordings: dict[int, Any] = {}
 
@@ -221,7 +223,9 @@ class Entries(Observer):
         wrapper.__instrument_framework__ = self.rule.name  # type: ignore[attr-defined]
         return wrapper
 
-    def _decide(self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]) -> Any:
+    def _choose_recording(
+        self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]
+    ) -> Any:
         """Make the recording method for an object or class at its first call. Equal descriptions share a method."""
         try:
             facts = self._facts_of(thing)

@@ -21,8 +21,8 @@ from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, ClassVar, TypeVar, overload
 
 from instrument.errors import TargetError
-from instrument.instrumentors.references import isinstance_of, namespace, own_names, rebind, type_namespace
-from instrument.instrumentors.targets import Target, find, is_public, parts_of, qualname_of, site_of
+from instrument.instrumentors.references import isinstance_of, module_namespace, own_names, rebind, type_namespace
+from instrument.instrumentors.targets import Target, find_functions, is_public, parts_of, qualname_of, site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.native import OFF
@@ -120,7 +120,7 @@ class Assignment:
             delattr(self._owner, self._attribute)
 
 
-def replace(owner: Any, attribute: str, new: Any) -> Undo:
+def replace_attribute(owner: Any, attribute: str, new: Any) -> Undo:
     """Set an attribute of a module or class. Return a function that restores the earlier value."""
     return Assignment(owner, attribute, new).undo
 
@@ -128,7 +128,7 @@ def replace(owner: Any, attribute: str, new: Any) -> Undo:
 def replaces(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
     """Return a decorator that replaces `owner.attribute`. It returns a function that restores the original."""
     original = getattr(owner, attribute)
-    return lambda function: replace(owner, attribute, functools.wraps(original)(function))
+    return lambda function: replace_attribute(owner, attribute, functools.wraps(original)(function))
 
 
 def call_before(owner: Any, attribute: str, note: Callable[..., object]) -> Undo:
@@ -142,7 +142,7 @@ def call_before(owner: Any, attribute: str, note: Callable[..., object]) -> Undo
             FAULTS.note(f"note of {attribute}", fault)
         return original(*args, **kwargs)
 
-    return replace(owner, attribute, functools.wraps(original)(call_noted))
+    return replace_attribute(owner, attribute, functools.wraps(original)(call_noted))
 
 
 def change_argument(
@@ -161,7 +161,7 @@ def change_argument(
             FAULTS.note(f"argument of {attribute}", fault)
         return original(*args, **kwargs)
 
-    return replace(owner, attribute, functools.wraps(original)(call_changed))
+    return replace_attribute(owner, attribute, functools.wraps(original)(call_changed))
 
 
 def undo_all(undos: list[Undo]) -> None:
@@ -174,7 +174,7 @@ def undo_all(undos: list[Undo]) -> None:
             FAULTS.note("way back of a probe", fault)
 
 
-def count_elsewhere(target: Target) -> int:
+def count_other_refs(target: Target) -> int:
     """Return how many objects refer to a target's function, except its own module or class.
 
     The number is 0 for a method that the class inherits, because the rule selects it in this class alone. It is 0 for
@@ -191,7 +191,7 @@ def count_elsewhere(target: Target) -> int:
 
 def count_refs(target: Target) -> int:
     """Return how many objects refer to a target's function, with its own module or class."""
-    return count_elsewhere(target) + 1 + (target.raw is target.function)
+    return count_other_refs(target) + 1 + (target.raw is target.function)
 
 
 def _count_all(target: Target) -> int:
@@ -203,8 +203,8 @@ def _count_all(target: Target) -> int:
 def _count_usual() -> int:
     """Return the reference count of a function to which only its own module refers."""
     module = ModuleType("usual")
-    namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
-    (target,) = find(module, "usual:usual")
+    module_namespace(module)["usual"] = FunctionType((lambda: None).__code__, {"__name__": "usual"})
+    (target,) = find_functions(module, "usual:usual")
     return _count_all(target) if isinstance(target, Target) else sys.maxsize
 
 
@@ -457,7 +457,7 @@ def keep_picklable() -> Undo:
 
     if hasattr(ForkingPickler, "reducer_override"):
         return lambda: None
-    return replace(ForkingPickler, "reducer_override", _reduce_function)
+    return replace_attribute(ForkingPickler, "reducer_override", _reduce_function)
 
 
 def _reduce_function(_: Any, thing: Any) -> Any:

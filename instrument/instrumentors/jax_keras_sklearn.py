@@ -31,11 +31,11 @@ from typing import Any
 
 from instrument.instrumentors.execution import get_compiling_test
 from instrument.instrumentors.frameworks import Observer
-from instrument.instrumentors.functions import replace
+from instrument.instrumentors.functions import replace_attribute
 from instrument.instrumentors.layers import Layers
-from instrument.instrumentors.lineages import subclasses, watch_subclasses
+from instrument.instrumentors.lineages import all_subclasses, watch_subclasses
 from instrument.instrumentors.loaders import StandIn
-from instrument.instrumentors.references import loaded_modules, namespace, rebind
+from instrument.instrumentors.references import loaded_modules, module_namespace, rebind
 from instrument.instrumentors.regions import Paths
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
@@ -71,7 +71,7 @@ class JaxFunctions(Observer):
             return False
         self._jax, self._at_work = module, True
         core = sys.modules.get("jax._src.core")
-        clean = namespace(core).get("trace_state_clean") if core is not None else None
+        clean = module_namespace(core).get("trace_state_clean") if core is not None else None
         if clean is None:
             why = "it does not report when it traces: functions that it calls then are recorded, too, once"
             self._note("partly", "jax.jit", why, key="traced")
@@ -89,7 +89,7 @@ class JaxFunctions(Observer):
             name = "block_until_ready"
             wrapped = self._wrap_call(vars(concrete)[name], name=f"jax.{name}")
             self._replace_method(f"Array.{name}", concrete, name, wrapped)
-        self._bound.extend(self._wrap_existing(namespace(module).get("jit")))
+        self._bound.extend(self._wrap_existing(module_namespace(module).get("jit")))
         rebind(self._bound, spared=JAX_PACKAGES)
         return True
 
@@ -108,7 +108,7 @@ class JaxFunctions(Observer):
         return super().verdicts()
 
     def _attach_function(self, name: str, wrap: Callable[[Any], Any]) -> None:
-        function = namespace(self._jax).get(name) if self._jax is not None else None
+        function = module_namespace(self._jax).get(name) if self._jax is not None else None
         label = f"jax.{name}"
         if self._note_recorded(label, function):
             return
@@ -117,7 +117,7 @@ class JaxFunctions(Observer):
             return
         wrapped = wrap(function)
         wrapped.__instrument_framework__ = self.rule.name
-        self._undos.append(replace(self._jax, name, wrapped))
+        self._undos.append(replace_attribute(self._jax, name, wrapped))
         self._bound.append((function, wrapped))
         self._note("attached", label)
 
@@ -198,7 +198,7 @@ class JaxFunctions(Observer):
         for name, module in loaded_modules():
             if name.partition(".")[0] in JAX_PACKAGES:
                 continue
-            for value in list(namespace(module).values()):
+            for value in list(module_namespace(module).values()):
                 if type(value) is jitted_type and id(value) not in visited and not _is_of_jax(value):
                     visited.add(id(value))
                     yield value, self._wrap_jitted(value)
@@ -259,7 +259,7 @@ class KerasLayers(Observer):
 
     def attach_to(self, module: ModuleType) -> None:
         """Record the calls of layers, by the base class of all layers."""
-        layer = namespace(module).get("Layer")
+        layer = module_namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
         if self._note_recorded("Layer.__call__", call):
             return
@@ -273,8 +273,8 @@ class KerasLayers(Observer):
             return
         self._paths = Paths(layer, _list_children)
         self._symbolic_type = _value_in("keras.src.backend.common.keras_tensor", "KerasTensor", ())
-        self._layers.known["keras"] = lambda: subclasses(layer)
-        self._undos.append(replace(layer, "__call__", self._wrap_call(call)))
+        self._layers.known["keras"] = lambda: all_subclasses(layer)
+        self._undos.append(replace_attribute(layer, "__call__", self._wrap_call(call)))
 
     def undo(self) -> None:
         super().undo()
@@ -340,7 +340,7 @@ def _is_layer(cls: type[Any]) -> bool:
 def _value_in(module_name: str, name: str, default: Any) -> Any:
     """Return the value of a name in a module, or the default if the module is not imported or lacks the name."""
     module = sys.modules.get(module_name)
-    return default if module is None else namespace(module).get(name, default)
+    return default if module is None else module_namespace(module).get(name, default)
 
 
 def _has_symbolic(symbolic_type: Any, args: Any, kwargs: Any) -> bool:
@@ -383,17 +383,17 @@ class SklearnEstimators(Observer):
 
     def attach_to(self, module: ModuleType) -> None:
         """Record the methods of all estimator classes, now and when a class is defined later."""
-        base = namespace(module).get(SKLEARN_BASE[1])
+        base = module_namespace(module).get(SKLEARN_BASE[1])
         if not isinstance(base, type):
             self._note_missing(".".join(SKLEARN_BASE))
             return
         self._base = base
-        bases = getattr(namespace(module).get("TransformerMixin"), "__mro__", ())
+        bases = getattr(module_namespace(module).get("TransformerMixin"), "__mro__", ())
         self._wrapping = next((cls for cls in bases if cls.__name__ == SKLEARN_WRAPPING), None)
         for watched in filter(None, (base, self._wrapping)):
             defined = functools.partial(self._attach_subclass, watched)
             self._undos.append(watch_subclasses(watched, defined, "an estimator class"))
-        for cls in subclasses(base):
+        for cls in all_subclasses(base):
             self._attach_class(cls)
 
     def verdicts(self) -> list[Verdict]:

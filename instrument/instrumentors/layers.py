@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo, replace, undo_all
-from instrument.instrumentors.lineages import subclasses, watch_subclasses
+from instrument.instrumentors.functions import Instrumentor, Undo, replace_attribute, undo_all
+from instrument.instrumentors.lineages import all_subclasses, watch_subclasses
 from instrument.instrumentors.regions import (
     DYNAMO,
     Paths,
@@ -80,7 +80,7 @@ class Layers(Instrumentor):
         decided = set(self._sites)
         self._sites.clear()
         self._regions.forget()
-        for cls in subclasses(self._module_type):
+        for cls in all_subclasses(self._module_type):
             self._patch_new_class(cls)
         for name, child in self._paths.walk_heap():
             self._patch_if_named(name, child)
@@ -109,7 +109,7 @@ class Layers(Instrumentor):
         module_type = torch.nn.Module
         self._unseen = None
         self._module_type = module_type
-        self.known["torch"] = lambda: subclasses(module_type)
+        self.known["torch"] = lambda: all_subclasses(module_type)
         dynamo = getattr(getattr(torch, "_C", None), "_dynamo", None)
         self._evaluate = getattr(getattr(dynamo, "eval_frame", None), "set_eval_frame", None)
         self._paths = Paths(module_type, torch_children)
@@ -117,7 +117,7 @@ class Layers(Instrumentor):
         self._undos.append(handle.remove)
         # A model without children is never registered anywhere.
         self._undos.append(watch_subclasses(module_type, self._patch_new_class, "a layer class"))
-        for cls in subclasses(module_type):
+        for cls in all_subclasses(module_type):
             self._patch_new_class(cls)
         for name, child in self._paths.walk_heap():
             self._patch_if_named(name, child)
@@ -141,7 +141,7 @@ class Layers(Instrumentor):
 
     def _patch_new_class(self, cls: type[Any]) -> None:
         if name_for_rules(cls) in self._types:
-            self._patch(cls)
+            self._patch_class(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
         """Note a registered child module, as torch's hook. The result None means that the child does not change."""
@@ -157,9 +157,9 @@ class Layers(Instrumentor):
         if type(child) not in self._patched and any(
             "*" in last or last == name for last in self._last_segments if last in ("*", "**") or matches(last, name)
         ):
-            self._patch(type(child))
+            self._patch_class(type(child))
 
-    def _patch(self, cls: type[Any]) -> None:
+    def _patch_class(self, cls: type[Any]) -> None:
         """Replace the `forward` of a class, in the base class that defines it."""
         if self.left_out(cls):
             return
@@ -175,7 +175,7 @@ class Layers(Instrumentor):
             return
         self._patched.add(owner)
         wrapper = wrapping.wrap_method(self._recorder, forward, self._sites, self._decide_site, self._evaluate)
-        self._patches[owner] = replace(owner, "forward", wrapper)
+        self._patches[owner] = replace_attribute(owner, "forward", wrapper)
 
     def _decide_site(self, module: Any) -> Site | None:
         """Return the site of a layer, None if no rule selects it. The decision is stored once the path is known."""
@@ -278,7 +278,7 @@ class Layers(Instrumentor):
             why = f"no class of that name is defined yet: {', '.join(unknown)}"
             return Verdict(rule.text, "waiting", why=why + suggest_nearest(unknown[0], class_names))
         why = "no layer that it selects has run"
-        paths = self._paths.known()
+        paths = self._paths.known_paths()
         if rule.match and paths and not any(matches(text, path) for text in rule.match for path in paths):
             why = f"no layer sits at such a path{suggest_nearest(rule.match[0], sorted(paths))}"
         return Verdict(rule.text, "waiting", why=why)

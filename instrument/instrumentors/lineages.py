@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, replace_attribute
 from instrument.instrumentors.references import isinstance_of, type_attribute, type_namespace
 from instrument.instrumentors.targets import parts_of, site_on
 from instrument.runtime.faults import FAULTS
@@ -31,7 +31,7 @@ class Lineage:
         self._subclassed = subclassed
         self._undo: Undo | None = None
 
-    def holds(self, owner: Any, attribute: str) -> bool:
+    def contains_method(self, owner: Any, attribute: str) -> bool:
         """Return True if an attribute of a class is the method of the lineage or an override."""
         return (
             attribute == self.attribute
@@ -41,7 +41,7 @@ class Lineage:
 
     def overrides(self) -> Iterator[type[Any]]:
         """Yield the subclasses that override the method."""
-        return (cls for cls in subclasses(self.base) if self.attribute in type_namespace(cls))
+        return (cls for cls in all_subclasses(self.base) if self.attribute in type_namespace(cls))
 
     def add_class(self, owner: type[Any]) -> LineageMember:
         """Add a class that has a probe. Return the test by which this probe skips calls that another probe records."""
@@ -63,7 +63,7 @@ class Lineage:
         if self._undo is None:
             self._undo = watch_subclasses(self.base, self._subclassed)
 
-    def end(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching for new subclasses."""
         undo, self._undo = self._undo, None
         if undo is not None:
@@ -135,10 +135,10 @@ def watch_subclasses(base: type[Any], defined: Callable[[type[Any]], object], de
 
     if isinstance(original, classmethod):
         functools.update_wrapper(__init_subclass__, original.__func__)
-    return replace(base, "__init_subclass__", classmethod(__init_subclass__))
+    return replace_attribute(base, "__init_subclass__", classmethod(__init_subclass__))
 
 
-def subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+def all_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
     """Yield the direct and indirect subclasses of a class, each once."""
     visited: set[type[Any]] = set()
     waiting = [cls]

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from instrument.errors import TargetError
-from instrument.instrumentors.functions import Switch, replace
+from instrument.instrumentors.functions import Switch, replace_attribute
 from instrument.instrumentors.verdict import Verdict
 from instrument.native import OFF
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -40,7 +40,9 @@ def loader(iterable: T, name: str | None = None) -> T:
     if OFF:
         return iterable
     kind = type(iterable)
-    if not any(_has(kind, method) for method in ("__iter__", "__next__", "__getitem__", "__aiter__", "__anext__")):
+    if not any(
+        _defines_method(kind, method) for method in ("__iter__", "__next__", "__getitem__", "__aiter__", "__anext__")
+    ):
         raise TargetError(
             f"loader needs an iterable, not {iterable!r:.80} of type {kind.__name__}. Give the object of the for "
             "loop, or use profiled for a function."
@@ -179,7 +181,7 @@ _listeners_lock = Lock()
 _is_waiting: ContextVar[bool] = ContextVar("instrument_is_waiting", default=False)
 
 
-def listen(listener: Listener) -> Callable[[], None]:
+def listen_to_waits(listener: Listener) -> Callable[[], None]:
     """Call a bound method after each outermost wait for data.
 
     Return the function that ends these calls. Only a weak reference to the method's object is kept.
@@ -234,7 +236,7 @@ def _make_forwarder(name: str) -> Callable[..., Any]:
     return call_source
 
 
-def _has(kind: Any, method: str) -> bool:
+def _defines_method(kind: Any, method: str) -> bool:
     """Return True if a class or a base class defines a method. `hasattr` would also find methods of the metaclass."""
     return any(vars(base).get(method) is not None for base in kind.__mro__)
 
@@ -242,16 +244,22 @@ def _has(kind: Any, method: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def _make_proxy_class(kind: Any) -> type[StandIn]:
     """Make the class of proxies for objects of a class. It defines only the special methods that the class has."""
-    methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if _has(kind, name)}
-    if _has(kind, "__next__"):
+    methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if _defines_method(kind, name)}
+    if _defines_method(kind, "__next__"):
         methods["__iter__"] = _return_self
-        methods.update({name: _make_method(name) for name in ("__next__", "send", "throw") if _has(kind, name)})
-    elif _has(kind, "__iter__") or (_has(kind, "__getitem__") and not _has(kind, "__aiter__")):
+        methods.update(
+            {name: _make_method(name) for name in ("__next__", "send", "throw") if _defines_method(kind, name)}
+        )
+    elif _defines_method(kind, "__iter__") or (
+        _defines_method(kind, "__getitem__") and not _defines_method(kind, "__aiter__")
+    ):
         methods["__iter__"] = _make_iterator
-    if _has(kind, "__anext__"):
+    if _defines_method(kind, "__anext__"):
         methods["__aiter__"] = _return_self
-        methods.update({name: _wrap_async(name) for name in ("__anext__", "asend", "athrow") if _has(kind, name)})
-    elif _has(kind, "__aiter__"):
+        methods.update(
+            {name: _wrap_async(name) for name in ("__anext__", "asend", "athrow") if _defines_method(kind, name)}
+        )
+    elif _defines_method(kind, "__aiter__"):
         methods["__aiter__"] = _make_async_iterator
     return type(kind.__name__, (StandIn,), {"__slots__": (), **methods})
 
@@ -271,7 +279,7 @@ class Loaders(Switch):
         iterator: Any = getattr(module, "_BaseDataLoaderIter", None)
         if iterator is not None and not self._attached:
             self._attach()
-            self._undos.append(replace(iterator, "__next__", self._wrap_next(iterator.__next__)))
+            self._undos.append(replace_attribute(iterator, "__next__", self._wrap_next(iterator.__next__)))
 
     def _wrap_next(self, method: Callable[[Any], Any]) -> Callable[[Any], Any]:
         recorder, sites = self._recorder, self._sites

@@ -64,8 +64,10 @@ def find_names(things: Iterable[Any], spared: Collection[str] = ()) -> list[Name
     spawned = spawned_main()
     for module in [*sys.modules.copy().values(), *([] if spawned is None else [spawned])] if ids else ():
         # One loop in C, as hardly any module has such a name.
-        if issubclass(type(module), ModuleType) and not ids.isdisjoint(map(id, list(namespace(module).values()))):
-            names = namespace(module)
+        if issubclass(type(module), ModuleType) and not ids.isdisjoint(
+            map(id, list(module_namespace(module).values()))
+        ):
+            names = module_namespace(module)
             name = MAINS[1] if module is spawned else names.get("__name__")
             if isinstance(name, str) and name.partition(".")[0] not in spared:
                 result += [Name(module, bound, id(value)) for bound, value in list(names.items()) if id(value) in ids]
@@ -81,8 +83,8 @@ def rebind(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) ->
     seconds = {id(first): second for first, second in pairs}
     names = find_names((first for first, _ in pairs), spared)
     for module, bound, key in names:
-        if id(namespace(module).get(bound)) == key:
-            namespace(module)[bound] = seconds[key]
+        if id(module_namespace(module).get(bound)) == key:
+            module_namespace(module)[bound] = seconds[key]
     return bool(names)
 
 
@@ -169,10 +171,10 @@ def _describe_name(names: dict[str, Any], part: Any) -> str:
     """Describe an object by its name in a module or class, with file and line."""
     name = next((name for name, value in list(names.items()) if value is part), "")
     module = sys.modules.get(names.get("__module__", ""))
-    of_module = names if module is None else namespace(module)
+    of_module = names if module is None else module_namespace(module)
     file = str(of_module.get("__file__") or of_module.get("__name__"))
     line = line_of(name, getlines(file, of_module), is_indented=module is not None)
-    return f"{_type_text(part)} in {_format(file, line)} ({name})"
+    return f"{_type_text(part)} in {_format_place(file, line)} ({name})"
 
 
 def _type_text(thing: Any) -> str:
@@ -184,7 +186,7 @@ def _describe_holder(holder: Any, parts: Kept) -> str | None:
     """Describe an object that refers to a function. Return None to describe its referrers instead, "" to omit it."""
     if type(holder) is FunctionType:
         code = holder.__code__
-        return f"the function {holder.__qualname__} in {_format(code.co_filename, code.co_firstlineno)}"
+        return f"the function {holder.__qualname__} in {_format_place(code.co_filename, code.co_firstlineno)}"
     if isinstance_of(holder, type):
         return f"the class {type.__dict__['__qualname__'].__get__(holder)}"
     if isinstance_of(holder, _SUSPENDED):
@@ -193,11 +195,13 @@ def _describe_holder(holder: Any, parts: Kept) -> str | None:
         return "" if holder is None else None
     is_own = any(getattr(part, "__code__", None) is holder.f_code for part in parts)  # a call of the function itself
     return (
-        "" if is_own else f"a call of {holder.f_code.co_name} in {_format(holder.f_code.co_filename, holder.f_lineno)}"
+        ""
+        if is_own
+        else f"a call of {holder.f_code.co_name} in {_format_place(holder.f_code.co_filename, holder.f_lineno)}"
     )
 
 
-def _format(file: str, line: int) -> str:
+def _format_place(file: str, line: int) -> str:
     folder = f"{Path.cwd()}/"
     return file.removeprefix(folder) + (f":{line}" if line else "")
 
@@ -236,7 +240,7 @@ def isinstance_of(thing: Any, kinds: type | tuple[type, ...]) -> bool:
 def own_names(thing: Any) -> dict[str, Any] | None:
     """Return the `__dict__` of an object without running code of its class, None if it has none."""
     if issubclass(type(thing), ModuleType):
-        return namespace(thing)
+        return module_namespace(thing)
     descriptor = type_attribute(type(thing), "__dict__")
     names = descriptor.__get__(thing) if type(descriptor) is GetSetDescriptorType else None
     return names if type(names) is dict else None
@@ -260,12 +264,12 @@ def loaded_modules() -> Iterator[tuple[str, ModuleType]]:
     """Yield the name and the module of each true module in `sys.modules`."""
     for module in sys.modules.copy().values():
         if issubclass(type(module), ModuleType):
-            name = namespace(module).get("__name__")
+            name = module_namespace(module).get("__name__")
             if isinstance(name, str):
                 yield name, module
 
 
-def namespace(module: ModuleType) -> dict[str, Any]:
+def module_namespace(module: ModuleType) -> dict[str, Any]:
     """Return the names in a module. Unlike `vars`, it does not load a lazy module."""
     names: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return names

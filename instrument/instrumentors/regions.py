@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import Any
 
 from instrument.instrumentors.execution import get_compiling_test
-from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
 from instrument.instrumentors.targets import matches
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, list_tensors
@@ -105,7 +105,7 @@ class Paths:
         place = self._places.get(id(module))
         return None if place is None else place[0]()
 
-    def known(self) -> set[str]:
+    def known_paths(self) -> set[str]:
         """Return the paths of all known modules, without roots."""
         return {self._path_from_root(key) for key in list(self._places)} - {""}
 
@@ -201,7 +201,7 @@ class SharedSites:
             site = self._sites.setdefault(key, replace_fields(make(), work=work))
             self._recorder.allow_muting(site)
         elif isinstance(site.work, ModuleWork):
-            site.work.follow(tensors)
+            site.work.watch_tensors(tensors)
         selected[site] = None
         return site
 
@@ -267,7 +267,7 @@ class Regions:
 
     def _replace_call(self, cls: Any, place: int = 0) -> None:
         """Record the calls of a class's objects. `place` is the index of the argument that is the module."""
-        self._undos.append(replace(cls, "__call__", self._wrap_call(cls.__call__, itemgetter(place))))
+        self._undos.append(replace_attribute(cls, "__call__", self._wrap_call(cls.__call__, itemgetter(place))))
 
     def _wrap_call(self, call: Any, module_of: Callable[[tuple[Any, ...]], Any]) -> Any:
         @functools.wraps(call)
@@ -293,7 +293,7 @@ class Regions:
                 FAULTS.note("compiled call of a module", fault)
             return out
 
-        self._undos.append(replace(module_type, "compile", compile))
+        self._undos.append(replace_attribute(module_type, "compile", compile))
         for module, _, _ in self._walk_models():
             take(module)
 
@@ -343,10 +343,12 @@ class Regions:
             return None
         rule, facts = selection[0], (("region", kind),)
 
-        def make() -> Site:
+        def make_site() -> Site:
             return Site(rule.name or name, "layer", instance=path, device=rule.device, attributes=facts)
 
-        return self._shared.select(selection, (name, kind, path), list_tensors(module) if rule.device else [], make)
+        return self._shared.select(
+            selection, (name, kind, path), list_tensors(module) if rule.device else [], make_site
+        )
 
     # ---------------------------------------------------------------- kinds of region
 

@@ -28,7 +28,7 @@ from instrument.instrumentors.arguments import (
     is_mapping_type,
     join_readers,
     parameter_of,
-    part_of,
+    read_part,
     read_value,
     split_steps,
 )
@@ -159,7 +159,7 @@ class _FactPath(NamedTuple):
         for step in self.steps:
             if value is None:
                 return None
-            value = part_of(value, step)
+            value = read_part(value, step)
         return None if value is None else self.take(value)
 
 
@@ -311,7 +311,7 @@ def _make_key_reader(keys: RequestKeys) -> ReadResult:
 
     def read(value: Any) -> Values:
         for step in steps:
-            value = part_of(value, step)
+            value = read_part(value, step)
         key = text(value)
         if not key and value is not None and not (issubclass(type(value), str) and not len(value)):
             raise UnreadError(f"{type(value).__name__}; {ALLOWED_KEYS}")
@@ -374,7 +374,7 @@ def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
 
         def plain(value: Any) -> Any:
             for step in steps:
-                value = part_of(value, step)
+                value = read_part(value, step)
             return value
 
         return plain
@@ -388,7 +388,7 @@ def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
         for step, attribute in attributes:
             kinds = set(map(type, some))
             has_keys = any(map(is_mapping_type, kinds))
-            some = [part_of(item, step) for item in some] if has_keys else list(map(attribute, some))
+            some = [read_part(item, step) for item in some] if has_keys else list(map(attribute, some))
         return some
 
     return read_each
@@ -400,17 +400,17 @@ def _text_maker(cut: str) -> Callable[[Any], str]:
     The text is "" for a value that cannot be a key.
     """
 
-    def plain(value: Any) -> str:
+    def make_plain_text(value: Any) -> str:
         return value if type(value) is str and len(value) <= KEY_LIMIT else key_text(value)
 
     if not cut:
-        return plain
+        return make_plain_text
     text_cache, expression = _ShortenedTexts(cut), re.compile(cut)
 
     def shorten(value: Any) -> str:
         if type(value) is str and KEY_LIMIT < len(value) <= CHECKSUM_CHARACTERS:
             return key_text(expression.sub("", value))  # the end of a long text decides its shortened form
-        return text_cache[plain(value)]
+        return text_cache[make_plain_text(value)]
 
     return shorten
 
@@ -419,12 +419,12 @@ def _texts_maker(cut: str) -> Callable[[list[Any]], tuple[str, ...]]:
     """Return a function that makes the texts of a list of keys."""
     text = _text_maker(cut)
 
-    def texts(keys: list[Any]) -> tuple[str, ...]:
+    def make_texts(keys: list[Any]) -> tuple[str, ...]:
         if not cut and set(map(type, keys)) <= {str} and max(map(len, keys), default=0) <= KEY_LIMIT:
             return tuple(keys)
         return tuple(map(text, keys))
 
-    return texts
+    return make_texts
 
 
 class _ShortenedTexts(dict[str, str]):

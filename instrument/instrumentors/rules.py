@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors import arguments, functions, targets
 from instrument.instrumentors.functions import Instrumentor, Probe, undo_all
-from instrument.instrumentors.lineages import Lineage, is_recorded, subclasses
+from instrument.instrumentors.lineages import Lineage, all_subclasses, is_recorded
 from instrument.instrumentors.references import (
     Kept,
     Name,
@@ -23,7 +23,7 @@ from instrument.instrumentors.references import (
     find_names,
     is_of_package,
     isinstance_of,
-    namespace,
+    module_namespace,
     own_names,
     rebind,
     type_namespace,
@@ -114,13 +114,13 @@ class Functions(Instrumentor):
             if key in self._lineages:
                 self._lineages[key] = lineage
             else:
-                lineage.end()
+                lineage.stop_watching()
         for module in modules:
             self.attach_to(module)
 
     @staticmethod
     def _is_in_lineage(probe: Probe, lineages: Mapping[tuple[int, str], Lineage]) -> bool:
-        return any(lineage.holds(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
+        return any(lineage.contains_method(probe.target.owner, probe.target.attribute) for lineage in lineages.values())
 
     def probes_by_name(self) -> Mapping[str, Any]:
         return {probe.target.label: probe.site for probe in self._probes}
@@ -149,9 +149,9 @@ class Functions(Instrumentor):
     def _attach_selected(self, module: ModuleType) -> bool:
         self._modules[names_of(module)[-1]] = module
         attachable = list(self._pick_targets(self._find_selected(module)))
-        shared = [target for _, target in attachable if functions.count_elsewhere(target) > 0]
+        shared = [target for _, target in attachable if functions.count_other_refs(target) > 0]
         names = find_names(target.function for target in shared)
-        tied = [target for target in shared if functions.count_elsewhere(target) > _count_others(target, names)]
+        tied = [target for target in shared if functions.count_other_refs(target) > _count_others(target, names)]
         counts = {id(target.function): functions.count_refs(target) - _count_others(target, names) for target in tied}
         raws = {id(target.raw) for target in tied}
         search = Search(Kept(target.function for target in tied), counts, lambda obj: id(obj) in raws or _is_ours(obj))
@@ -164,8 +164,8 @@ class Functions(Instrumentor):
             elif (probe := self._attach_target(index, target)) is not None:
                 probes.setdefault(id(target.function), (index, probe))
         for owner, name, key in names:
-            if key in probes and id(namespace(owner).get(name)) == key:
-                namespace(owner)[name] = probes[key][1].wrapped
+            if key in probes and id(module_namespace(owner).get(name)) == key:
+                module_namespace(owner)[name] = probes[key][1].wrapped
         for owner, name, key in search.in_classes:
             if key in probes:
                 probes[key][1].set_in_class(owner, name)
@@ -202,7 +202,7 @@ class Functions(Instrumentor):
             undo_all(self._pickling)
             lineages, self._lineages = self._lineages, {}
             for lineage in lineages.values():
-                lineage.end()
+                lineage.stop_watching()
             probes, self._probes = list(self._probes), {}
             self._remove_probes(probes)
 
@@ -247,7 +247,7 @@ class Functions(Instrumentor):
         for index, rule in enumerate(self.rules):
             for text in rule.match:
                 for name in _match_name(text, module):
-                    things = list(targets.find(module, text, name))
+                    things = list(targets.find_functions(module, text, name))
                     if text.endswith(targets.SUBCLASSES):
                         things += [thing for base_thing in things for thing in self._find_overrides(index, base_thing)]
                     selected.update(((index, thing.label), thing) for thing in things if not _is_excluded(rule, thing))
@@ -261,11 +261,11 @@ class Functions(Instrumentor):
         if key not in self._lineages:
             lineage = self._lineages[key] = Lineage(thing.owner, thing.attribute, self._attach_subclass)
             for target in [probe.target for probe in self._probes]:
-                if lineage.holds(target.owner, target.attribute):
+                if lineage.contains_method(target.owner, target.attribute):
                     lineage.add_class(target.owner)
         self._wanting.setdefault(key, set()).add(index)
         for cls in self._lineages[key].overrides():
-            yield from targets.override(cls, thing.attribute)
+            yield from targets.find_in_override(cls, thing.attribute)
 
     def _attach_subclass(self, cls: type[Any]) -> None:
         """Attach probes to the overrides in a new subclass that rules select."""
@@ -274,7 +274,7 @@ class Functions(Instrumentor):
                 (index, thing.label): thing
                 for index, rule in enumerate(self.rules)
                 for attribute in self._selected_overrides(index, cls)
-                for thing in targets.override(cls, attribute)
+                for thing in targets.find_in_override(cls, attribute)
                 if not _is_excluded(rule, thing)
             }
             for index, target in list(self._pick_targets(selected)):
@@ -283,7 +283,7 @@ class Functions(Instrumentor):
     def _selected_overrides(self, index: int, cls: type[Any]) -> Iterator[str]:
         """Yield the names of the overrides in a class that a rule selects."""
         for key, lineage in self._lineages.items():
-            is_below = cls is not lineage.base and lineage.holds(cls, lineage.attribute)
+            is_below = cls is not lineage.base and lineage.contains_method(cls, lineage.attribute)
             if is_below and index in self._wanting.get(key, ()) and lineage.attribute in type_namespace(cls):
                 yield lineage.attribute
 
@@ -381,7 +381,7 @@ class Functions(Instrumentor):
     def _make_lineage_test(self, target: Target) -> Passes | None:
         """Return the test for calls that another class's probe records, None if no rule has a `+`."""
         for lineage in self._lineages.values():
-            if lineage.holds(target.owner, target.attribute):
+            if lineage.contains_method(target.owner, target.attribute):
                 if target.owner is lineage.base:
                     lineage.watch()
                 return lineage.add_class(target.owner)
@@ -431,7 +431,7 @@ class Functions(Instrumentor):
             return verdict
         labels = [
             targets.override_label(cls, attribute)
-            for cls in subclasses(owner)
+            for cls in all_subclasses(owner)
             if attribute in type_namespace(cls) and not is_recorded(cls, attribute)
         ]
         missed = [label for label in sorted(labels) if not any(_matches_label(text, label) for text in rule.exclude)]
@@ -475,7 +475,7 @@ class Functions(Instrumentor):
 
     def _has_unseen(self, rule: FunctionRule, module: ModuleType) -> bool:
         """Return True if a module has functions that a rule selects."""
-        things = (thing for text in rule.match for thing in targets.find(module, text))
+        things = (thing for text in rule.match for thing in targets.find_functions(module, text))
         return any(isinstance(thing, Target) for thing in things)
 
 
@@ -483,7 +483,7 @@ def _count_others(target: Target, names: Sequence[Name]) -> int:
     """Count the names of a target's function in modules, except the target's own name."""
     space = None if isinstance_of(target.owner, type) else own_names(target.owner)
     of_function = [name for name in names if name.key == id(target.function)]
-    return sum(namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
+    return sum(module_namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
 
 
 def _is_ours(holder: Any) -> bool:

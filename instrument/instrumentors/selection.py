@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.families import FAMILIES, KEEPING, packages_of, rules_of
 from instrument.instrumentors.functions import Instrumentor, Undo, detach_decorated
-from instrument.instrumentors.references import loaded_modules, namespace
+from instrument.instrumentors.references import loaded_modules, module_namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
@@ -309,7 +309,7 @@ class Selection:
     def look_for_connections(self) -> None:
         """Look for ports of this process that have connections, if no request has been recorded."""
         is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
-        if is_asked and environment.listens():
+        if is_asked and environment.has_listening_socket():
             connections = environment.connections_of(Path("/proc/self"))
             self.note_connections(connections.open | connections.closed)
 
@@ -344,4 +344,4 @@ def _is_wanted(family: Instrumentor, module: ModuleType) -> bool:
 
 
 def _is_being_imported(module: ModuleType) -> bool:
-    return bool(getattr(namespace(module).get("__spec__"), "_initializing", False))
+    return bool(getattr(module_namespace(module).get("__spec__"), "_initializing", False))

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo, replace
+from instrument.instrumentors.functions import Instrumentor, Undo, replace_attribute
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -128,7 +128,7 @@ class StartupWatch(Instrumentor):
             with span(), method(self, *args, **kwargs):
                 yield
 
-        self._undos.append(replace(owner, "install_callbacks", install_callbacks))
+        self._undos.append(replace_attribute(owner, "install_callbacks", install_callbacks))
         self._dynamo = Verdict("startup", "attached", "torch.compile")
 
 
@@ -240,7 +240,7 @@ class ImportTimes:
             sums[3] += inside_ns
             self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
-    def packages(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
+    def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
         """Return the times of the finished imports by package.
 
         `request_ns` is the start time of the first request. Up to `NEWEST` imports after that are summed separately.

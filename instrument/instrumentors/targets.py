@@ -39,7 +39,7 @@ from instrument import native
 from instrument.instrumentors.references import (
     Kept,
     isinstance_of,
-    namespace,
+    module_namespace,
     own_names,
     type_attribute,
     type_namespace,
@@ -116,7 +116,7 @@ class Unreachable:
 
 
 @lru_cache(maxsize=4096)
-def pattern(text: str) -> Pattern[str]:
+def compile_dotted_pattern(text: str) -> Pattern[str]:
     """Compile a dotted pattern, in which `*` matches within a segment and `**` matches any number of segments."""
     segments = text.split(".")
     last = len(segments) - 1
@@ -131,7 +131,7 @@ def pattern(text: str) -> Pattern[str]:
 
 def matches(text: str, name: str) -> bool:
     """Return True if a dotted name matches a dotted pattern."""
-    return pattern(text).match(name) is not None
+    return compile_dotted_pattern(text).match(name) is not None
 
 
 def site_of(
@@ -166,7 +166,7 @@ def qualname_of(function: Any) -> str:
     return qualname.rpartition("<locals>.")[2]
 
 
-def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
+def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
     """Yield the functions of a module that the qualname of a pattern selects, without running code of the module.
 
     `name` is the module's name in labels, such as `__main__`. It defaults to the module's own.
@@ -180,7 +180,7 @@ def find(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Un
             if not (is_made_in_c and "*" in match.partition(":")[0]):
                 yield thing
         first = qualname.partition(".")[0]
-        holder = namespace(module).get(first)
+        holder = module_namespace(module).get(first)
         inner_class = None if "*" in first else _find_class_inside(holder, module.__name__, first)
         if inner_class is not None:
             yield from _add_notes(
@@ -211,7 +211,7 @@ def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label:
         return
     value = _raw_attribute(owner, last)
     if value is None:
-        if owner is module and "__getattr__" in namespace(module):
+        if owner is module and "__getattr__" in module_namespace(module):
             why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
             yield Unreachable(label, why)
         return
@@ -267,7 +267,7 @@ def _find_all(
     `called` is the module's name in labels. `methods_of` limits the search to public methods that this module defines.
     """
     home = methods_of or module.__name__
-    names = namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
+    names = module_namespace(owner) if isinstance_of(owner, ModuleType) else type_namespace(owner)
     for attribute, raw in list(names.items()):
         name = prefix + attribute
         if isinstance_of(raw, type):
@@ -310,7 +310,7 @@ def _is_function(thing: Any) -> bool:
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or site_on(thing) is not None
 
 
-def override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
+def find_in_override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
     """Yield the functions in a method that a class itself defines, as targets."""
     home: str = type_attribute(cls, "__module__")
     yield from _find_in_value(home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute))

@@ -17,8 +17,8 @@ from instrument.instrumentors.copies import (
     Facts,
     PatchedFunctions,
     Transfer,
-    argument,
     direction_between,
+    read_argument,
 )
 from instrument.instrumentors.execution import get_compiling_test
 from instrument.recording.spans import Work
@@ -116,7 +116,7 @@ def _read_conversion(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 def _read_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
     """Return the transfer of `target.copy_(source)`."""
-    source = argument(args, kwargs, 1, "src", kwargs.get("other"))
+    source = read_argument(args, kwargs, 1, "src", kwargs.get("other"))
     if not hasattr(source, "device") or source is out:
         return None
     return _make_transfer(source, out, out.device, _is_asynchronous(args[1:], kwargs), overwrites=True)
@@ -152,7 +152,7 @@ def _read_storage_move(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _read_storage_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
-    source = argument(args, kwargs, 1, "source")
+    source = read_argument(args, kwargs, 1, "source")
     direction = device_direction(source.device, out.device)
     return None if direction is None else Transfer(direction, source.nbytes(), not _is_asynchronous(args[1:], kwargs))
 

@@ -32,8 +32,8 @@ from typing import Any
 
 from instrument.errors import error_name
 from instrument.instrumentors.execution import exclude_from_compiler, get_compiling_test, get_evaluator_setter
-from instrument.instrumentors.functions import Switch, replace
-from instrument.instrumentors.lineages import subclasses
+from instrument.instrumentors.functions import Switch, replace_attribute
+from instrument.instrumentors.lineages import all_subclasses
 from instrument.instrumentors.targets import site_of
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
@@ -102,11 +102,13 @@ class Phases(Switch):
         self._exclude_functions = functools.partial(exclude_from_compiler, torch)
         self._exclude_functions((self._run_call, _unwrap_model))
         module_type = torch.nn.Module
-        self._undos.append(replace(module_type, "__call__", self._wrap_call(module_type.__call__)))
+        self._undos.append(replace_attribute(module_type, "__call__", self._wrap_call(module_type.__call__)))
         autograd = torch.autograd
         # Both backward() and grad() call it. Compilers know those two by identity, but not this one.
         engine = "_engine_run_backward" if hasattr(autograd, "_engine_run_backward") else "backward"
-        self._undos.append(replace(autograd, engine, self._wrap_function(BACKWARD, getattr(autograd, engine))))
+        self._undos.append(
+            replace_attribute(autograd, engine, self._wrap_function(BACKWARD, getattr(autograd, engine)))
+        )
         self._watch_optimizers(torch.optim.Optimizer)
 
     def undo(self) -> None:
@@ -238,8 +240,8 @@ class Phases(Switch):
                 FAULTS.note("step of an optimizer", fault)
             return out
 
-        self._undos.append(replace(base, "_patch_step_function", _patch_step_function))
-        for cls in subclasses(base):
+        self._undos.append(replace_attribute(base, "_patch_step_function", _patch_step_function))
+        for cls in all_subclasses(base):
             if hasattr(vars(cls).get("step"), "hooked"):
                 attach(cls)
 
@@ -254,7 +256,7 @@ class Phases(Switch):
             if cls.__qualname__ not in self._lacking:
                 self._lacking.append(cls.__qualname__)
             return
-        self._undos.append(replace(owner, "step", self._wrap_function(OPTIMIZER, step)))
+        self._undos.append(replace_attribute(owner, "step", self._wrap_function(OPTIMIZER, step)))
 
 
 def _unwrap_model(thing: Any) -> Any:
@@ -348,7 +350,7 @@ class Comm(Switch):
         around.append((work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait)))
         functions = (*vars(Comm).values(), *vars(_Issued).values(), _try_call, _group_attributes, _measure_largest)
         exclude_from_compiler(module.torch, (*functions, *(wrapper for _, _, wrapper in around)))
-        self._undos += [replace(owner, method, wrapper) for owner, method, wrapper in around]
+        self._undos += [replace_attribute(owner, method, wrapper) for owner, method, wrapper in around]
 
     def undo(self) -> None:
         super().undo()

@@ -56,9 +56,9 @@ class ModuleWork:
     def __init__(self, tensors: Iterable[Any]) -> None:
         self._devices: tuple[int, ...] = ()
         self._tensors: list[weakref.ref[Any]] = []
-        self.follow(tensors)
+        self.watch_tensors(tensors)
 
-    def follow(self, tensors: Iterable[Any]) -> None:
+    def watch_tensors(self, tensors: Iterable[Any]) -> None:
         """Watch the given tensors from now on. Do nothing while an already watched tensor exists."""
         if self.current_devices() is None:
             by_device = {tensor.device: tensor for tensor in tensors}
@@ -184,7 +184,7 @@ class CallWork:
                     return devices
             elif issubclass(kind, _CONTAINERS):
                 tensors += [part for part in islice(_list_parts(thing), ITEMS) if issubclass(type(part), tensor_type)]
-        if (self._names or self._cells) and (devices := self._named.devices(self._find_named_models, None)):
+        if (self._names or self._cells) and (devices := self._named.find_devices(self._find_named_models, None)):
             return devices
         return tuple(sorted({tensor.device.index for tensor in tensors if tensor.is_cuda}))
 
@@ -195,7 +195,7 @@ class CallWork:
             if len(self._caches) >= KEPT:
                 self._caches.clear()
             self._caches[id(thing)] = entry
-        return entry.devices(lambda thing: find_models([thing], self._torch.nn.Module), thing)
+        return entry.find_devices(lambda thing: find_models([thing], self._torch.nn.Module), thing)
 
     def _find_named_models(self, _: None) -> Sequence[Any]:
         """Return the models in the globals that the function's code names, and in its closure."""
@@ -221,7 +221,7 @@ class _DeviceCache:
         self._work: ModuleWork | None = None
         self._calls, self._pause = 0, 1
 
-    def devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
+    def find_devices(self, models: Callable[[Any], Sequence[Any]], thing: Any) -> tuple[int, ...]:
         """Return the devices of the models that `models(thing)` finds, from the cache if possible."""
         devices = None if self._work is None else self._work.current_devices()
         if devices is not None:

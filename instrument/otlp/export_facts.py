@@ -79,7 +79,7 @@ class Ids:
         lows: NDArray[np.uint64] = mix_bits(numbers + self._trace_seeds[1])
         return lows
 
-    def many(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
+    def make_ids(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
         """Return the span ids of the recorder's numbers. With part 1 or 2, return the upper or lower halves of trace
         ids."""
         return mix_span_ids(self.seeds[part], numbers)

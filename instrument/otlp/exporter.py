@@ -175,7 +175,7 @@ class Exporter:
             if self._thread is not None and self._thread.is_alive():
                 return
             sender = self._open_sender()
-            thread = Thread(partial(self._run, sender), THREAD_NAME, partial(self._is_current, sender))
+            thread = Thread(partial(self._run_thread, sender), THREAD_NAME, partial(self._is_current, sender))
             self._thread, self._is_patient = thread, True
         try:
             thread.start()
@@ -341,7 +341,7 @@ class Exporter:
         if self._detected is not None:
             self._detected = drop_parent_id(self._detected)
 
-    def _run(self, sender: Sender) -> None:
+    def _run_thread(self, sender: Sender) -> None:
         """Run the export thread: send the waiting spans every second, when enough bytes wait, or on request."""
         while self._is_current(sender):
             try:
@@ -372,7 +372,7 @@ class Exporter:
                 request = self._queue.take_next() if self._is_current(sender) else None
             if request is None:
                 return
-            self._deliver(sender, request)
+            self._deliver_request(sender, request)
 
     def _list_metrics(self) -> list[Metrics]:
         return [metered.metrics for metered in self._metered if metered.metrics is not None]
@@ -428,7 +428,7 @@ class Exporter:
             self._metrics_deferred_until_ns = time.monotonic_ns() + round(min(verdict.wait_s, HOLD_LIMIT_S) * 1e9)
         return verdict
 
-    def _deliver(self, sender: Sender, request: QueuedRequest) -> None:
+    def _deliver_request(self, sender: Sender, request: QueuedRequest) -> None:
         """Send one request, in halves if it is too large for the collector, and settle its spans. If the collector asks
         for a pause, all spans wait, and then the request is sent again."""
         timeout_ns = self._settings.timeout_ns
@@ -456,7 +456,7 @@ class Exporter:
             with self._queue.lock:
                 halves = self._queue.replace_request(request, split_request(request.data))
             for half in halves:
-                self._deliver(sender, half)
+                self._deliver_request(sender, half)
             return
         with self._queue.lock:
             if not self._is_current(sender):

@@ -26,7 +26,15 @@ from typing import TYPE_CHECKING, Any
 from instrument.errors import ExportError
 from instrument.otlp.metrics import Metered, convert_samples
 from instrument.otlp.packing import Exponential, encode_varint, encode_zigzag, make_exponential, pack_field, pack_text
-from instrument.recording.distributions import Distribution, Exemplar, Labels, Metric, Snapshot, bucket_middle, summed
+from instrument.recording.distributions import (
+    Distribution,
+    Exemplar,
+    Labels,
+    Metric,
+    Snapshot,
+    bucket_middle,
+    sum_metrics,
+)
 from instrument.recording.metric_definitions import (
     BOUNDS_ITEMS,
     BOUNDS_S,
@@ -130,7 +138,7 @@ def _make_totals(parts: Sequence[tuple[Labels, Metered]]) -> Iterator[MetricAndO
         for labels, part in parts
         for metric in (part.snapshot.metrics if part.snapshot is not None else ())
     ]
-    for metric in summed(metrics):
+    for metric in sum_metrics(metrics):
         yield metric, parts[-1][1].origin
 
 

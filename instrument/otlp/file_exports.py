@@ -32,7 +32,7 @@ from instrument.recording.memory_layout import OVERWRITTEN
 from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.faults import logger
 from instrument.trace import file as saved_file
-from instrument.trace.dataset import DatasetProcess, pyarrow
+from instrument.trace.dataset import DatasetProcess, import_pyarrow
 from instrument.trace.dataset_files import DatasetWriter, Folder
 from instrument.trace.dataset_rows import ProcessWindow, SettledRows, make_window_tables
 from instrument.trace.decisions import RememberedTraces
@@ -66,7 +66,7 @@ def settings_from(document: Mapping[str, Any]) -> Parquet:
 
 def limit_pyarrow() -> None:
     """Make pyarrow use one thread, and return freed memory to the system. Only for processes of our own."""
-    arrow = pyarrow()
+    arrow = import_pyarrow()
     arrow.set_cpu_count(1)
     arrow.set_memory_pool(arrow.system_memory_pool())
 
@@ -162,7 +162,7 @@ class DatasetExport:
         intervals_of = [member.intervals_of for member in members]
         try:
             rows = SettledRows(decisions, processes, intervals_of, self._remembered, now_ns)
-            self.put(rows.tables(np.array([member.dataset is self for member in members], np.bool_)))
+            self.put(rows.make_tables(np.array([member.dataset is self for member in members], np.bool_)))
         except Exception as fault:  # what another process has recorded may be anything
             self._count_lost(1, f"{type(fault).__name__}: {fault}")
 
@@ -201,7 +201,7 @@ class DatasetExport:
         if self._writer is None:
             self._writer = DatasetWriter(self._local, f"{self._name}-{self._number}", fills=not self._number)
         try:
-            self._writer.write(name, pyarrow().concat_tables(parts).combine_chunks())
+            self._writer.write(name, import_pyarrow().concat_tables(parts).combine_chunks())
         except OSError as problem:
             self._discard_unfinished(problem)
 

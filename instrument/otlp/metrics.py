@@ -112,7 +112,7 @@ class Metrics:
                 "is_noted": self._has_metrics,
             }
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
+    def restore_state(self, state: Mapping[str, Any]) -> None:
         """Go on from the state of another exporter. Raise one of `export_checkpoint.DAMAGED` if it is malformed."""
         values: dict[tuple[str, Labels], TimedValue] = {
             (str(name), labels_from_json(labels)): (
@@ -230,7 +230,7 @@ class Metrics:
         if metric.kind in self._deltas:
             before, start_ns = self._delivered_values.get((metric.name, labels), (None, start_ns))
             if isinstance(value, Distribution):
-                since = value.since(before) if isinstance(before, Distribution) else value
+                since = value.subtract_state(before) if isinstance(before, Distribution) else value
                 if not since.count:
                     return None
                 sent_value = make_exponential(since, has_extremes=before is None)

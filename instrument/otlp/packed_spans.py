@@ -35,7 +35,7 @@ from instrument.otlp.span_forms import Form, Objects, PackedRows, Part, RareMemb
 from instrument.recording.spans import AttributeValue, Origin, Span
 from instrument.recording.trace_context import OWN_TRACE_FLAGS, LinkedSpan, RemoteParent
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, numbered, sort_stably
+from instrument.trace.indices import NONE, number_combinations, sort_stably
 from instrument.trace.joined import Joined
 from instrument.trace.request_trees import find_outer_spans
 from instrument.trace.trace import MergedProcess
@@ -98,7 +98,7 @@ class SpanPacker:
 
     def _pack_block(self, rows: Int64s) -> PackedRows:
         trace, count = self._trace, len(rows)
-        ids, (number, sets) = self._ids.of(rows), trace.attributes.distinct(rows)
+        ids, (number, sets) = self._ids.of(rows), trace.attributes.distinct_sets(rows)
         pieces, size = self._make_pieces_without_heads(rows, ids, number, sets)
         starts, ends = trace.start_ns[rows], trace.end_ns[rows]
         task, active = trace.task_id[rows], trace.active_ns[rows]
@@ -135,7 +135,9 @@ class SpanPacker:
         size += len(form.end)
         rare = np.flatnonzero((number != NONE) | (error != NONE) | clipped | (more > 0))
         if len(rare):
-            group, firsts = numbered(number[rare] + 1, site[rare], error[rare] + 1, clipped[rare], more[rare])
+            group, firsts = number_combinations(
+                number[rare] + 1, site[rare], error[rare] + 1, clipped[rare], more[rare]
+            )
             parts = [
                 self._make_row_pieces(
                     int(rows[at]), {} if number[at] == NONE else sets[int(number[at])], bool(more[at])
@@ -160,7 +162,7 @@ class SpanPacker:
         stated = np.flatnonzero(self._ids.have_states[remote])
         if len(stated):
             states, lengths = _make_pieces_by_row(
-                lambda number: self._form.state(self._ids.state(number)), remote[stated]
+                lambda number: self._form.state(self._ids.state_of(number)), remote[stated]
             )
             pieces[stated, 3] = states + pieces[stated, 3]
             size[stated] += lengths
@@ -256,12 +258,12 @@ class SpanPacker:
         for name, (values, is_there) in numbers.items():
             columns[name], width = values, form.widths(name, values)
             widths[name] = width if is_there is None else width * is_there
-        kind, firsts = numbered(*widths.values())
+        kind, firsts = number_combinations(*widths.values())
         layouts = [{name: int(width[first]) for name, width in widths.items()} for first in firsts.tolist()]
         bare = np.array([_sum_sizes(form.head({**layout, "length": 0})) for layout in layouts], dtype=np.int64)
         columns["length"] = bare[kind] + size - form.around
         length_widths = form.length_widths(columns["length"])
-        groups, firsts = numbered(kind, length_widths)
+        groups, firsts = number_combinations(kind, length_widths)
         order = sort_stably(groups, len(firsts))
         bounds = np.searchsorted(groups[order], np.arange(len(firsts) + 1)).tolist()
         for group, first in enumerate(firsts.tolist()):
@@ -307,7 +309,7 @@ def _make_table(values: Sequence[bytes]) -> tuple[Objects, Int64s]:
 def _make_pieces_by_row(make: Callable[..., bytes], *columns: NDArray[Any]) -> tuple[Objects, Int64s]:
     """Return the piece of each row, and its size. `make` is called once per distinct combination of the columns'
     values."""
-    group, firsts = numbered(*columns)
+    group, firsts = number_combinations(*columns)
     pieces, lengths = _make_table(list(map(make, *(column[firsts].tolist() for column in columns))))
     return pieces[group], lengths[group]
 
@@ -373,7 +375,7 @@ class SpanIds:
             flags[with_remote[tops & (parents != 0) & ~self._local[place]]] |= IS_REMOTE
         return RowIds(high, low, span_ids, above, flags, is_root, remote)
 
-    def state(self, remote: int) -> str:
+    def state_of(self, remote: int) -> str:
         """Return the `tracestate` of a remote parent by its number, "" for none."""
         return "" if remote == NONE else self._remotes[remote].state
 

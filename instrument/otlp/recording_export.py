@@ -40,7 +40,7 @@ from instrument.recording.spans import Span
 from instrument.recording.trace_context import is_sampled
 from instrument.runtime.unpatched import RLock
 from instrument.trace.columns import DeviceIntervals, Int64s
-from instrument.trace.of_recording import read_origin, saved_of
+from instrument.trace.of_recording import read_origin, read_saved
 from instrument.trace.request_trees import Interruptions
 from instrument.trace.sent_rows import Settled, Settling
 from instrument.trace.trace import columns_of_spans, spans_of
@@ -197,7 +197,7 @@ class RecordingExport:
         if trace is not None:
             trace = reading.times.join(trace, self.mapped.settled_ns() or NOTHING_TO_COME)
             rows, hits = reading.interruptions.attach(trace)
-            is_first = trace.of_kind("request") & (trace.span_id == trace.root_id)
+            is_first = trace.are_of_kind("request") & (trace.span_id == trace.root_id)
             for request in spans_of(trace, rows[is_first[rows]]):
                 reading.metering.note_kept(request)
         with self._lock:
@@ -341,7 +341,7 @@ class RecordingExport:
             rows = reading.reader.rows
             rows.sampler.wanted |= {span.root_id for span in spans} & {span.root_id for span in rows.opened.values()}
 
-    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+    def select_unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans that were not and will not be sent. All rows of ended spans must have been read."""
         reading = self._reading
         if reading is None:
@@ -354,7 +354,7 @@ class RecordingExport:
 
     def spans_of(self, begin_ns: int, end_ns: int) -> list[Span]:
         """Return the ended spans of an interval that the recording still has."""
-        spans = saved_of(self.mapped, begin_ns).trace.spans
+        spans = read_saved(self.mapped, begin_ns).trace.spans
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
     def send(self, spans: Sequence[Span]) -> None:
@@ -430,7 +430,7 @@ class RecordingExport:
             if reading is not None:
                 fates[METRICS_LOST] += reading.metering.drop_at_end()
             if self.is_ours and not self._is_superseded() and progress.generation == self._generation:
-                fates["unread"] += self._place.unread()  # nobody counts it once this is reported
+                fates["unread"] += self._place.count_unread()  # nobody counts it once this is reported
             progress.is_reported, progress.before = True, Progress().before
             if self.is_ours:
                 self._place.write(progress)
@@ -478,13 +478,13 @@ class ExportedRun:
 
     def read_new(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
         """Read the new rows of all recordings, in up to `MOST_LOOKS` looks. Return True if rows are left."""
-        return all(self.look(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
+        return all(self.read_and_settle(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
 
     def read_rest(self, end: float) -> None:
         """Read and settle all rows of all recordings, until the time `end` of the monotonic clock."""
-        while (self.look() or self.is_behind) and time.monotonic() < end:
+        while (self.read_and_settle() or self.is_behind) and time.monotonic() < end:
             time.sleep(FULL_RETRY_S if self.is_behind else 0)
-        while self.look(is_last=True) and time.monotonic() < end:
+        while self.read_and_settle(is_last=True) and time.monotonic() < end:
             pass
 
     def send_now(self, member: RecordingExport) -> bool:
@@ -502,7 +502,9 @@ class ExportedRun:
         metered_of = {member.key: member.metered() for member in self.members.values() if member in members}
         return {key: metered for key, metered in metered_of.items() if metered is not None}
 
-    def look(self, *, is_last: bool = False, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
+    def read_and_settle(
+        self, *, is_last: bool = False, at_once: bool = False, metered: RecordingExport | None = None
+    ) -> bool:
         """Read all recordings, and settle the requests that are due: all ended ones if `at_once`, all if `is_last`.
 
         Send the metrics of `metered`. Return True if a recording has more rows.
@@ -573,7 +575,7 @@ class _Reading:
         self, mapped: Mapped, progress: Progress, facts: ExportFacts, exporter: Exporter, place: ExportCheckpoint,
         sends: bool,
     ) -> None:  # fmt: skip
-        monotonic_ns, realtime_ns = clock.pair()  # both clocks of the machine are read anew
+        monotonic_ns, realtime_ns = clock.read_clocks()  # both clocks of the machine are read anew
         origin = replace(read_origin(mapped.header), monotonic_ns=monotonic_ns, realtime_ns=realtime_ns)
         self.facts = facts
         self.threads: Mapping[int, str] = {}
@@ -591,7 +593,7 @@ class _Reading:
     def change(self, facts: ExportFacts) -> None:
         """Apply the process's newest facts."""
         self.facts = facts
-        self.metering.change(facts)
+        self.metering.change_facts(facts)
         self.reader.rows.spans_per_request = facts.spans_per_request
         if facts.capture != self.reader.rows.sampler.capture:
-            self.reader.rows.sampler.change(facts.capture)
+            self.reader.rows.sampler.change_settings(facts.capture)

@@ -106,7 +106,7 @@ class Metering:
         self._has_last = self._is_said = False
         self.unsaved = 0
         """The number of requests whose queue time was counted since the state was last written."""
-        self.change(facts)
+        self.change_facts(facts)
         self._count_earlier_rows(self._restore(self._place.read_meter()))
         exporter.add_metrics(self._source)
 
@@ -116,7 +116,7 @@ class Metering:
             return {}
         try:
             self._meter.restore(saved.meter)
-            self.metrics.go_on(saved.delivered)
+            self.metrics.restore_state(saved.delivered)
         except DAMAGED:
             return {}  # it is no state of ours
         self._state, self._settled_ns, self._due_ns = saved, saved.settled_ns, 0
@@ -131,7 +131,7 @@ class Metering:
             if self._meter.watches:
                 self._meter.count_parts(rows, self._facts.metered.streams)
 
-    def change(self, facts: ExportFacts) -> None:
+    def change_facts(self, facts: ExportFacts) -> None:
         """Apply the newest facts of the process. They name the functions that generate items. Their rows that were read
         before are counted now."""
         self._facts = facts
@@ -139,7 +139,7 @@ class Metering:
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
         self._meter.groups = GROUPS.setdefault((self._service, facts.metered.by), set())
         self._meter.watches = facts.metered.watches
-        if rows := self._reader.watched(goes_on=facts.metered.watches):
+        if rows := self._reader.take_watched_rows(goes_on=facts.metered.watches):
             self._meter.count_parts(rows, facts.metered.streams)
 
     # ---------------------------------------------------------------- counting
@@ -162,7 +162,7 @@ class Metering:
         if meters:
             self._asked_ns, self._due_ns = time.monotonic_ns(), 0
         if (self._is_due or scrapes) and self._facts.metered.asks and self._ended is None:
-            self._ended = time.monotonic_ns(), self._meter.ended()
+            self._ended = time.monotonic_ns(), self._meter.count_ended()
 
     def after_read(self, *, is_complete: bool) -> None:
         """Take a snapshot if one is due, after the recording was read. `is_complete` is True if it was read to its
@@ -214,7 +214,7 @@ class Metering:
     def _make_snapshot(self) -> Snapshot | None:
         """Return the current totals. Return None if there is nothing to send."""
         if (newest := decode_facts(self._mapped.header.facts.get("export"))) is not None:
-            self.change(newest)
+            self.change_facts(newest)
         facts = self._facts.metered
         numbers = tuple(metrics_of(numbers_in(self._mapped)[1]))
         if not (facts.asks and self._has_recorded()):
@@ -233,9 +233,11 @@ class Metering:
     def _make_sdk_metrics(self) -> list[Metric]:
         """Return OpenTelemetry's own metrics of an SDK: the spans that were recorded, sampled and exported."""
         fates, live = self._fates, 0 if self._meter.has_ended else len(self._mapped.open_spans())
-        started = sum(self._mapped.heads().values()) + self._mapped.ended_rows + live
+        started = sum(self._mapped.read_heads().values()) + self._mapped.ended_rows + live
         processed, exported = (
-            self._meter.rising(metric.name, {error: sum(map(fates.__getitem__, lost)) for error, lost in of.items()})
+            self._meter.keep_rising(
+                metric.name, {error: sum(map(fates.__getitem__, lost)) for error, lost in of.items()}
+            )
             for metric, of in ((PROCESSED_SPANS, _PROCESSOR_ERRORS), (EXPORTED_SPANS, _EXPORT_ERRORS))
         )
         exporter = self._exporter.component if self._sends else "instrument.file_span_exporter"
@@ -258,7 +260,7 @@ class Metering:
 
     def _has_recorded(self) -> bool:
         """Return True if the process has recorded a span. Many processes only start others."""
-        has_rows = sum(self._mapped.heads().values()) or self._mapped.ended_rows
+        has_rows = sum(self._mapped.read_heads().values()) or self._mapped.ended_rows
         return bool(has_rows or (not self._meter.has_ended and self._reader.open_rows()))
 
     # ---------------------------------------------------------------- the end
@@ -269,7 +271,7 @@ class Metering:
             self._has_last = self._meter.has_ended = True
             until_ns = time.monotonic_ns()
             if self._facts.metered.asks:
-                self._ended = until_ns, self._meter.ended()
+                self._ended = until_ns, self._meter.count_ended()
                 self._settle_ended()
             self._take_snapshot(until_ns)
 

@@ -66,7 +66,7 @@ class RecordingReader:
 
     # ---------------------------------------------------------------- what the meter asks
 
-    def watched(self, *, goes_on: bool) -> list[Row]:
+    def take_watched_rows(self, *, goes_on: bool) -> list[Row]:
         """Return the rows of generators and batches since the last call. With `goes_on`, later rows are collected for
         the next call."""
         rows, self._watched = self._watched or [], [] if goes_on else None
@@ -85,8 +85,8 @@ class RecordingReader:
 
     def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the current totals of the sites that `is_counted` selects in a call tree: of requests by default."""
-        tally = self._mapped.tally(is_counted or (lambda tree: tree.by_site(is_request)))
-        return tally.merged() if merged else tally
+        tally = self._mapped.tally(is_counted or (lambda tree: tree.map_sites(is_request)))
+        return tally.merge_threads() if merged else tally
 
     def reread(self, places: Mapping[int, int]) -> Iterator[list[Row]]:
         """Read rows of requests, generators and batches again, from `places` up to the rows that were read last."""
@@ -159,7 +159,7 @@ class RecordingReader:
 
     def _read_pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
         """Yield all rows in the rings from `places` on, `ROWS_AT_ONCE` at a time."""
-        until = self._mapped.heads()
+        until = self._mapped.read_heads()
         while any(places.get(ring, 0) < head for ring, head in until.items()):
             rings = self._mapped.rows(places, ROWS_AT_ONCE)
             yield rings
@@ -191,7 +191,7 @@ class DeviceTimes:
         Rows that ended by `settled_ns` have all of them. Call it for many rows at once, because it reads all intervals
         since the first row began.
         """
-        asking = np.flatnonzero(trace.of_sites([bool(site.device) for site in trace.sites]))
+        asking = np.flatnonzero(trace.are_of_sites([bool(site.device) for site in trace.sites]))
         if not len(asking):
             return trace
         device = self.intervals_of(trace.span_id, asking, trace.start_ns)

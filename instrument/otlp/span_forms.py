@@ -35,7 +35,7 @@ from instrument.otlp.packing import (
 )
 from instrument.recording.trace_context import LinkedSpan
 from instrument.trace.columns import Int64s
-from instrument.trace.indices import firsts_of
+from instrument.trace.indices import find_group_starts
 from instrument.trace.text import INT64
 
 Objects = NDArray[np.object_]
@@ -181,7 +181,7 @@ def json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roo
     line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
     head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')
     head, tail = head + b'"spans":[', b"]" + tail + b"\n"
-    places = np.append(firsts_of(roots)[1:], len(roots))
+    places = np.append(find_group_starts(roots)[1:], len(roots))
     place, end = 0, 0
     is_open = False
     for pieces, _, row_ends in packed:

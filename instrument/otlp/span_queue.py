@@ -62,7 +62,7 @@ class Source:
 
     def look_at_clock(self) -> None:
         """Update `origin` if the wall clock has stepped or drifted."""
-        monotonic_ns, realtime_ns = clock.pair()
+        monotonic_ns, realtime_ns = clock.read_clocks()
         since_ns, self.looked_ns = self.looked_ns, monotonic_ns
         moved_ns = abs(realtime_ns - self.origin.realtime_of(monotonic_ns))
         if moved_ns > CLOCK_STEP_NS:
@@ -82,13 +82,13 @@ class Source:
         """
         from instrument.otlp.packed_spans import SpanIds, SpanPacker
         from instrument.otlp.span_forms import PROTOBUF, request_bodies
-        from instrument.trace.indices import Groups, ranked
+        from instrument.trace.indices import Groups, rank_distinct
 
         resource, threads, ids = pack_resource(self.resource()), self.threads(), ids or SpanIds(trace, self.ids)
         parts = [(self.origin, rows)]
         if self.before is not None:
             stepped_ns, before = self.before
-            roots, trees = ranked(trace.root_id[rows])
+            roots, trees = rank_distinct(trace.root_id[rows])
             is_before = Groups(trees, len(roots)).least(trace.start_ns[rows], 0)[trees] < stepped_ns
             parts = [(before, rows[is_before]), (self.origin, rows[~is_before])]
         for origin, tree_rows in parts:

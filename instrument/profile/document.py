@@ -46,14 +46,14 @@ def read_text(path: str | os.PathLike[str]) -> str:
             data = file.read(FILE_BYTES + 1)
     except FileNotFoundError as error:
         advice = f"create it or give another path (relative ones start at {Path.cwd()})"
-        raise _unreadable(name, f"no such file; {advice}") from error
+        raise _unreadable_error(name, f"no such file; {advice}") from error
     except IsADirectoryError as error:
-        raise _unreadable(name, "a directory; give the path of the file in it") from error
+        raise _unreadable_error(name, "a directory; give the path of the file in it") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise _unreadable(name, f"{reason}; give the path of a file that this process may read") from error
+        raise _unreadable_error(name, f"{reason}; give the path of a file that this process may read") from error
     if len(data) > FILE_BYTES:
-        raise _unreadable(name, _TOO_LARGE)
+        raise _unreadable_error(name, _TOO_LARGE)
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -63,7 +63,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise ProfileError([f"{name}:{line}:{column}: encoding: found {problem}"]) from error
 
 
-def _unreadable(name: str, problem: str) -> ProfileError:
+def _unreadable_error(name: str, problem: str) -> ProfileError:
     return ProfileError([f"{name}: the profile cannot be read: {problem}"])
 
 
@@ -79,7 +79,7 @@ class Document:
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
         if len(text) > FILE_BYTES:
-            raise _unreadable(name, _TOO_LARGE)
+            raise _unreadable_error(name, _TOO_LARGE)
         self.text = text
         self.name = name
         self.environ = environ
@@ -93,7 +93,7 @@ class Document:
     def read(self, read: Read) -> Any:
         """Read the root node. Return None if it was refused. An empty text counts as an empty mapping."""
         with suppress(_Refused):
-            return _root(self).attempt(read)
+            return _parse_root(self).attempt(read)
         return None
 
     @property
@@ -137,7 +137,7 @@ class YamlNode:
     @property
     def shown(self) -> str:
         """The value as it appears in messages."""
-        text = clip(self.written or self.text)
+        text = clip_text(self.written or self.text)
         words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(text)}
         names = {"bool": "boolean", "date": "date"}
         return words.get(self.kind) or f"the {names.get(self.kind, 'number')} {text}"
@@ -159,15 +159,15 @@ class YamlNode:
             return self.text.lower() in ("false", "no", "off")
         return self.kind == "text" and self.text == "off"
 
-    def path(self, name: str) -> str:
+    def path_of_key(self, name: str) -> str:
         """Return the path of a key of this mapping."""
         return f"{self.key_path}.{name}" if self.key_path else name
 
     def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
         """Note a problem. `actual` is the found value, by default that of this node. `near` is the likely value."""
         document, path = self.document, self.key_path
-        path = clip(path or "profile") if path.isprintable() else ascii(clip(path))
-        suggestion = f"; did you mean '{clip(near)}'?" if near and not self.written else ""
+        path = clip_text(path or "profile") if path.isprintable() else ascii(clip_text(path))
+        suggestion = f"; did you mean '{clip_text(near)}'?" if near and not self.written else ""
         message = f"{path}: found {actual or self.shown}; allowed: {allowed}{suggestion}"
         document.noted.append((self.line, self.column, f"{self.place}: {message}"))
         document.faults += 1
@@ -217,7 +217,7 @@ def without_secrets(text: str) -> str:
     return f"{path}?***" if question and ("/" in path or "=" in query) else text
 
 
-def clip(text: str) -> str:
+def clip_text(text: str) -> str:
     """Return a text shortened for a message, without secrets."""
     text = without_secrets(text)
     return text if len(text) <= 80 else text[:77] + "..."
@@ -235,7 +235,7 @@ def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
 # ---------------------------------------------------------------- conversion of YAML's nodes
 
 
-def _root(document: Document) -> YamlNode:
+def _parse_root(document: Document) -> YamlNode:
     import yaml
 
     # The loader in pure Python: it fails on deep nesting, where libyaml's would exhaust the C stack.
@@ -264,26 +264,26 @@ def _root(document: Document) -> YamlNode:
         at = YamlNode(document, "YAML", before.count("\n") + 1, error.position - before.rfind("\n"))
         at.refuse("printable text", actual=f"the character {text[error.position]!a}")
     except yaml.MarkedYAMLError as error:
-        at = _place(document, "YAML", error.problem_mark or error.context_mark)
+        at = _node_at(document, "YAML", error.problem_mark or error.context_mark)
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         line = text.splitlines()[at.line - 1 : at.line]
         hint = " (inside [] and {} a ${...} needs quotes)" if "${" in "".join(line) else ""
         hint = " (a pattern that begins with ! needs quotes)" if _EXCLUDING.search("".join(line)) else hint
         at.refuse(f"one document of valid YAML{hint}", actual=f"broken YAML ({problem})")
-    node = _Tree(document, loader.resolve).node(root, "") if root else None
+    node = _Tree(document, loader.resolve).make_node(root, "") if root else None
     return YamlNode(document, "", 1, 1, "mapping") if node is None or node.kind == "null" else node
 
 
-def _place(document: Document, path: str, mark: Any) -> YamlNode:
+def _node_at(document: Document, path: str, mark: Any) -> YamlNode:
     return YamlNode(document, path, mark.line + 1, mark.column + 1) if mark else YamlNode(document, path, 1, 1)
 
 
 def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
     if nodes > NODES:
         problem = f"more than {NODES} values, aliases counted"
-        _place(document, "YAML", mark).refuse(f"at most {NODES}", actual=problem)
+        _node_at(document, "YAML", mark).refuse(f"at most {NODES}", actual=problem)
     if depth > DEPTH:
-        _place(document, "YAML", mark).refuse(f"at most {DEPTH}", actual=f"nesting deeper than {DEPTH}")
+        _node_at(document, "YAML", mark).refuse(f"at most {DEPTH}", actual=f"nesting deeper than {DEPTH}")
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -313,82 +313,84 @@ class _Tree:
         self.nodes = 0
         self.open: list[int] = []
 
-    def node(self, source: Any, path: str) -> YamlNode:
-        at = _place(self.document, path, source.start_mark)
+    def make_node(self, source: Any, path: str) -> YamlNode:
+        at = _node_at(self.document, path, source.start_mark)
         self.nodes += 1
         _check_size(self.document, source.start_mark, self.nodes, len(self.open))
         if id(source) in self.open:
             at.refuse("aliases to other values", actual="an alias to a value that it is part of")
-        kind = self.kind(source.tag)
+        kind = self.kind_of_tag(source.tag)
         if kind not in _SHAPES[source.id]:
-            near = f'"{clip(source.tag)}"' if _PATTERN.fullmatch(source.tag) else ""
+            near = f'"{clip_text(source.tag)}"' if _PATTERN.fullmatch(source.tag) else ""
             hint = "; a pattern that begins with ! needs quotes" if near else ""
-            at.note(f"values without tags{hint}", actual=f"the tag {clip(source.tag)!r}", near=near)
+            at.note(f"values without tags{hint}", actual=f"the tag {clip_text(source.tag)!r}", near=near)
             return at
         self.open.append(id(source))
         try:
             if kind == "list":
-                items = (self.node(item, f"{path}[{index}]") for index, item in enumerate(source.value))
+                items = (self.make_node(item, f"{path}[{index}]") for index, item in enumerate(source.value))
                 return replace(at, kind=kind, items=tuple(items))
             if kind == "mapping":
-                return replace(at, kind=kind, pairs=self.pairs(source, at))
-            return self.scalar(source, kind, at)
+                return replace(at, kind=kind, pairs=self.make_pairs(source, at))
+            return self.make_scalar(source, kind, at)
         finally:
             self.open.pop()
 
-    def kind(self, tag: str) -> str:
+    def kind_of_tag(self, tag: str) -> str:
         name = tag.removeprefix(_TAG)
         return _KINDS.get(name, name)
 
-    def pairs(self, source: Any, mapping: YamlNode) -> Mapping[str, tuple[YamlNode, YamlNode]]:
+    def make_pairs(self, source: Any, mapping: YamlNode) -> Mapping[str, tuple[YamlNode, YamlNode]]:
         pairs_of_mapping: dict[str, tuple[YamlNode, YamlNode]] = {}
         merged: dict[str, tuple[YamlNode, YamlNode]] = {}
         for key, value in source.value:
-            at = _place(self.document, mapping.key_path, key.start_mark)
+            at = _node_at(self.document, mapping.key_path, key.start_mark)
             if key.tag == _TAG + "merge":
-                for name, pair in self.merged(value, mapping):
+                for name, pair in self.merged_pairs(value, mapping):
                     merged.setdefault(name, pair)
             elif key.id != "scalar":
                 at.note("words as keys", actual="a list or mapping as a key")
             elif key.value in pairs_of_mapping:
                 first = pairs_of_mapping[key.value][0].line
-                at.note(f"once (first in line {first})", actual=f"the key {clip(key.value)!r} twice")
+                at.note(f"once (first in line {first})", actual=f"the key {clip_text(key.value)!r} twice")
             else:
-                pairs_of_mapping[key.value] = (at, self.node(value, mapping.path(key.value)))
+                pairs_of_mapping[key.value] = (at, self.make_node(value, mapping.path_of_key(key.value)))
         return {**merged, **pairs_of_mapping}
 
-    def merged(self, value: Any, mapping: YamlNode) -> Iterator[tuple[str, tuple[YamlNode, YamlNode]]]:
+    def merged_pairs(self, value: Any, mapping: YamlNode) -> Iterator[tuple[str, tuple[YamlNode, YamlNode]]]:
         for part in value.value if value.id == "sequence" else (value,):
-            node = self.node(part, mapping.key_path)
+            node = self.make_node(part, mapping.key_path)
             if node.kind != "mapping":
-                replace(node, key_path=mapping.path("<<")).note("an alias of a mapping, or a list of them")
+                replace(node, key_path=mapping.path_of_key("<<")).note("an alias of a mapping, or a list of them")
             yield from node.pairs.items()
 
-    def scalar(self, source: Any, kind: str, at: YamlNode) -> YamlNode:
+    def make_scalar(self, source: Any, kind: str, at: YamlNode) -> YamlNode:
         plain = source.style is None
         text, variable, unset = source.value, "", None
-        written = _REFERENCE.sub(self.shown, text) if any(map(self.is_secret, _REFERENCE.finditer(text))) else ""
+        written = (
+            _REFERENCE.sub(self.shown_variable, text) if any(map(self.is_secret, _REFERENCE.finditer(text))) else ""
+        )
         for reference in _REFERENCE.finditer(text):
             if broken := reference["broken"]:
                 forms = "${VAR}, ${env:VAR}, ${VAR:-default}, and $$ for a dollar sign"
-                at.note(forms, actual=f"the malformed reference {clip('$' + broken)!r}")
+                at.note(forms, actual=f"the malformed reference {clip_text('$' + broken)!r}")
                 return at
         if (only := _REFERENCE.fullmatch(text)) and only["name"]:
             variable = only["name"] if self.document.environ.get(only["name"]) else ""
             if variable.startswith(STANDARD):
                 default = only["default"] or ""
-                unset = replace(at, kind=self.resolved(source, default, kind), text=default, plain=plain)
-            text = self.value(only)
-            kind = self.resolved(source, text, kind)
+                unset = replace(at, kind=self.kind_of_text(source, default, kind), text=default, plain=plain)
+            text = self.value_of_variable(only)
+            kind = self.kind_of_text(source, text, kind)
         else:
-            text = _REFERENCE.sub(self.value, text)
+            text = _REFERENCE.sub(self.value_of_variable, text)
         return replace(at, kind=kind, text=text, plain=plain, variable=variable, written=written, unset=unset)
 
-    def resolved(self, source: Any, text: str, quoted: str) -> str:
+    def kind_of_text(self, source: Any, text: str, quoted: str) -> str:
         """Return the kind that YAML gives an unquoted text, `quoted` for a quoted one."""
-        return self.kind(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
+        return self.kind_of_tag(self.resolve(type(source), text, (True, False))) if source.style is None else quoted
 
-    def value(self, reference: re.Match[str]) -> str:
+    def value_of_variable(self, reference: re.Match[str]) -> str:
         if reference["escape"]:
             return "$"
         return self.document.environ.get(reference["name"]) or reference["default"] or ""
@@ -400,8 +402,8 @@ class _Tree:
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
         return bool(self.document.environ.get(name)) and not is_open
 
-    def shown(self, reference: re.Match[str]) -> str:
-        return reference[0] if self.is_secret(reference) else self.value(reference)
+    def shown_variable(self, reference: re.Match[str]) -> str:
+        return reference[0] if self.is_secret(reference) else self.value_of_variable(reference)
 
 
 # ---------------------------------------------------------------- readers of plain values
@@ -423,11 +425,11 @@ Reading = TypeVar("Reading", bound=Callable[..., Any])
 def with_schema(shape: Shape) -> Callable[[Reading], Reading]:
     """Return a decorator that registers the JSON Schema of a reader."""
 
-    def known(read: Reading) -> Reading:
+    def register_reader(read: Reading) -> Reading:
         SHAPES[read] = shape
         return read
 
-    return known
+    return register_reader
 
 
 def syntax_shape(syntax: str) -> Shape:
@@ -438,7 +440,7 @@ def syntax_shape(syntax: str) -> Shape:
 @with_schema({"type": "string", "minLength": 1})
 def string(node: YamlNode) -> str:
     if node.kind != "text":
-        node.refuse("text", near=f'"{clip(node.text)}"' if node.text else "")
+        node.refuse("text", near=f'"{clip_text(node.text)}"' if node.text else "")
     if not node.text:
         node.refuse("text (or leave the key out)", actual="an empty text")
     return node.text
@@ -487,7 +489,7 @@ _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
 
 
-def amount(text: str, units: Mapping[str, int]) -> int | None:
+def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
     """Parse a number with a unit into the smallest unit, rounded down. Return None for any other text."""
     parts = _QUANTITY.fullmatch(text)
     if not parts or parts[3] not in units:
@@ -503,23 +505,23 @@ def quantity(units: Mapping[str, int], example: str, least: str, also: str = "")
     """
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
-    floor = amount(least, units) or 0
+    floor = parse_amount(least, units) or 0
     unit = example.lstrip("0123456789")
 
-    def meant(text: str) -> str:
+    def suggest_quantity(text: str) -> str:
         parts = _MEASURED.fullmatch(text)
         if not parts:
             return ""
         # A bare number that is large is one of bytes, a small one has the unit of the example.
         bare = "B" if "B" in units and parts[1].isdecimal() and int(parts[1]) >= SMALL else unit
         near = parts[1] + (nearest(parts[2], units, 0.5) if parts[2] else bare)
-        return near if near != text and max(floor, 1) <= (amount(near, units) or 0) < 2**63 else ""
+        return near if near != text and max(floor, 1) <= (parse_amount(near, units) or 0) < 2**63 else ""
 
     def read(node: YamlNode) -> int:
         bare_zero = node.kind == "int" and node.text == "0"
-        value = 0 if bare_zero else amount(node.text, units) if node.kind == "text" else None
+        value = 0 if bare_zero else parse_amount(node.text, units) if node.kind == "text" else None
         if value is None or not floor <= value < 2**63:
-            node.refuse(allowed, near=meant(node.text))
+            node.refuse(allowed, near=suggest_quantity(node.text))
         return value
 
     return read

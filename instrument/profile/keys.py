@@ -28,7 +28,7 @@ from instrument.profile.document import (
     Read,
     Shape,
     YamlNode,
-    clip,
+    clip_text,
     each,
     flag,
     list_or_item,
@@ -41,8 +41,15 @@ from instrument.profile.document import (
     with_schema,
 )
 from instrument.profile.presets import ENGINES, PRESETS, merge_preset, named_by, path_of
-from instrument.profile.values import REQUEST_ATTRIBUTE_SYNTAX, VARIABLES, public_texts, split, traces_url, without_off
-from instrument.runtime.cheap_start import dataclass, members, replace
+from instrument.profile.values import (
+    REQUEST_ATTRIBUTE_SYNTAX,
+    VARIABLES,
+    public_texts,
+    split_patterns,
+    traces_url,
+    without_off,
+)
+from instrument.runtime.cheap_start import dataclass, fields_of, replace
 from instrument.runtime.environment import settings
 
 
@@ -74,7 +81,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
     def read(root: YamlNode) -> dict[str, Any]:
         whole, of_preset = merge_preset(root)
         preset_texts.update(of_preset)
-        return _fields(whole, "")
+        return _read_fields(whole, "")
 
     values = document.read(read)
     if document.problems:
@@ -119,7 +126,7 @@ def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
     return replace(profile, functions=(*profile.functions, *functions), requests=requests)
 
 
-def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
+def _read_fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
     """Read all keys of a section's mapping, as fields of the section's class. Refuse it if a key is refused."""
     keys = KEYS[section]
     if node.kind != "mapping":
@@ -130,16 +137,16 @@ def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
             if (section, name) in REMOVED:
                 place.note(REMOVED[section, name], actual=f"the key {name!r}, which was removed")
             elif name not in keys:
-                place.note(", ".join(keys), actual=f"the unknown key {clip(name)!r}", near=nearest(name, keys))
+                place.note(", ".join(keys), actual=f"the unknown key {clip_text(name)!r}", near=nearest(name, keys))
         for name, key in keys.items():
-            path, read, source = node.path(name), key.read, "profile"
+            path, read, source = node.path_of_key(name), key.read, "profile"
             value = node.pairs[name][1] if name in node.pairs else None
             if value and value.unset is not None and not value.reads_without_faults(read, "it counts as not set"):
                 value = value.unset if value.unset.text else None
             if value and value.kind == "null" and key.blank:
                 value = replace(value, kind="mapping")
             elif value is None or value.kind == "null":
-                source, read, value = _variable(node, path)
+                source, read, value = _find_variable(node, path)
             if path in VARIABLES:
                 node.document.origins[path] = source
                 if value is not None and value.public_text != value.text:
@@ -151,7 +158,7 @@ def _fields(node: YamlNode, section: str, also: str = "") -> dict[str, Any]:
     return values
 
 
-def _variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
+def _find_variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | None]:
     """Return the environment variable that gives an omitted setting, with its reader and its value."""
     for variable, read in VARIABLES.get(path, ()):
         if text := node.document.environ.get(variable):
@@ -227,7 +234,7 @@ def _section_reader(section: str, build: Callable[..., Any] | None = None, also:
 
     @with_schema(section_shape(section))
     def read(node: YamlNode) -> Any:
-        return (build or CLASSES[section])(**_fields(node, section, also))
+        return (build or CLASSES[section])(**_read_fields(node, section, also))
 
     return read
 
@@ -239,9 +246,9 @@ def _export_part(way: str) -> Key:
 
 @with_schema(section_shape("functions"))
 def _function_rule(node: YamlNode) -> model.FunctionRule:
-    values = _fields(node, "functions")
+    values = _read_fields(node, "functions")
     written = values.pop("match")
-    match, exclude = split(written)
+    match, exclude = split_patterns(written)
     if not match:
         node.pairs["match"][1].refuse("at least one pattern without '!'", actual="only patterns with '!'")
     if "kind" not in values and "phase" in values:
@@ -256,14 +263,14 @@ def _function_rule(node: YamlNode) -> model.FunctionRule:
 
 @with_schema(section_shape("functions.attributes"))
 def _argument(node: YamlNode) -> model.Argument:
-    argument = model.Argument(**_fields(node, "functions.attributes"))
+    argument = model.Argument(**_read_fields(node, "functions.attributes"))
     suffix = "" if argument.record == "value" else f".{argument.record}"
     return argument if argument.name else replace(argument, name=argument.argument + suffix)
 
 
 @with_schema(section_shape("functions.facts"))
 def _fact(node: YamlNode) -> model.Fact:
-    fact = model.Fact(**_fields(node, "functions.facts"))
+    fact = model.Fact(**_read_fields(node, "functions.facts"))
     if fact.key and "[]" not in fact.argument:
         node.refuse(
             "a `key` with a path of several values, such as outputs[].tokens", actual=f"a key of {fact.argument}"
@@ -277,7 +284,7 @@ def _request_keys(section: str, path: Read) -> Read:
     @with_schema({"anyOf": [SHAPES[path], section_shape(section)]})
     def read(node: YamlNode) -> model.RequestKeys:
         if node.kind == "mapping":
-            return model.RequestKeys(**_fields(node, section))
+            return model.RequestKeys(**_read_fields(node, section))
         return model.RequestKeys(path(node))
 
     return read
@@ -285,9 +292,9 @@ def _request_keys(section: str, path: Read) -> Read:
 
 @with_schema(section_shape("layers"))
 def _layer_rule(node: YamlNode) -> model.LayerRule:
-    values = _fields(node, "layers")
+    values = _read_fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
-    match, exclude = split(written)
+    match, exclude = split_patterns(written)
     if not match and not types:
         missing = "only patterns with '!' and no type" if written else "neither match nor type"
         node.refuse("a match, a type, or both", actual=missing)
@@ -297,7 +304,7 @@ def _layer_rule(node: YamlNode) -> model.LayerRule:
 
 @with_schema(section_shape("copies"))
 def _copy_rule(node: YamlNode) -> model.CopyRule:
-    rule = model.CopyRule(**_fields(node, "copies"))
+    rule = model.CopyRule(**_read_fields(node, "copies"))
     of = "" if rule.frameworks == model.COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
     return replace(rule, line=node.line, text=f"{' '.join(rule.directions)} from {rule.min_bytes} B{of}")
 
@@ -310,7 +317,7 @@ _framework = one_of(*model.FRAMEWORKS)
 def _framework_rule(node: YamlNode) -> model.FrameworkRule:
     if node.kind != "mapping":
         return model.FrameworkRule(_framework(node), line=node.line)
-    return model.FrameworkRule(**_fields(node, "frameworks"), line=node.line)
+    return model.FrameworkRule(**_read_fields(node, "frameworks"), line=node.line)
 
 
 @with_schema(
@@ -348,7 +355,7 @@ def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
         node.refuse(
             f"auto, off, or a mapping of {', '.join(KEYS['requests'])}", near=nearest(node.text, ("auto", "off"))
         )
-    rule = model.RequestsRule(**_fields(node, "requests"), line=node.line)
+    rule = model.RequestsRule(**_read_fields(node, "requests"), line=node.line)
     if re.fullmatch(REQUEST_ATTRIBUTE_SYNTAX, rule.by) and rule.by not in rule.attributes:
         rule = replace(rule, attributes=(*rule.attributes, rule.by))
     return (rule,)
@@ -357,7 +364,7 @@ def _requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
 @with_schema({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
 def _schedule(node: YamlNode) -> model.Schedule:
     if node.kind != "list":
-        return model.Schedule(**_fields(node, "schedule"))
+        return model.Schedule(**_read_fields(node, "schedule"))
     steps = each(whole_number(0), "a list")(node)
     if len(steps) != 2 or steps[0] >= steps[1]:
         shown = f"[{', '.join(item.public_text for item in node.items[:5])}{', ...' * (len(steps) > 5)}]"
@@ -380,8 +387,8 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
     is_asked = node.kind == "mapping"
     if not is_asked and node.text != "auto":
         node.refuse(f"auto, off, or a mapping of {', '.join(KEYS['export.otlp'])}")
-    values = _fields(replace(node, kind="mapping"), "export.otlp")
-    document, place = node.document, node.path("endpoint")
+    values = _read_fields(replace(node, kind="mapping"), "export.otlp")
+    document, place = node.document, node.path_of_key("endpoint")
     origin = document.origins[place]
     http = values.get("protocol") != "grpc"
     is_misnamed = any(place in remark for remark in document.remarks)
@@ -395,7 +402,7 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
     if not endpoint:
         return None
     if values.get("client_key") and not values.get("client_certificate"):
-        key_node = replace(node, key_path=node.path("client_key"))
+        key_node = replace(node, key_path=node.path_of_key("client_key"))
         if _is_written(node, "client_key"):
             key_node.refuse("a key with its client_certificate", actual="a key alone")
         document.remarks.append(f"{key_node.key_path}: found a key without its client_certificate; it is not followed")
@@ -409,19 +416,22 @@ def _otlp(node: YamlNode) -> model.Otlp | None:
 
 def _is_written(node: YamlNode, name: str) -> bool:
     """Return True if the profile itself has a key, so that its value is not from a variable."""
-    return node.document.origins[node.path(name)] == "profile" and node.pairs[name][1].unset is None
+    return node.document.origins[node.path_of_key(name)] == "profile" and node.pairs[name][1].unset is None
 
 
-_exports = list_or_item(one_of(*(name for name, _ in members(model.Export))))
+_exports = list_or_item(one_of(*(name for name, _ in fields_of(model.Export))))
 
 
 @with_schema({"anyOf": [section_shape("export"), SHAPES[_exports]]})
 def _export(node: YamlNode) -> model.Export:
     """Read the exports: a mapping of exports, or the names of exports that have default settings."""
     if node.kind in ("text", "list"):
-        ways = {way: (node, replace(node, key_path=node.path(way), kind="mapping", items=())) for way in _exports(node)}
+        ways = {
+            way: (node, replace(node, key_path=node.path_of_key(way), kind="mapping", items=()))
+            for way in _exports(node)
+        }
         node = replace(node, kind="mapping", pairs=ways)
-    return model.Export(**_fields(node, "export"))
+    return model.Export(**_read_fields(node, "export"))
 
 
 _RULES = "a list of rules, each with a '-' of its own"

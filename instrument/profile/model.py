@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from instrument.runtime.cheap_start import dataclass, field, members
+from instrument.runtime.cheap_start import dataclass, field, fields_of
 
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
 """The kinds of spans."""
@@ -454,7 +454,7 @@ class Export:
 
     @property
     def is_empty(self) -> bool:
-        return all(getattr(self, name) is None for name, _ in members(self))
+        return all(getattr(self, name) is None for name, _ in fields_of(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,7 +522,7 @@ def _compared(thing: Any) -> Any:
     """Return the fields of a dataclass as plain values, without fields that are not compared or not in its `repr`."""
     if isinstance(thing, tuple):
         return tuple(map(_compared, thing))
-    shown = [name for name, member in members(thing) if member.compare and member.repr]
+    shown = [name for name, member in fields_of(thing) if member.compare and member.repr]
     return (type(thing).__name__, [(name, _compared(getattr(thing, name))) for name in shown]) if shown else thing
 
 

@@ -79,7 +79,9 @@ TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"):
 def schema() -> dict[str, Any]:
     """Return the schema as plain values."""
     old = json.loads(FILE.read_text("utf-8"))
-    sections = {section: _section(section, old["$defs"].get(section, {}) if section else old) for section in KEYS}
+    sections = {
+        section: _section_schema(section, old["$defs"].get(section, {}) if section else old) for section in KEYS
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": "urn:instrument-sdk:profile",
@@ -99,8 +101,8 @@ def schema() -> dict[str, Any]:
             **sections,
             "function_pattern": syntax_shape(FUNCTION_SYNTAX),
             "layer_pattern": syntax_shape(LAYER_SYNTAX),
-            "duration": _quantity(DURATION_UNITS),
-            "size": _quantity(SIZE_UNITS),
+            "duration": _quantity_schema(DURATION_UNITS),
+            "size": _quantity_schema(SIZE_UNITS),
             "usual": {
                 "description": "A percentile of the endpoint's own times, times a factor from 1, such as p99*1.5.",
                 **syntax_shape(USUAL_SYNTAX),
@@ -117,7 +119,7 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _quantity(units: Mapping[str, int]) -> Shape:
+def _quantity_schema(units: Mapping[str, int]) -> Shape:
     *names, last = units
     return {
         "description": f"A number with {', '.join(names)} or {last}.",
@@ -128,7 +130,7 @@ def _quantity(units: Mapping[str, int]) -> Shape:
     }
 
 
-def _section(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
+def _section_schema(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a section. Keys keep their descriptions in `current`, and a new key has none."""
     keys, described = KEYS[section], current.get("properties", {})
     required = [name for name, key in keys.items() if key.required]
@@ -136,12 +138,12 @@ def _section(section: str, current: Mapping[str, Any]) -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         **({"required": required} if required else {}),
-        "properties": {name: _key(section, name, key, described.get(name, {})) for name, key in keys.items()},
+        "properties": {name: _key_schema(section, name, key, described.get(name, {})) for name, key in keys.items()},
         **SHAPES_OF_SECTIONS.get(section, {}),
     }
 
 
-def _key(section: str, name: str, key: Key, current: Mapping[str, Any]) -> dict[str, Any]:
+def _key_schema(section: str, name: str, key: Key, current: Mapping[str, Any]) -> dict[str, Any]:
     shape = SHAPES_OF_KEYS.get((section, name)) or SHAPES[key.read]
     section_of = str(shape.get("$ref")).removeprefix("#/$defs/")
     is_alone = section_of in KEYS or shape.get("type") in ("array", "object")
@@ -149,12 +151,12 @@ def _key(section: str, name: str, key: Key, current: Mapping[str, Any]) -> dict[
     alternatives = shape["anyOf"] if [*shape] == ["anyOf"] else [shape]
     return {
         "description": COMPUTED_DESCRIPTIONS.get((section, name)) or current.get("description", ""),
-        **_default(section, name, key, shape),
+        **_default_schema(section, name, key, shape),
         "anyOf": [*alternatives, otherwise],
     }
 
 
-def _default(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
+def _default_schema(section: str, name: str, key: Key, shape: Shape) -> dict[str, Any]:
     """Return a mapping with the default of a key as a profile writes it, an empty one for no default."""
     if text := TEXTS_OF_DEFAULTS.get((section, name)):
         return {"default": text}

@@ -15,7 +15,7 @@ from typing import Any
 from instrument.profile import model
 from instrument.profile.model import Profile
 from instrument.runtime import file_writing
-from instrument.runtime.cheap_start import members, replace
+from instrument.runtime.cheap_start import fields_of, replace
 from instrument.runtime.environment import settings
 
 NAME = "profile"
@@ -46,32 +46,32 @@ class Consulted(Mapping[str, str]):
         return len(self._environ)
 
 
-def write(path: Path, profile: Profile, consulted: Consulted) -> None:
+def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> None:
     """Write a parsed profile for other processes, unless it has a secret for a collector. Raises nothing."""
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
     with suppress(OSError, ValueError), file_writing.replacing(path) as file:
         names = sorted(consulted.names)
-        facts = names, _values(names, consulted), _state_of(profile.source), _plain(profile)
+        facts = names, _environment_values(names, consulted), _state_of(profile.source), _to_plain(profile)
         file.write(json.dumps(facts).encode())
 
 
-def read(path: Path | None, source: str) -> Profile | None:
+def read_shared_profile(path: Path | None, source: str) -> Profile | None:
     """Read the profile that another process parsed. Return None without it, or if its file or variables changed."""
     if path is None:
         return None
     try:
         names, values, state, plain = json.loads(path.read_bytes())
-        if values != _values(names, settings()) or state != [*_state_of(source)]:
+        if values != _environment_values(names, settings()) or state != [*_state_of(source)]:
             return None
-        profile: Profile = _restored(plain)
+        profile: Profile = _from_plain(plain)
     except (OSError, ValueError, TypeError, LookupError):
         return None
     return replace(profile, source=source)
 
 
-def _values(names: Any, environ: Mapping[str, str]) -> dict[str, str | None]:
+def _environment_values(names: Any, environ: Mapping[str, str]) -> dict[str, str | None]:
     return {name: environ.get(name) for name in {*names, *(key for key in environ if key.startswith(_ITERATED))}}
 
 
@@ -80,19 +80,19 @@ def _state_of(source: str) -> tuple[int, int]:
     return facts.st_mtime_ns, facts.st_size
 
 
-def _plain(thing: Any) -> Any:
+def _to_plain(thing: Any) -> Any:
     """Convert a dataclass of the model into plain values for JSON."""
-    if fields := members(thing):
-        return {_CLASS: type(thing).__name__, **{name: _plain(getattr(thing, name)) for name, _ in fields}}
+    if fields := fields_of(thing):
+        return {_CLASS: type(thing).__name__, **{name: _to_plain(getattr(thing, name)) for name, _ in fields}}
     if isinstance(thing, Mapping):
         return dict(thing)
-    return [*map(_plain, thing)] if isinstance(thing, tuple) else thing
+    return [*map(_to_plain, thing)] if isinstance(thing, tuple) else thing
 
 
-def _restored(plain: Any) -> Any:
+def _from_plain(plain: Any) -> Any:
     if isinstance(plain, list):
-        return tuple(map(_restored, plain))
+        return tuple(map(_from_plain, plain))
     if isinstance(plain, dict) and _CLASS in plain:
         kind = getattr(model, plain.pop(_CLASS))
-        return kind(**{name: _restored(value) for name, value in plain.items()})
+        return kind(**{name: _from_plain(value) for name, value in plain.items()})
     return plain

@@ -19,7 +19,7 @@ from instrument.profile.document import (
     Read,
     Shape,
     YamlNode,
-    clip,
+    clip_text,
     list_or_item,
     nearest,
     one_of,
@@ -143,7 +143,7 @@ def interval(node: YamlNode) -> int | None:
 duration_or_off = or_off(with_schema(DURATION)(quantity(DURATION_UNITS, "5ms", "100us", also="off, or ")))
 
 
-def _as_rule(text: str) -> str:
+def _as_rule_pattern(text: str) -> str:
     """Return a dotted path in a rule's syntax, such as `chat.engine:Engine.step`. A capital letter begins the class."""
     segments = text.split(".")
     split = next((index for index, segment in enumerate(segments) if segment[:1].isupper()), len(segments) - 1)
@@ -158,9 +158,9 @@ _WILDCARDS = "no empty segment; * matches any part of a segment, ** alone any nu
 function_pattern = text_reader(
     FUNCTION_SYNTAX,
     f"module:qualname with one ':' and {_WILDCARDS}; + after the name of a method for its overrides in subclasses, too",
-    _as_rule,
+    _as_rule_pattern,
 )
-function_name = text_reader(NAME_SYNTAX, "module:qualname of one function, such as train:step", _as_rule)
+function_name = text_reader(NAME_SYNTAX, "module:qualname of one function, such as train:step", _as_rule_pattern)
 layer_pattern = text_reader(LAYER_SYNTAX, f"a dotted path such as model.layers.*.mlp, {_WILDCARDS}")
 class_name = text_reader(
     CLASS_SYNTAX, "a class name without its module, such as Linear", lambda text: text.rpartition(".")[2]
@@ -267,25 +267,25 @@ _COMPARED = "text, a number, true or false, a comparison such as '>=500', or a l
 
 
 @with_schema({"anyOf": _COMPARED_SHAPES})
-def _compared(node: YamlNode) -> tuple[str, str | bool | int | float]:
+def _read_comparison(node: YamlNode) -> tuple[str, str | bool | int | float]:
     """Read a comparison, an operator and a value."""
     if node.kind == "bool":
         if node.text.lower() not in ("true", "false"):
             node.refuse("true or false; put text in quotes", near=f'"{node.text}"')
         return "=", node.text.lower() == "true"
     if node.kind in ("int", "float") and _DECIMAL.fullmatch(node.text):
-        return "=", _number(node.text)
+        return "=", _parse_number(node.text)
     if node.kind != "text" or not re.fullmatch(WHERE_SYNTAX, node.text):
         node.refuse(_COMPARED)
     parts = re.fullmatch(COMPARED_SYNTAX, node.text)
-    return (parts[1], _number(parts[2])) if parts else ("=", node.text)
+    return (parts[1], _parse_number(parts[2])) if parts else ("=", node.text)
 
 
-def _number(text: str) -> int | float:
+def _parse_number(text: str) -> int | float:
     return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else float(text)
 
 
-_read_compared = list_or_item(_compared)
+_read_compared = list_or_item(_read_comparison)
 
 
 @with_schema(
@@ -305,15 +305,15 @@ def conditions(node: YamlNode) -> tuple[Where, ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
     names = "an attribute's name of at most 256 characters"
-    return tuple(Where(*pair) for pair in _pairs(node, ATTRIBUTE_SYNTAX, names, "name", _read_compared))
+    return tuple(Where(*pair) for pair in _read_pairs(node, ATTRIBUTE_SYNTAX, names, "name", _read_compared))
 
 
-def _pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
+def _read_pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Read) -> Iterator[tuple[str, Any]]:
     """Yield the names of a mapping, which must match `syntax`, and their values. Null values are skipped."""
     with node.document.all_or_nothing():
         for name, (key, value) in node.pairs.items():
             if not re.fullmatch(syntax, name):
-                key.note(allowed, actual=f"the {called} {clip(name)!r}")
+                key.note(allowed, actual=f"the {called} {clip_text(name)!r}")
             elif value.kind != "null":
                 yield name, value.attempt(read)
 
@@ -370,7 +370,7 @@ def headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of header names to texts", actual="no mapping (not shown)")
     names = "letters, digits and !#$%&'*+.^_`|~-"
-    return tuple(_pairs(node, HEADER_NAME_SYNTAX, names, "header name", _header_value))
+    return tuple(_read_pairs(node, HEADER_NAME_SYNTAX, names, "header name", _header_value))
 
 
 def _header_value(node: YamlNode) -> str:
@@ -399,7 +399,7 @@ def public_texts(node: YamlNode, key: str) -> list[str]:
     return list(dict.fromkeys(text.public_text for text in value.items or (value,) if text.kind == "text"))
 
 
-def split(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_patterns(patterns: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Split patterns into the selecting ones, and the excluding ones without their '!'."""
     match = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
     return match, tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))

@@ -90,7 +90,9 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
         if sum(node.total_ns for node in outside[label]) >= LEAST_BATCH * base_ns
     }
     units = set(choice.units)
-    batch_parents = {node.parent for label in batches for node in outside[label] if units.intersection(node.above())}
+    batch_parents = {
+        node.parent for label in batches for node in outside[label] if units.intersection(node.iterate_callers())
+    }
     added = 0
     for label, candidate in batches.items():
         rule = _get_or_add_rule(choice, label, outside[label])
@@ -182,7 +184,7 @@ def _choose_batches(
             part
             for part in {**singles, **best}
             if part != label
-            and any(node.callee.label == label for candidate in outside[part] for node in candidate.above())
+            and any(node.callee.label == label for candidate in outside[part] for node in candidate.iterate_callers())
         ]
         parts = [part for part in below if not _is_below(outside[part], below)]
         has_batch = any(part in best for part in parts)
@@ -212,7 +214,7 @@ def _get_or_add_rule(choice: FunctionChoice, label: str, nodes: list[ObservedNod
             return rule
     words = f"ran {calls_text(_sum_calls(nodes), sum(node.total_ns for node in nodes))}"
     requests = set(choice.requests)
-    is_within = any(requests.intersection((node, *node.above())) for node in nodes)
+    is_within = any(requests.intersection((node, *node.iterate_callers())) for node in nodes)
     group = OF_REQUESTS if is_within else OUTSIDE
     rule = FunctionProposal(label, first_ns=_first_ns(nodes), is_needed=True, group=group, reasons=[words])
     choice.rules.append(rule)
@@ -230,11 +232,11 @@ def _group_by_label(tops: Iterable[ObservedNode]) -> dict[str, list[ObservedNode
 
 def _is_below(nodes: Iterable[ObservedNode], labels: Iterable[str]) -> bool:
     label_set = set(labels)
-    return any(above.callee.label in label_set for node in nodes for above in node.above())
+    return any(above.callee.label in label_set for node in nodes for above in node.iterate_callers())
 
 
 def _min_depth(nodes: Iterable[ObservedNode]) -> int:
-    return min(sum(1 for _ in node.above()) for node in nodes)
+    return min(sum(1 for _ in node.iterate_callers()) for node in nodes)
 
 
 def _sum_calls(nodes: Iterable[ObservedNode]) -> int:
@@ -552,7 +554,7 @@ def choose_layers(observation: Observation) -> list[LayerProposal]:
     for node in observation.nodes():
         if node.callee.kind != "layer":
             continue
-        if not any(above.callee.kind == "layer" for above in node.above()):
+        if not any(above.callee.kind == "layer" for above in node.iterate_callers()):
             whole_ns += node.total_ns
         if node.callee.instance:
             layers = by_pattern[pattern_of(node.callee.instance)]

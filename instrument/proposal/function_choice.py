@@ -437,7 +437,7 @@ class _Chooser:
                 continue
             if until_ns and not 0 < node.first_ns < until_ns:
                 continue
-            if node.calls >= REPEATED * max(len(node.processes), 1) or any(map(_is_loading, node.above())):
+            if node.calls >= REPEATED * max(len(node.processes), 1) or any(map(_is_loading, node.iterate_callers())):
                 continue
             text = f"ran {calls_text(node.calls, node.total_ns)}, before the first request"
             yield FunctionProposal(label, "phase", "load", first_ns=node.first_ns, is_needed=False, reasons=[text])

@@ -74,7 +74,7 @@ class ObservedNode:
         for child in list(self.children.values()):
             yield from child.walk()
 
-    def above(self) -> Iterator[ObservedNode]:
+    def iterate_callers(self) -> Iterator[ObservedNode]:
         """Yield the callers of this call path, the nearest first."""
         node = self.parent
         while node is not None:

@@ -125,7 +125,7 @@ class SiteCore(Core):
             functions = self._mutable[site] = weakref.WeakSet()
         functions.add(function)
         if site in self.passes:
-            wrapping.turn(function, self.passes[site])
+            wrapping.set_switch(function, self.passes[site])
 
     @property
     def muted(self) -> set[Site]:
@@ -154,7 +154,7 @@ class SiteCore(Core):
         """Make a site's functions pass their calls without a span, counted by `passing`. With None, make them record
         spans again."""
         for function in list(self._mutable.get(site) or ()):
-            wrapping.turn(function, passing or self)
+            wrapping.set_switch(function, passing or self)
 
     def muted_calls(self) -> dict[Site, int]:
         """Return the number of calls per site that passed without a span."""
@@ -169,7 +169,7 @@ class SiteCore(Core):
         self.annotate_innermost(span_attributes.key_attributes(key, None, self.complain))
 
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
-        return span_attributes.checked(attributes, more, self.complain)
+        return span_attributes.check_attributes(attributes, more, self.complain)
 
     def complain(self, event: str, words: str, kind: str = "") -> None:
         """Count a refused attribute, name or status. Log the first refusal of each kind."""

@@ -345,7 +345,7 @@ class Governor:
     def notes(self) -> list[str]:
         """Return a sentence per site that was ever muted, with the number of its calls without a span."""
         return [
-            f"{_site_text(site)}: {calls} calls were not recorded, to stay within {self._limit}"
+            f"{_describe_site(site)}: {calls} calls were not recorded, to stay within {self._limit}"
             + ("" if site in self.muted else "; it is recorded again")
             for site, calls in self._recorder.muted_calls().items()
             if calls and site not in self._off
@@ -359,23 +359,23 @@ class Governor:
         """Return sentences on detached probes, on spans that ended early, and on sites that still exceed the budget."""
         return [
             *(
-                f"{_site_text(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone was "
-                f"over {self._limit}; {off.counted} calls were counted and not recorded until then, later ones are "
+                f"{_describe_site(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone "
+                f"was over {self._limit}; {off.counted} calls were counted and not recorded until then, later ones are "
                 "not known"
                 for site, off in list(self._off.items())
             ),
             *(
-                f"{_site_text(site)}: {count} generators went on without their span, to stay within {self._limit}"
+                f"{_describe_site(site)}: {count} generators went on without their span, to stay within {self._limit}"
                 for site, count in self._recorder.cut_spans().items()
             ),
             *(
-                f"{_site_text(site)}: to count its calls alone cost {100 * share:.2g} % of a thread's time, of "
+                f"{_describe_site(site)}: to count its calls alone cost {100 * share:.2g} % of a thread's time, of "
                 f"{self._limit}; {self._why_fixed(site)}"
                 for site, share in list(self._counting_shares.items())
                 if share > REMAINING_SHARE * self._budget
             ),
             *(
-                f"{_site_text(site)}: its spans cost {100 * share:.2g} % of a thread's time, of {self._limit}; "
+                f"{_describe_site(site)}: its spans cost {100 * share:.2g} % of a thread's time, of {self._limit}; "
                 + UNMUTABLE_KINDS.get(site.kind, "it cannot be muted")
                 for site, share in list(self._kept_shares.items())
             ),
@@ -402,7 +402,7 @@ def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) 
     return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < WAIT_MULTIPLE * wait_ns else first_ns
 
 
-def _site_text(site: Site) -> str:
+def _describe_site(site: Site) -> str:
     return f"{site.name} ({site.function or site.kind})"
 
 

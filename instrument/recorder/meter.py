@@ -27,7 +27,7 @@ from instrument.recording.distributions import (
     Labels,
     Metric,
     Snapshot,
-    bucket,
+    bucket_of,
     bucket_start,
     group_of,
     labels_as_json,
@@ -126,7 +126,7 @@ class Meter:
                 labels = (*_generation_labels(site), *group)
                 self._count_generation(labels, attributes, duration_ns, row[ERROR])
             self._endpoints[endpoint] = None
-            self._met.setdefault(site.name, Counter())[bucket(duration_ns)] += 1
+            self._met.setdefault(site.name, Counter())[bucket_of(duration_ns)] += 1
 
     def note_kept(self, request: Span, trace_id: int, span_id: int) -> None:
         """Add a sampled request, with its ids at the collector, as an exemplar to its series."""
@@ -198,14 +198,14 @@ class Meter:
         for name, labels, value_ns in _generation_values(labels_of_request, attributes, duration_ns, error):
             self._histograms.add(name, labels, value_ns)
 
-    def ended(self) -> Ended:
+    def count_ended(self) -> Ended:
         """Return the counts of all ended requests from the tally. It may be ahead of the rows that were read."""
         totals = self._totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
-        endpoints = totals.tree.by_site(lambda site: (site.name, *labels) if (labels := endpoint_of(site)) else ())
-        for (name, *endpoint), lines in totals.lines_by(endpoints).items():
+        endpoints = totals.tree.map_sites(lambda site: (site.name, *labels) if (labels := endpoint_of(site)) else ())
+        for (name, *endpoint), lines in totals.lines_by_key(endpoints).items():
             buckets = ended.setdefault(name, (tuple(endpoint), Counter()))[1]
-            buckets.update(totals.histogram(totals.nodes(lines)))
+            buckets.update(totals.histogram(totals.nodes_of_lines(lines)))
         return ended
 
     def _totals(self, marks: Collection[str]) -> Tally:
@@ -213,8 +213,8 @@ class Meter:
         out."""
 
         def are_metered(tree: CallTree) -> Sequence[bool]:
-            endpoints = tree.by_site(endpoint_of)
-            site_marks = tree.by_site(mark_of) if marks else endpoints
+            endpoints = tree.map_sites(endpoint_of)
+            site_marks = tree.map_sites(mark_of) if marks else endpoints
             return [bool(endpoint) or mark in marks for endpoint, mark in zip(endpoints, site_marks, strict=True)]
 
         return self._recorder.totals(merged=True, is_counted=are_metered)
@@ -263,13 +263,13 @@ class Meter:
             return
         totals = self._totals(self._asked_for)
         asked_for, tree = self._asked_for, totals.tree
-        of_sites = zip(tree.by_site(_call_labels), tree.by_site(mark_of), strict=True)
-        of_labels = totals.lines_by([labels if mark in asked_for else () for labels, mark in of_sites])
+        of_sites = zip(tree.map_sites(_call_labels), tree.map_sites(mark_of), strict=True)
+        of_labels = totals.lines_by_key([labels if mark in asked_for else () for labels, mark in of_sites])
         lines_by_place: dict[Labels, list[int]] = {}
         for labels, lines in of_labels.items():
             lines_by_place.setdefault(self._histograms.place(CALL_DURATION.name, labels), []).extend(lines)
         for place, lines in lines_by_place.items():
-            self._histograms.of(CALL_DURATION.name, place).grow(_calls_of(totals, lines))
+            self._histograms.of(CALL_DURATION.name, place).add_growth(_calls_of(totals, lines))
 
     # ---------------------------------------------------------------- who goes on
 
@@ -322,19 +322,19 @@ class Meter:
             metrics.append(self._active_requests())
             if queued and not self.has_ended:
                 metrics.append(self._queued_tasks(queued))
-        metrics.append(self._counted(LOSSES, "instrument.reason", losses))
+        metrics.append(self._make_counter(LOSSES, "instrument.reason", losses))
         spent_s = {part: spent_ns / 1e9 for part, spent_ns in costs_ns.items()}
-        metrics.append(self._counted(COST, "instrument.part", spent_s))
+        metrics.append(self._make_counter(COST, "instrument.part", spent_s))
         return Snapshot(self._start_ns, time.monotonic_ns(), tuple(metrics))
 
-    def _counted(self, definition: MetricDefinition, label: str, values: Mapping[str, float]) -> Metric:
+    def _make_counter(self, definition: MetricDefinition, label: str, values: Mapping[str, float]) -> Metric:
         """Return a counter that never falls, even if a value is now lower, such as a cost measured again."""
         series: dict[Labels, float] = {
-            ((label, key),): value for key, value in self.rising(definition.name, values).items()
+            ((label, key),): value for key, value in self.keep_rising(definition.name, values).items()
         }
         return definition.metric(series)
 
-    def rising(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
+    def keep_rising(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
         """Return the largest value so far for each key of a counter."""
         for key, value in values.items():
             self._counters[name, key] = max(value, self._counters.get((name, key), 0))
@@ -343,7 +343,7 @@ class Meter:
 
 def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
     """Return the distribution of the calls in the given lines of a tally."""
-    buckets, total = totals.histogram(totals.nodes(lines)), totals.total(lines)
+    buckets, total = totals.histogram(totals.nodes_of_lines(lines)), totals.total_of_lines(lines)
     # The time of a call within a call of the same function counts in the outer one's alone, though both are calls: the
     # sum is that of the buckets then.
     least_ns = sum(bucket_start(index) * count for index, count in buckets.items())

@@ -28,7 +28,7 @@ class OwnRecording(Mapped):
         tree: CallTree = self._recorder.paths()
         return tree
 
-    def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
+    def _read_slots(self, name: str, kind: np.dtype[np.void]) -> Records:
         """Return the slots of a part as a view of the memory, without a copy."""
         self._read_head()
         part, memory = self._parts[name], self._memory
@@ -81,7 +81,7 @@ class Cursor:
     def __init__(self, recording: Callable[[], OwnRecording]) -> None:
         self._recording = recording
         mapped = recording()
-        self._places = mapped.heads()
+        self._places = mapped.read_heads()
         self._written = self._seen = mapped.ended_rows + sum(self._places.values())
 
     @property

@@ -28,7 +28,7 @@ from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING, STREAM
 from instrument.recording.paths import OVERFLOW, CallTree
 from instrument.recording.slot_ring import SlotRoom
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
-from instrument.recording.trace_context import REMOTE, header_of, link_of, noted, remote_of
+from instrument.recording.trace_context import REMOTE, encode_remote, header_of, link_of, remote_of
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import own_thread_name
@@ -171,7 +171,7 @@ class Recorder(Readback):
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
             functions.discard(function)
-        wrapping.turn(function, False)
+        wrapping.set_switch(function, False)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
         """Return the site for a scope's name. The first use makes it, with the place in the code that opened the
@@ -222,7 +222,7 @@ class Recorder(Readback):
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
             keys = {KEY: key} if is_plain else span_attributes.key_attributes(key, batch, self.complain)
             values = {**values, **keys} if values else keys
-        if carrier is not None and (caller := noted(remote_of(header_of(carrier)))) is not None:
+        if carrier is not None and (caller := encode_remote(remote_of(header_of(carrier)))) is not None:
             values = {**(values or {}), REMOTE: caller}
         return self.new_scope(self.scope_site(name, kind, device or stream is not None, phase), values)
 
@@ -300,7 +300,7 @@ class Recorder(Readback):
         owner = directory, os.getpid() if directory else 0
         if self._memory_of != owner or room_bytes > self._memory_bytes or self.memory is None:
             try:
-                new_memory = memory.make(room_bytes, directory, disk_bytes)
+                new_memory = memory.make_memory(room_bytes, directory, disk_bytes)
                 try:
                     self.attach(new_memory.fd, bool(directory), None)
                 except BaseException:

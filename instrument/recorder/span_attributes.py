@@ -100,25 +100,25 @@ Complain = Callable[..., None]
 """A function of a name, a sentence and a kind of value. It counts a refused value, and logs the first of its kind."""
 
 
-def checked(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
+def check_attributes(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
     """Return the allowed attributes of a mapping and of keyword arguments. Long texts are cut."""
     result: dict[str, AttributeValue] = {}
     if attributes is not None and not issubclass(type(attributes), Mapping):
-        complain(REFUSED, f"attributes must be a mapping, or name=value, not {_kind(attributes)}")
+        complain(REFUSED, f"attributes must be a mapping, or name=value, not {_class_name(attributes)}")
         attributes = None
     try:
         values = {**(attributes or {}), **more}  # type: ignore[dict-item]
     except Exception as error:  # a mapping of the service's own
-        complain(REFUSED, f"the attributes cannot be read: {_kind(error)}")
+        complain(REFUSED, f"the attributes cannot be read: {_class_name(error)}")
         values = dict(more)
     for name, value in values.items():
         if type(name) is not str or not name:
-            complain(REFUSED, f"the name of an attribute must be a text, not {_kind(name)}")
+            complain(REFUSED, f"the name of an attribute must be a text, not {_class_name(name)}")
             continue
-        checked_value = _value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
+        checked_value = _check_value(value, BATCH_LIMIT if name in (BATCH_KEYS, BATCH_WEIGHTS) else ATTRIBUTE_LIMIT)
         if checked_value is None:
             allowed = "text, a bool, a number of 64 bits, or a list of one kind of them"
-            kind = _kinds(value)
+            kind = _class_names(value)
             complain(REFUSED, f"the attribute {name:.60} cannot be {kind}; allowed: {allowed}", kind)
         else:
             result[_cut(name)] = checked_value
@@ -140,7 +140,7 @@ def scope_values(attributes: Mapping[str, object], complain: Complain) -> dict[s
                 break
         else:
             return cast("dict[str, AttributeValue]", dict(attributes))
-    result = checked(attributes, {}, complain)
+    result = check_attributes(attributes, {}, complain)
     for name in list(result)[ATTRIBUTE_LIMIT:]:
         complain(
             "attributes beyond the limit of a span",
@@ -161,7 +161,7 @@ def key_text(value: object) -> str:
     if kind is int:
         whole = cast(int, value)
         return str(whole) if whole.bit_length() <= 256 else ""
-    text = _text(value)
+    text = _check_text(value)
     if text is not None:
         return text if len(text) <= KEY_LIMIT else _shortened(text)
     if kind is bytes:
@@ -229,7 +229,7 @@ def items_of(values: Any, most: int) -> list[Any]:
     if not _is_array(kind, on_device=True):
         return list(islice(values, most))
     if not _is_on_host(values) or values.ndim != 1:
-        raise UnreadError(f"{_kind(values)} that is on a device or has not one dimension, and is not read")
+        raise UnreadError(f"{_class_name(values)} that is on a device or has not one dimension, and is not read")
     items: list[Any] = values[:most].tolist()
     return items
 
@@ -253,8 +253,8 @@ def refused_keys(keys: Sequence[object], texts: Sequence[str]) -> str:
     if "" not in texts:
         return ""
     empty = (key for key, text in zip(keys, texts, strict=False) if not text)
-    refused = (key for key in empty if key is not None and _text(key) != "" and not key_text(key))
-    return next(map(_kind, refused), "")
+    refused = (key for key in empty if key is not None and _check_text(key) != "" and not key_text(key))
+    return next(map(_class_name, refused), "")
 
 
 def are_amounts(values: Sequence[object]) -> bool:
@@ -287,7 +287,7 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
     if key is not None and (text := key_text(key)):
         attributes[KEY] = text
     elif key is not None:
-        complain(REFUSED, f"a key cannot be {_kind(key)}; {ALLOWED_KEYS}")
+        complain(REFUSED, f"a key cannot be {_class_name(key)}; {ALLOWED_KEYS}")
     if batch is None:
         return attributes
     try:
@@ -296,7 +296,7 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
         is_mapping = issubclass(type(batch), Mapping)
         weights = list(islice(cast("Mapping[Any, Any]", batch).values(), BATCH_LIMIT)) if is_mapping else None
     except Exception as error:  # of a class of the service's own
-        problem = error if type(error) is UnreadError else f"{_kind(batch)}, {_kind(error)} when reading it"
+        problem = error if type(error) is UnreadError else f"{_class_name(batch)}, {_class_name(error)} when reading it"
         complain(REFUSED, f"the batch cannot be read: {problem}")
         return attributes
     if len(keys) > BATCH_LIMIT:
@@ -314,7 +314,7 @@ def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, 
 
 def name_of(name: object) -> str | None:
     """Return a text as a span's name, cut if it is long, None for any other value."""
-    text = _text(name)
+    text = _check_text(name)
     return _cut(text) if text else None
 
 
@@ -324,25 +324,25 @@ def status_attributes(code: object, description: object, error_type: object) -> 
     `code` is `ok` or `error`, in any case, or a member of OpenTelemetry's `StatusCode`.
     """
     try:
-        word = _text(code) or _text(getattr(code, "name", None)) or ""
+        word = _check_text(code) or _check_text(getattr(code, "name", None)) or ""
     except Exception:  # of an object of the service's own
         return None
     word = word.upper()
     if word not in ("OK", "ERROR"):
         return None
     status: dict[str, AttributeValue] = {STATUS_CODE: word}
-    if word == "ERROR" and (text := _text(description)):
+    if word == "ERROR" and (text := _check_text(description)):
         status[STATUS_DESCRIPTION] = _cut(text)
-    if word == "ERROR" and (text := _text(error_type)):
+    if word == "ERROR" and (text := _check_text(error_type)):
         status[ERROR_TYPE] = _cut(text)
     return status
 
 
-def _value(value: object, most: int) -> AttributeValue | None:
-    values_read = _items(value, most)
+def _check_value(value: object, most: int) -> AttributeValue | None:
+    values_read = _check_items(value, most)
     if values_read is None:
-        return _scalar(value)
-    items = [_scalar(item) for item in values_read]
+        return _check_scalar(value)
+    items = [_check_scalar(item) for item in values_read]
     kinds = {type(item) for item in items}
     if kinds == {int, float}:
         return tuple(float(item) for item in items if item is not None)
@@ -350,7 +350,7 @@ def _value(value: object, most: int) -> AttributeValue | None:
     return None if len(kinds) > 1 or type(None) in kinds else values
 
 
-def _items(value: object, most: int) -> list[Any] | None:
+def _check_items(value: object, most: int) -> list[Any] | None:
     """Return the first items of a list or a tuple, None of another value."""
     if issubclass(type(value), list):
         return list.__getitem__(cast("list[Any]", value), slice(most))
@@ -359,8 +359,8 @@ def _items(value: object, most: int) -> list[Any] | None:
     return None
 
 
-def _scalar(value: object) -> str | bool | int | float | None:
-    text = _text(value)
+def _check_scalar(value: object) -> str | bool | int | float | None:
+    text = _check_text(value)
     if text is not None:
         return _cut(text)
     if value is True or value is False:
@@ -376,7 +376,7 @@ def _scalar(value: object) -> str | bool | int | float | None:
         if (kind.__module__, kind.__name__) in _BOOLS:
             return bool(number)
         item = _only_number(number) if _is_array(kind) else None
-        return _scalar(item) if type(item) in _ITEMS else None
+        return _check_scalar(item) if type(item) in _ITEMS else None
     except Exception:  # of a number of the service's own
         return None
 
@@ -386,7 +386,7 @@ _ITEMS = (bool, int, float, str)
 """The classes that an item may have. An array with one item is an allowed attribute if the item has such a class."""
 
 
-def _text(value: object) -> str | None:
+def _check_text(value: object) -> str | None:
     """Return a text as a plain `str`, None for any other value."""
     return str.__str__(cast(str, value)) if issubclass(type(value), str) else None
 
@@ -395,13 +395,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= VALUE_LIMIT else text[: VALUE_LIMIT - 3] + "..."
 
 
-def _kind(value: object) -> str:
+def _class_name(value: object) -> str:
     return type(value).__name__
 
 
-def _kinds(value: object) -> str:
+def _class_names(value: object) -> str:
     """Return the name of a value's class, for a list also those of its items' classes."""
-    items = _items(value, ATTRIBUTE_LIMIT)
+    items = _check_items(value, ATTRIBUTE_LIMIT)
     if items is None:
-        return "int of more than 64 bits" if type(value) is int else _kind(value)
-    return f"{_kind(value)} of {' and '.join(dict.fromkeys(map(_kind, items)))}"
+        return "int of more than 64 bits" if type(value) is int else _class_name(value)
+    return f"{_class_name(value)} of {' and '.join(dict.fromkeys(map(_class_name, items)))}"

@@ -94,7 +94,7 @@ def wrap(
     """
     evaluate = attributes or works
     if attributes is not None and works is not None:
-        evaluate = functools.partial(_attributes_and_work, attributes, works)
+        evaluate = functools.partial(_read_attributes_and_work, attributes, works)
     has_attributes = attributes is not None or results is not None
     # A plain function that is marked as a coroutine function (`inspect.markcoroutinefunction`) runs when it is called,
     # and returns an awaitable of its own: its span is the call.
@@ -127,7 +127,7 @@ def bare_function(wrapper: Any) -> Any:
     return wrapper.__instrument_function__
 
 
-def _attributes_and_work(
+def _read_attributes_and_work(
     attributes: Attributes, works: Attributes, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[Any, Any]:
     return {**(attributes(args, kwargs) or {}), **(works(args, kwargs) or {})}
@@ -141,7 +141,7 @@ def _code_flags(function: Any) -> int | None:
     return code.co_flags if isinstance(code, CodeType) else None
 
 
-def turn(wrapper: Any, switch: Any) -> None:
+def set_switch(wrapper: Any, switch: Any) -> None:
     """Set what a wrapper does with calls: `switch` is the recorder, or the `Pass` of a muted site.
 
     A `Pass` counts each call without a span, at the cost of one branch and the count. Running calls end as they began.

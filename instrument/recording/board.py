@@ -28,7 +28,7 @@ RECORDED = "recorded"
 """The mark that some process of the run has recorded calls, which that process reports itself."""
 
 
-def make() -> Callable[[], None]:
+def make_board() -> Callable[[], None]:
     """Make a board that this process owns. Return a function that removes it.
 
     Do nothing if there is a board already, or if the system has no memory files.
@@ -71,7 +71,7 @@ def _digest(rule: str) -> str:
     return sha256(rule.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
-def marks() -> set[str]:
+def read_marks() -> set[str]:
     """Return the marks on the board. Return no marks if there is no board."""
     return set(_read(_BYTES).decode("ascii", "replace").splitlines()[1:])
 
@@ -89,9 +89,9 @@ def note_wait_in_vain(at_ns: int) -> None:
             os.pwrite(descriptor, (_WAIT_LINE % at_ns).encode(), 0)
 
 
-def put(rule_marks: Iterable[str]) -> None:
+def add_marks(rule_marks: Iterable[str]) -> None:
     """Add to the board those marks that it does not have."""
-    if missing := sorted(set(rule_marks) - marks()):
+    if missing := sorted(set(rule_marks) - read_marks()):
         with _open_board(os.O_WRONLY | os.O_APPEND) as descriptor:
             if descriptor is not None and os.fstat(descriptor).st_size < _BYTES:
                 os.write(descriptor, "".join(f"{mark}\n" for mark in missing).encode())

@@ -16,7 +16,7 @@ from typing import Any
 from instrument.runtime.cheap_start import dataclass, field, replace
 
 
-def bucket(value_ns: int) -> int:
+def bucket_of(value_ns: int) -> int:
     """Return the index of the histogram bucket that counts a value.
 
     Each integer below 128 has its own bucket. From 128 on, each power of two has 64 buckets of equal width. So the
@@ -29,7 +29,7 @@ def bucket(value_ns: int) -> int:
 LONGEST_NS = (1 << 63) - 1
 """The longest time in ns that a histogram counts, which is the largest signed 64-bit number."""
 
-LAST_BUCKET = bucket(LONGEST_NS)
+LAST_BUCKET = bucket_of(LONGEST_NS)
 
 
 def bucket_start(index: int) -> int:
@@ -65,7 +65,7 @@ def percentiles(
 
 def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
     """Return the percentiles of sorted times, equal to those that a histogram of them has."""
-    middles_ns = (bucket_middle(bucket(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
+    middles_ns = (bucket_middle(bucket_of(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
     return [min(max(middle_ns, values[0]), values[-1]) for middle_ns in middles_ns]
 
 
@@ -115,7 +115,7 @@ class Distribution:
         self.most_ns = max(self.most_ns, value_ns)
         self.count += 1
         self.sum_ns += value_ns
-        index = bucket(value_ns)
+        index = bucket_of(value_ns)
         self.buckets[index] = self.buckets.get(index, 0) + 1
 
     def add_buckets(self, more: Mapping[int, int]) -> None:
@@ -128,7 +128,7 @@ class Distribution:
             self.sum_ns += count * start_ns
             self.buckets[index] = self.buckets.get(index, 0) + count
 
-    def grow(self, now: Distribution) -> None:
+    def add_growth(self, now: Distribution) -> None:
         """Add the calls by which `now`, a later state of this distribution, exceeds it.
 
         A call that is already counted stays in its bucket, even if its device time has moved it to another one in
@@ -175,7 +175,7 @@ class Distribution:
             raise ValueError(f"found {stored!r:.100}, which no durations make")
         return cls(count, sum_ns, least_ns, most_ns, buckets)
 
-    def since(self, before: Distribution) -> Distribution:
+    def subtract_state(self, before: Distribution) -> Distribution:
         """Return the calls counted since an earlier state. Their minimum and maximum are unknown."""
         more = {index: count - before.buckets.get(index, 0) for index, count in self.buckets.items()}
         return Distribution(
@@ -287,7 +287,7 @@ class Metric:
         return cls(str(name), str(unit), str(kind), str(description), values)
 
 
-def summed(metrics: Iterable[Metric]) -> list[Metric]:
+def sum_metrics(metrics: Iterable[Metric]) -> list[Metric]:
     """Add up metrics of equal names, for instance those of several processes."""
     sums_by_name: dict[str, tuple[Metric, dict[Labels, float | Distribution], dict[Labels, Exemplars]]] = {}
     for metric in metrics:

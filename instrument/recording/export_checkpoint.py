@@ -189,17 +189,17 @@ class ExportCheckpoint(Claim):
         """Write the checkpoint of the metrics. Return False if it does not fit."""
         return self._meter.write(zlib.compress(_encode(state), 1))
 
-    def head(self) -> RecordingHead:
+    def read_head(self) -> RecordingHead:
         """Return the current header of the recording."""
         return RecordingHead(self.fileno())
 
-    def unread(self) -> int:
+    def count_unread(self) -> int:
         """Return the number of rows that no exporter has read, 0 if an exporter has reported them already."""
-        progress, head = self.read(), self.head()
+        progress, head = self.read(), self.read_head()
         is_of_now = progress.generation == head.generation
         if is_of_now and progress.is_reported:
             return 0
-        recorded = sum(ring.head for ring in head.rings() if ring.thread_id) + head.number("ended_rows")
+        recorded = sum(ring.head for ring in head.read_rings() if ring.thread_id) + head.number("ended_rows")
         return max(recorded - (progress.fates["seen"] + progress.fates["missed"] if is_of_now else 0), 0)
 
 

@@ -32,8 +32,8 @@ from instrument.recording.mapped_facts import (
     RingRows,
     attributes_in,
     facts_in,
+    iterate_records,
     label_of,
-    records,
     site_of,
 )
 from instrument.recording.memory_layout import duplicate
@@ -48,7 +48,7 @@ from instrument.runtime.cheap_start import NamedTuple
 LARGEST_BYTES = 1 << 40
 """The maximum size of a recording in bytes. A larger one counts as damaged."""
 MOST_SLOTS = {
-    **{name: part.slots for name, part in layout.planned(0, is_sparse=True)[0].items()},
+    **{name: part.slots for name, part in layout.plan_parts(0, is_sparse=True)[0].items()},
     "details": 1 << 32,
     "intervals": 1 << 26,
     "rows": 1 << 31,
@@ -102,7 +102,7 @@ def _ring_type(object_bytes: int) -> np.dtype[np.void]:
     return _numpy_type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
-def _cells(records: Records) -> list[Cell]:
+def _make_cells(records: Records) -> list[Cell]:
     rows = records[(records["at_ns"] > 0) & (records["at_ns"] < FARTHEST_NS) & np.isfinite(records["value"])]
     cells = map(own_numbers.cell_of, rows["name"].tolist(), rows["at_ns"].tolist(), rows["value"].tolist())
     return [cell for cell in cells if cell is not None]
@@ -149,7 +149,7 @@ class Mapped:
 
     # ---------------------------------------------------------------- bytes
 
-    def _bytes(self, offset: int, count: int) -> bytes:
+    def _read_bytes(self, offset: int, count: int) -> bytes:
         """Return up to `count` bytes from an offset, fewer at the end of the file."""
         if self._memory is not None:
             return bytes(self._memory[offset : offset + count])
@@ -166,7 +166,7 @@ class Mapped:
         return b"".join(pieces)
 
     def _read_head(self) -> Any:
-        data = self._bytes(0, layout.HEADER.size)
+        data = self._read_bytes(0, layout.HEADER.size)
         if len(data) < layout.HEADER.size or data[:8] != layout.MAGIC:
             raise TraceError(f"the memory begins with {data[:8]!r}; it is not a recording, or it was cut off")
         head = np.frombuffer(data, _HEADER)[0]
@@ -200,11 +200,11 @@ class Mapped:
         self._read_head()
         return self.generation
 
-    def _slots(self, name: str, kind: np.dtype[np.void]) -> Records:
+    def _read_slots(self, name: str, kind: np.dtype[np.void]) -> Records:
         """Return the slots of a part that have been in use. Slots beyond the end of the file are left out."""
         self._read_head()
         part = self._parts[name]
-        data = self._bytes(part.offset, min(part.used, part.slots) * part.stride)
+        data = self._read_bytes(part.offset, min(part.used, part.slots) * part.stride)
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slot_of(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
@@ -238,7 +238,7 @@ class Mapped:
 
     def _read_facts(self) -> Mapping[str, Any]:
         part = self._parts["text"]
-        data = self._bytes(part.offset, min(part.slots, part.used))
+        data = self._read_bytes(part.offset, min(part.slots, part.used))
         return facts_in(data[4 : 4 + int.from_bytes(data[:4], "little")])
 
     def _read_sites(self) -> dict[int, Site]:
@@ -247,8 +247,8 @@ class Mapped:
         generation, until = self._sites_until
         if generation != self.generation or part.used < until:
             self._site_by_number, until = {}, 0
-        data = self._bytes(part.offset + until, min(part.used, part.slots) - until)
-        for (site, size_bytes, _), text in records(data, _FACT):
+        data = self._read_bytes(part.offset + until, min(part.used, part.slots) - until)
+        for (site, size_bytes, _), text in iterate_records(data, _FACT):
             self._site_by_number[site] = site_of(facts_in(text))
             until += size_bytes
         self._sites_until = self.generation, until
@@ -261,7 +261,7 @@ class Mapped:
 
     def tree(self) -> CallTree:
         """Return the current call paths. The object is the same until a path is added."""
-        nodes = self._slots("nodes", _NODE)
+        nodes = self._read_slots("nodes", _NODE)
         self._read_head()  # a site is written before its first node is known, but maybe after the head was read
         columns = b"".join(nodes[name].tobytes() for name in _NODE.fields or ())
         if self._known == (self.generation, columns):
@@ -292,13 +292,13 @@ class Mapped:
     def sites(self) -> list[Site]:
         return self.tree().sites
 
-    def _rings(self) -> list[_Ring]:
+    def _read_rings(self) -> list[_Ring]:
         """Return the rings of the current session, in the order of their numbers.
 
         In a damaged recording, rings may claim more rows than fit. Then the last rings are returned without rows.
         """
         ring_by_number: dict[int, _Ring] = {}
-        rings = self._slots("rings", self._ring_type)
+        rings = self._read_slots("rings", self._ring_type)
         head = self._read_head()  # a ring has room for its rows before the first one, but maybe since the head was read
         rows = self._slot_of(rings["rows"], "rows").tolist()
         part = self._parts["rows"]
@@ -319,24 +319,24 @@ class Mapped:
 
     def threads(self) -> dict[int, str]:
         """Return the names of the recorded threads by native id, in the order in which they began to record."""
-        return {ring.thread_id: ring.name for ring in self._rings() if ring.thread_id}
+        return {ring.thread_id: ring.name for ring in self._read_rings() if ring.thread_id}
 
     # ---------------------------------------------------------------- spans
 
-    def heads(self) -> dict[int, int]:
+    def read_heads(self) -> dict[int, int]:
         """Return how many rows have been written to each ring, by the ring's number."""
-        return {ring.number: ring.head for ring in self._rings() if ring.thread_id}
+        return {ring.number: ring.head for ring in self._read_rings() if ring.thread_id}
 
-    def first_after(self, after_ns: int) -> dict[int, int]:
+    def first_row_after(self, after_ns: int) -> dict[int, int]:
         """Return, by the number of each ring, the number of its first row that ended after a time."""
-        return {ring.number: self._first_after(ring, after_ns) for ring in self._rings() if ring.thread_id}
+        return {ring.number: self._first_after(ring, after_ns) for ring in self._read_rings() if ring.thread_id}
 
     def _first_after(self, ring: _Ring, after_ns: int) -> int:
         """Return the number of a ring's first row that ended after a time. Rows are in the order of their ends."""
         part, mask, at = self._parts["rows"], ring.capacity - 1, layout.ROW.fields["end_ns"][0]
 
         def has_ended_after(number: int) -> bool:
-            data = self._bytes(part.offset + (ring.rows + (number & mask)) * part.stride + at, 8)
+            data = self._read_bytes(part.offset + (ring.rows + (number & mask)) * part.stride + at, 8)
             return int.from_bytes(data, "little", signed=True) > after_ns
 
         rows = range(max(ring.head - ring.capacity, 0), ring.head)
@@ -349,7 +349,7 @@ class Mapped:
         The rings of threads that ended first are reused first. So a lost row of an ended thread is older than all rows
         in the rings of other ended threads.
         """
-        rings = [ring for ring in self._rings() if ring.thread_id]
+        rings = [ring for ring in self._read_rings() if ring.thread_id]
 
         def reaches_back(ring: _Ring) -> bool:
             return self._first_after(ring, since_ns) > max(ring.head - ring.capacity, 0)
@@ -366,7 +366,7 @@ class Mapped:
         the `head` of each result.
         """
         copied, requests = [], []
-        for place, ring in enumerate(ring for ring in self._rings() if ring.thread_id):
+        for place, ring in enumerate(ring for ring in self._read_rings() if ring.thread_id):
             begin = max((since or {}).get(ring.number, 0), 0)
             oldest = max(ring.head - ring.capacity + self.in_doubt, 0)
             requests.append((ring.head - min(max(begin, oldest), ring.head), place, begin, ring))
@@ -374,7 +374,7 @@ class Mapped:
         for served, (count, place, begin, ring) in enumerate(sorted(requests, key=lambda request: request[:2])):
             first = ring.head - count
             end = min(ring.head, first + most // (len(requests) - served))
-            rows = self._copied(ring, first, end)
+            rows = self._copy_rows(ring, first, end)
             now = self._current_head(ring)
             overwritten = max(now - ring.capacity + self.in_doubt - first, 0)
             late = min(overwritten, len(rows)) if now >= ring.head else len(rows)
@@ -387,27 +387,28 @@ class Mapped:
             for _, ring, begin, first, end, rows in sorted(copied, key=lambda copy: copy[0])
         ]
 
-    def _copied(self, ring: _Ring, first: int, end: int) -> Records:
+    def _copy_rows(self, ring: _Ring, first: int, end: int) -> Records:
         if ring.rows < 0 or end <= first:
             return np.zeros(0, ROWS)
         part = self._parts["rows"]
-        data = self._wrapped(part, ring.rows, ring.capacity, first, end)
+        data = self._read_wrapped(part, ring.rows, ring.capacity, first, end)
         return np.frombuffer(data.ljust((end - first) * part.stride, b"\0"), ROWS)
 
-    def _wrapped(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
+    def _read_wrapped(self, part: layout.Part, offset: int, capacity: int, first: int, end: int) -> bytes:
         """Return slots of a ring as bytes, from number `first` to before number `end`, counted from the first slot ever
         written."""
         at, count = first % capacity, end - first
         before = min(count, capacity - at)
         pieces = ((at, before), (0, count - before))
         return b"".join(
-            self._bytes(part.offset + (offset + begin) * part.stride, length * part.stride) for begin, length in pieces
+            self._read_bytes(part.offset + (offset + begin) * part.stride, length * part.stride)
+            for begin, length in pieces
         )
 
     def _current_head(self, ring: _Ring) -> int:
         """Return how many rows have been written to a ring by now, -1 if the ring is another thread's."""
         part = self._parts["rings"]
-        data = self._bytes(part.offset + ring.slot * part.stride, part.stride)
+        data = self._read_bytes(part.offset + ring.slot * part.stride, part.stride)
         if len(data) < part.stride:
             return -1
         now = np.frombuffer(data, self._ring_type)[0]
@@ -415,14 +416,14 @@ class Mapped:
 
     def open_spans(self) -> list[OpenSpan]:
         """Return the open spans, in the order in which they began."""
-        rings = {ring.slot: ring for ring in self._rings()}
+        rings = {ring.slot: ring for ring in self._read_rings()}
         # A process that was killed may not have closed the frame of a ring's newest row.
         newest = [(ring, self._current_head(ring)) for ring in rings.values()]
-        last_rows = [self._copied(ring, now - 1, now) for ring, now in newest if now > 0]
+        last_rows = [self._copy_rows(ring, now - 1, now) for ring, now in newest if now > 0]
         ended = {int(rows["span_id"][0]) for rows in last_rows if len(rows)}
         span_by_id: dict[int, OpenSpan] = {}
         for _ in range(MOST_OPEN_SPAN_READS):
-            before, frames = self._slots("frames", _FRAME), self._slots("frames", _FRAME)
+            before, frames = self._read_slots("frames", _FRAME), self._read_slots("frames", _FRAME)
             before, frames = before[: len(frames)], frames[: len(before)]
             tree = self.tree()  # it has the node of every frame: read after them, for the process continues
             number_of = self._node_numbers
@@ -453,7 +454,7 @@ class Mapped:
         part = self._parts["attributes"]
         if slot >= part.slots:
             return {}
-        data = self._bytes(part.offset + slot * part.stride, part.stride)
+        data = self._read_bytes(part.offset + slot * part.stride, part.stride)
         owner_id, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8))
         return attributes_in(data[layout.ATTRIBUTES.size :][:length]) if owner_id == span_id else {}
 
@@ -481,7 +482,7 @@ class Mapped:
         pieces = []
         while first < used:
             end = min((first // block + 1) * block, used)
-            pieces.append((first, self._bytes(part.offset + first % part.slots, end - first)))
+            pieces.append((first, self._read_bytes(part.offset + first % part.slots, end - first)))
             first = end
         self._read_head()  # what was overwritten meanwhile
         oldest = (self._parts["details"].used // block + 1) * block - part.slots
@@ -490,7 +491,7 @@ class Mapped:
     def intervals(self, since: int = 0) -> Records:
         """Return the valid device intervals in the ring, the oldest first. The first `since` intervals ever written are
         left out."""
-        table = self._newest("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
+        table = self._read_newest("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
         sound = (table["span_id"] != 0) & (table["span_id"] >> np.uint64(63) == 0) & (table["device"] >= 0)
         sound &= (table["device"] < MOST_DEVICES) & (table["stream"] >> np.uint64(63) == 0)
         sound &= (table["start_ns"] >= 0) & (table["start_ns"] < FARTHEST_NS) & (table["end_ns"] < FARTHEST_NS)
@@ -511,9 +512,9 @@ class Mapped:
         """Return the readings of gauges and of the service's own metrics from a time on, the oldest first."""
         self._read_head()
         slots, used = min(self._parts["samples"].slots, layout.MOST_SAMPLES), self._parts["samples"].used
-        table = self._newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
+        table = self._read_newest("samples", _SAMPLE, slots, max(used - FEW_SAMPLES, 0))
         if len(table) and table["at_ns"].min() >= since_ns:
-            table = self._newest("samples", _SAMPLE, slots)
+            table = self._read_newest("samples", _SAMPLE, slots)
         sound = (table["at_ns"] >= max(since_ns, 1)) & (table["at_ns"] < FARTHEST_NS) & (table["device"] >= HOST)
         sound &= (table["device"] < MOST_DEVICES) & np.isfinite(table["value"])
         samples = [
@@ -524,7 +525,7 @@ class Mapped:
         values = own_numbers.samples_of(*numbers_in(self), since_ns=since_ns)
         return sorted([*samples, *values], key=attrgetter("at_ns")) if values else samples
 
-    def _newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
+    def _read_newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
         """Return the slots of a part that is a ring, in order, without the next slot, which may be half-written."""
         self._read_head()
         part = self._parts[name]
@@ -532,7 +533,7 @@ class Mapped:
         first = max(used - slots + 1, since, 0)
         if not slots or first >= used:
             return np.zeros(0, kind)
-        data = self._wrapped(part, 0, slots, first, used)
+        data = self._read_wrapped(part, 0, slots, first, used)
         records_read = np.frombuffer(data, kind, len(data) // part.stride)
         self._read_head()  # what was overwritten meanwhile
         return records_read[max(self._parts[name].used - slots + 1 - first, 0) :]
@@ -545,7 +546,7 @@ class Mapped:
         `choose_sites(tree)` returns for each site, by its number, True to include it.
         """
         tree, threads, totals, *histograms = self._totals(choose_sites)
-        return Tally.of_nodes(tree, *_lines(threads, totals, self._histograms(totals, *histograms)))
+        return Tally.of_nodes(tree, *_convert_totals(threads, totals, self._histograms(totals, *histograms)))
 
     def totals(self) -> Tally:
         """Return the totals of all calls, as `tally` does. Histograms are added up only when they are requested."""
@@ -553,16 +554,18 @@ class Mapped:
 
         def histogram(places: Iterable[int], thread_id: int | None) -> dict[int, int]:
             rings = [number for number, ring in threads.items() if thread_id in (None, ring.thread_id)]
-            is_wanted = np.isin(totals["node"], np.array(tree.nodes(places), np.uint32))
+            is_wanted = np.isin(totals["node"], np.array(tree.merged_nodes(places), np.uint32))
             chosen = totals[is_wanted & np.isin(totals["ring_number"], np.array(rings, np.uint64))]
             buckets = self._histograms(chosen, *histograms)
             times = np.zeros(LAST_BUCKET + 1, np.int64)
             np.add.at(times, buckets["bucket"], buckets["times"])
             return {bucket: int(times[bucket]) for bucket in np.flatnonzero(times).tolist()}
 
-        return Tally.of_nodes(tree, *_lines(threads, totals, buckets_of(*[np.zeros(0, np.int64)] * 3)), histogram)
+        return Tally.of_nodes(
+            tree, *_convert_totals(threads, totals, buckets_of(*[np.zeros(0, np.int64)] * 3)), histogram
+        )
 
-    def firsts(self) -> dict[int, tuple[int, int]]:
+    def first_calls(self) -> dict[int, tuple[int, int]]:
         """Return, by node, the start time and the length in ns of the first completed call of its call path."""
         firsts: dict[int, tuple[int, int]] = {}
         _, _, totals, *_ = self._totals(None)
@@ -575,7 +578,7 @@ class Mapped:
     ) -> tuple[CallTree, dict[int, _Ring], Records, Records, Records]:
         for _ in range(MOST_TOTALS_READS):
             moving = int(self._read_head()["moving"])
-            tree, rings = self.tree(), self._rings()
+            tree, rings = self.tree(), self._read_rings()
             totals, chunks, highs = self._slots_at_once(("totals", _TOTALS), ("chunks", _CHUNK), ("highs", _HIGH))
             if moving % 2 == 0 and int(self._read_head()["moving"]) == moving:
                 break
@@ -589,7 +592,7 @@ class Mapped:
 
     def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
         """Return the slots of several parts. The recorded process may write between these reads."""
-        return [self._slots(name, kind) for name, kind in parts]
+        return [self._read_slots(name, kind) for name, kind in parts]
 
     def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
         """Return the histograms of totals as bucket records. A bucket may occur more than once."""
@@ -612,7 +615,7 @@ class Mapped:
     def losses(self) -> dict[str, int]:
         """Return the counts of losses, by reason."""
         head = self._read_head()
-        rings = self._rings()
+        rings = self._read_rings()
         count_by_reason = {
             layout.OVERWRITTEN: sum(max(ring.head - ring.capacity, 0) for ring in rings if ring.capacity)
             + int(head["ended_rows"]),
@@ -628,7 +631,7 @@ def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
     return {
         span_id: (active_ns, text)
         for data in pieces
-        for (span_id, active_ns, *_), text in records(data, _DETAIL)
+        for (span_id, active_ns, *_), text in iterate_records(data, _DETAIL)
         if span_id
     }
 
@@ -642,7 +645,9 @@ def _is_row(rows: Records, nodes: int) -> NDArray[np.bool_]:
     return np.asarray(sound & (rows["children_ns"] > -FARTHEST_NS) & (rows["children_ns"] < FARTHEST_NS))
 
 
-def _lines(threads: Mapping[int, _Ring], totals: Records, buckets: Records) -> tuple[Records, Records, dict[int, str]]:
+def _convert_totals(
+    threads: Mapping[int, _Ring], totals: Records, buckets: Records
+) -> tuple[Records, Records, dict[int, str]]:
     """Convert totals of the layout to lines of a tally. Return the lines, their histograms' buckets, and the names of
     threads."""
     lines = np.zeros(len(totals), TOTALS)
@@ -663,5 +668,5 @@ def numbers_in(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
     part, first = mapped._parts["numbers"], layout.NUMBERS
     if not part.used or part.slots < first + layout.NEWEST_NUMBERS:
         return [], []
-    data = mapped._bytes(part.offset + first * part.stride, layout.NEWEST_NUMBERS * part.stride)
-    return _cells(mapped._newest("numbers", _NUMBER, first)), _cells(np.frombuffer(data, _NUMBER))
+    data = mapped._read_bytes(part.offset + first * part.stride, layout.NEWEST_NUMBERS * part.stride)
+    return _make_cells(mapped._read_newest("numbers", _NUMBER, first)), _make_cells(np.frombuffer(data, _NUMBER))

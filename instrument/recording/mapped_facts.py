@@ -122,7 +122,7 @@ class Detail(NamedTuple):
     attributes: Mapping[str, Any]
 
 
-def records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
+def iterate_records(data: bytes, packer: Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
     """Yield consecutive records, each with the text after it, up to the first invalid record.
 
     The last two fields of a record are its size and the size of its text.

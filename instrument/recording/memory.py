@@ -43,14 +43,14 @@ SUFFIX = ".recording"
 _NAME = re.compile(r"([0-9]+)-([0-9]+)\.recording")
 
 
-def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
+def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
     """Make the memory of a recording with rings of `ring_bytes`, and write its header. The caller must close it.
 
     In `directory`, the oldest recordings of ended processes are removed to keep it within `disk_bytes`. A file there
     gets all its blocks at once, because a write to a mapped file on a full disk would kill the process. A lock on the
     file shows that its process lives. Raises `OSError`.
     """
-    parts, size_bytes = layout.planned(ring_bytes, is_sparse=not directory)
+    parts, size_bytes = layout.plan_parts(ring_bytes, is_sparse=not directory)
     _refuse_beyond_limits(size_bytes, is_sparse=not directory)
     path = ""
     if directory:
@@ -82,7 +82,7 @@ def make(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Mem
     return Memory(fd, size_bytes, path)
 
 
-def left(directory: Path) -> list[Path]:
+def abandoned_recordings(directory: Path) -> list[Path]:
     """Return the paths of the recordings in a directory whose processes have ended, the oldest first."""
     files = []
     for path in directory.glob(f"*{SUFFIX}"):
@@ -110,7 +110,7 @@ def is_alive(path: Path) -> bool:
 
 def _make_room(directory: Path, room_bytes: int) -> None:
     sizes = []
-    for path in left(directory):
+    for path in abandoned_recordings(directory):
         with contextlib.suppress(OSError):
             sizes.append((path, path.stat().st_size))
     file_writing.remove_first(sizes, sum(size for _, size in sizes) - room_bytes)
@@ -143,7 +143,7 @@ def private_head(ring_bytes: int) -> bytes:
     """Return the header for a recording in private memory. The recording is larger than needed if the system allows
     overcommit."""
     is_sparse = _read("/proc/sys/vm/overcommit_memory") != "2"
-    return _pack_header(*layout.planned(ring_bytes, is_sparse=is_sparse))
+    return _pack_header(*layout.plan_parts(ring_bytes, is_sparse=is_sparse))
 
 
 def _pack_header(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:

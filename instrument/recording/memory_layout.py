@@ -129,52 +129,53 @@ class RecordingHead:
 
     def number(self, name: str) -> int:
         """Return a number of the header."""
-        return _number(self._data, HEADER, name)
+        return _read_number(self._data, HEADER, name)
 
     @property
     def generation(self) -> int:
         """The number of the recording's session: each session of a process begins a new generation."""
         return self.number("generation")
 
-    def part(self, name: str) -> Part:
+    def find_part(self, name: str) -> Part:
         """Return where a part is in the recording. Raises `OSError` if that is invalid."""
         part = Part(*struct.unpack_from("<5Q", self._data, part_at(name)))
         if part.stride != STRIDES[name] or part.offset + part.slots * part.stride > 1 << 62:
             raise OSError(errno.EINVAL, f"the part {name} is damaged")
         return part
 
-    def slots(self, name: str) -> list[bytes]:
+    def read_slots(self, name: str) -> list[bytes]:
         """Return the slots of a part that have been in use."""
-        part = self.part(name)
+        part = self.find_part(name)
         data = os.pread(self._fd, min(part.used, part.slots, MOST_SLOTS) * part.stride, part.offset)
         return [data[at : at + part.stride] for at in range(0, len(data) - part.stride + 1, part.stride)]
 
-    def rings(self) -> list[RingHead]:
+    def read_rings(self) -> list[RingHead]:
         """Return the rings of the current session."""
         before, rings = self.number("object_bytes"), []
-        first = self.number("address") + self.part("rings").offset
-        for slot, data in enumerate(self.slots("rings")):
+        first = self.number("address") + self.find_part("rings").offset
+        for slot, data in enumerate(self.read_slots("rings")):
             ring = data[before:]
             if len(ring) < RING.size:
                 raise OSError(errno.EINVAL, "the rings are damaged")
-            if _number(ring, RING, "number") and _number(ring, RING, "generation") == self.generation:
+            if _read_number(ring, RING, "number") and _read_number(ring, RING, "generation") == self.generation:
                 number, thread_id, *more = (
-                    _number(ring, RING, name) for name in ("number", "thread_id", "rows", "mask", "capacity", "head")
+                    _read_number(ring, RING, name)
+                    for name in ("number", "thread_id", "rows", "mask", "capacity", "head")
                 )
                 rings.append(RingHead(number, thread_id, first + slot * STRIDES["rings"], *more))
         return rings
 
     def rows_kept(self) -> int:
         """Return the approximate number of spans in the rings."""
-        return sum(min(ring.head, ring.capacity) for ring in self.rings())
+        return sum(min(ring.head, ring.capacity) for ring in self.read_rings())
 
     def has_open_span(self) -> bool:
         """Return True if a span is open."""
-        rings = {ring.address: ring for ring in self.rings()}
+        rings = {ring.address: ring for ring in self.read_rings()}
         open_ids = {
-            _number(frame, FRAME, "span_id")
-            for frame in self.slots("frames")
-            if _number(frame, FRAME, "state") and _number(frame, FRAME, "ring") in rings
+            _read_number(frame, FRAME, "span_id")
+            for frame in self.read_slots("frames")
+            if _read_number(frame, FRAME, "state") and _read_number(frame, FRAME, "ring") in rings
         }
         ended_ids = {self._newest_id(ring) for ring in rings.values()}  # it may not have forgotten its frame
         return any(0 < span_id < 1 << 63 for span_id in open_ids - ended_ids)
@@ -185,7 +186,7 @@ class RecordingHead:
         return int.from_bytes(os.pread(self._fd, 8, at), "little") if ring.head and 0 < at < 1 << 62 else 0
 
 
-def _number(data: bytes, record: Record, name: str) -> int:
+def _read_number(data: bytes, record: Record, name: str) -> int:
     offset, code = record.fields[name]
     return int(struct.unpack_from(f"<{code}", data, offset)[0])
 
@@ -362,7 +363,7 @@ def detail_bytes(ring_bytes: int) -> int:
     return max(8 << 20, ring_bytes // 4 // (4 * DETAIL_BLOCK_BYTES) * 4 * DETAIL_BLOCK_BYTES)
 
 
-def planned(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
+def plan_parts(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], int]:
     """Plan a recording: return its parts by name, and its size in bytes. A sparse file takes only the used pages."""
     share = 1 if is_sparse else 4
     slots = {

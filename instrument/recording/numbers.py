@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import ldexp
 
-from instrument.recording.distributions import LARGEST_SUM, ONE, Distribution, Metric, bucket
+from instrument.recording.distributions import LARGEST_SUM, ONE, Distribution, Metric, bucket_of
 from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, Gauge, MetricDefinition
 from instrument.recording.spans import HOST, Sample
 from instrument.runtime.cheap_start import NamedTuple
@@ -113,7 +113,7 @@ def metrics_of(cells: Iterable[Cell]) -> list[Metric]:
         elif cell.kind == SUM:
             sums[key] = cell.value
         elif cell.kind.lstrip("-").isdecimal():
-            index = bucket(int(min(middle_of(int(cell.kind)), LARGEST_MIDDLE) * ONE))
+            index = bucket_of(int(min(middle_of(int(cell.kind)), LARGEST_MIDDLE) * ONE))
             distributions.setdefault(key, Distribution()).add_buckets({index: int(cell.value)})
     for key, distribution in distributions.items():
         distribution.sum_ns = min(int(min(sums.get(key, distribution.sum_ns / ONE), LARGEST_SUM) * ONE), LARGEST_SUM)

@@ -76,16 +76,16 @@ class CallTree:
         """The index in `sites` of each node's site."""
         return self._nodes[::2]
 
-    def located(self) -> Located:
+    def merge_equal_paths(self) -> Located:
         """Return the nodes with equal paths merged, see `Located`."""
         nodes, located = self._nodes, self._located
         if len(located.places) < len(nodes) // 2:
-            located = self._located = Located.of(nodes[::2], nodes[1::2], self.keys())
+            located = self._located = Located.of(nodes[::2], nodes[1::2], self.first_site_by_key())
         return located
 
-    def nodes(self, places: Iterable[int]) -> array[int]:
+    def merged_nodes(self, places: Iterable[int]) -> array[int]:
         """Return all nodes that `located` has merged into the given places."""
-        located = self.located()
+        located = self.merge_equal_paths()
         of, nodes_of = self._shared
         if of is not located:
             nodes_of = {}
@@ -97,11 +97,11 @@ class CallTree:
             return array("i", places)
         return array("i", [node for place in places for node in nodes_of.get(place, (place,))])
 
-    def keys(self) -> array[int]:
+    def first_site_by_key(self) -> array[int]:
         """Return, for each site, the number of the first site with the same key."""
-        return self.numbered(KEY)
+        return self.number_sites(KEY)
 
-    def by_site(self, say: Callable[[Site], Result]) -> list[Result]:
+    def map_sites(self, say: Callable[[Site], Result]) -> list[Result]:
         """Return `say(site)` for each site, by the site's number. Results are cached by function, so do not pass a
         lambda."""
         results: list[Result] = self._said.get(say, [])
@@ -109,7 +109,7 @@ class CallTree:
             results = self._said[say] = [*results, *map(say, self.sites[len(results) :])]
         return results
 
-    def numbered(self, say: Callable[[Site], Hashable]) -> array[int]:
+    def number_sites(self, say: Callable[[Site], Hashable]) -> array[int]:
         """Return for each site the number of the first site for which `say` returns the same value."""
         numbers, number_by_result = self._numbers.setdefault(say, (array("i"), {}))
         start = len(numbers)

@@ -32,15 +32,15 @@ class SlotRoom(NamedTuple):
         part = layout.Part(*layout.PART.packer().unpack_from(memory, layout.part_at(name)))
         return cls(memory, name, memory[part.offset : part.offset + part.slots * part.stride])
 
-    def used(self) -> int:
+    def count_used(self) -> int:
         """Return how many slots have been written, by any process."""
-        return int(_U64.unpack_from(self.head, self.used_at())[0])
+        return int(_U64.unpack_from(self.head, self.offset_of_used())[0])
 
-    def used_at(self) -> int:
+    def offset_of_used(self) -> int:
         """Return the offset of the field in the header that counts the part's written slots."""
         return layout.part_at(self.name) + layout.PART.fields["used"][0]
 
-    def put(self, field: str, value: int) -> None:
+    def set_field(self, field: str, value: int) -> None:
         """Set a number of the header."""
         _U64.pack_into(self.head, layout.HEADER.fields[field][0], value)
 
@@ -86,40 +86,40 @@ class SlotRing:
                 if head is not None:  # after each, for a reader expects at most one half-written slot
                     _U64.pack_into(head, used_at, self.count)
 
-    def put(self, field: str, value: int) -> None:
+    def set_field(self, field: str, value: int) -> None:
         """Set a field of the recording's header, if the ring is in a recording."""
         with self._lock:
             if self._memory is None:
                 self._find_memory()
             if self._room is not None:
-                self._room.put(field, value)
+                self._room.set_field(field, value)
 
     def _find_memory(self) -> memoryview | bytearray:
         self._room = self._find_room() if self._find_room is not None else None
         if self._room is None:
             self._memory = memory = bytearray(self.capacity * self._cells.size)
             return memory
-        self._used_at = self._room.used_at()
+        self._used_at = self._room.offset_of_used()
         self.capacity = min(self.capacity, len(self._room.part) // self._cells.size)
         if self._capacity_name:
-            self._room.put(self._capacity_name, self.capacity)
+            self._room.set_field(self._capacity_name, self.capacity)
         self._memory = part = self._room.part
         return part
 
-    def follow(self) -> None:
+    def skip_foreign_slots(self) -> None:
         """Continue after slots that another process has written into the ring."""
         with self._lock:
             if self._memory is None and self._find_room is not None and self._find_room() is not None:
                 self._find_memory()
             if self._room is not None:
-                self.count = self._room.used()
+                self.count = self._room.count_used()
 
     @property
     def overwritten(self) -> int:
         """The number of slots that newer ones have overwritten."""
         return max(self.count - self.capacity, 0)
 
-    def since(self, number: int) -> bytes:
+    def slots_since(self, number: int) -> bytes:
         """Return the slots in the ring as bytes, the oldest first. The first `number` slots ever written are left
         out."""
         with self._lock:
@@ -170,11 +170,11 @@ class IntervalRing(SlotRing):
 
     def publish_settled(self, until_ns: int) -> None:
         """Publish the time up to which ended spans have all their intervals."""
-        self.put("settled_ns", until_ns)
+        self.set_field("settled_ns", until_ns)
 
     def packed(self) -> bytes:
         """Return all intervals in the ring as bytes, the oldest first. A label is an index in `LABELS`."""
-        return self.since(0)
+        return self.slots_since(0)
 
 
 # Readings of gauges
@@ -206,12 +206,12 @@ class Readings:
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Add readings. A full ring loses its oldest ones."""
-        self._slots.follow()
+        self._slots.skip_foreign_slots()
         self._slots.add_all(map(_cells_of, samples))
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
         """Return the readings from `first_ns` to before `last_ns`, ordered by time, device and name."""
-        self._slots.follow()
+        self._slots.skip_foreign_slots()
         cells = self._samples_since(max(self._slots.count - FEW_SAMPLES, 0))
         if not cells or min(cells)[0] >= first_ns:
             cells = self._samples_since(0)
@@ -228,15 +228,15 @@ class Readings:
         """Return the readings without the first `number` ever written, and without those that were overwritten
         meanwhile."""
         first = max(number, self._slots.overwritten)
-        data = self._slots.since(number)
-        self._slots.follow()
+        data = self._slots.slots_since(number)
+        self._slots.skip_foreign_slots()
         cells: list[tuple[int, int, int, float, bytes]] = list(_SAMPLE.iter_unpack(data))
         return cells[max(self._slots.overwritten - first, 0) :]
 
     @property
     def overwritten(self) -> int:
         """Return the number of slots that newer ones have overwritten."""
-        self._slots.follow()
+        self._slots.skip_foreign_slots()
         return self._slots.overwritten
 
 
@@ -255,7 +255,7 @@ class GaugePlace(Claim):
         fd = self.fileno()
         try:
             head = RecordingHead(fd)
-            part = head.part("samples")
+            part = head.find_part("samples")
         except OSError:
             return False
         end = part.offset + part.slots * part.stride

@@ -452,7 +452,7 @@ UNCALLED_NAMED, UNCALLED_COLUMNS = 4, 60
 """The maximum number of names in a note on uncalled targets, and of characters in a name."""
 
 
-def never_called(targets: Sequence[str]) -> str:
+def describe_uncalled(targets: Sequence[str]) -> str:
     """Return a note on targets that were never called, with up to `UNCALLED_NAMED` of their names."""
     some = sorted(targets)[:UNCALLED_NAMED]
     half = UNCALLED_COLUMNS // 2

@@ -115,7 +115,7 @@ class Tally:
         make_histogram: Callable[[Iterable[int], int | None], dict[int, int]] | None = None,
     ) -> None:
         self.tree = CallTree() if tree is None else tree
-        located = self.tree.located()
+        located = self.tree.merge_equal_paths()
         self.site_of, self.parents = (np.asarray(ids, dtype=np.int32) for ids in (located.site_of, located.parents))
         self.lines = _cut_lines(np.zeros(0, TOTALS) if lines is None else lines)
         self.buckets = np.zeros(0, BUCKETS) if buckets is None else buckets
@@ -136,7 +136,7 @@ class Tally:
         order = np.argsort(lines["first_ns"], kind="stable")
         lines, buckets = lines[order], buckets.copy()
         buckets["line"] = np.argsort(order)[buckets["line"]]
-        lines["node"] = np.asarray(tree.located().places, dtype=np.int64)[lines["node"]]
+        lines["node"] = np.asarray(tree.merge_equal_paths().places, dtype=np.int64)[lines["node"]]
         return cls(tree, *_merge_lines(lines, buckets, threads), threads, make_histogram)
 
     @classmethod
@@ -158,7 +158,7 @@ class Tally:
         return cls(tree, *_merge_lines(lines, buckets, names), names)
 
     @classmethod
-    def together(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
+    def sum_tallies(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
         """Return the sum of several tallies, such as those of processes. A thread gets its name from the first tally
         that has one."""
         paths, lines, buckets, names = (
@@ -239,21 +239,21 @@ class Tally:
         edges = [*np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)).tolist(), len(ids)]
         return {int(ids[begin]): (begin, end) for begin, end in pairwise(edges)}
 
-    def has(self, field: str) -> bool:
+    def has_values(self, field: str) -> bool:
         """Return True if a field is not 0 in some line."""
         return bool(self.lines[field].any())
 
-    def by(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
+    def sum_by_group(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
         """Return the sum of each group's lines, on one thread or on all for None. `groups` has the group of each node:
         a number below `count`, or a negative number for a node that is left out."""
         lines = self.of(thread)
-        return summed(lines, np.asarray(groups)[lines["node"]], count)
+        return sum_lines(lines, np.asarray(groups)[lines["node"]], count)
 
-    def by_site(self) -> Records:
+    def sum_by_site(self) -> Records:
         """Return the sum of the lines of each site, by the site's number."""
-        return self.by(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
+        return self.sum_by_group(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
-    def lines_by(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
+    def lines_by_key(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
         """Return the indices of lines by the key of their site in `keys`. Lines with an empty key are left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
@@ -261,12 +261,12 @@ class Tally:
                 places.setdefault(keys[site], []).append(line)
         return places
 
-    def nodes(self, places: Sequence[int]) -> list[int]:
+    def nodes_of_lines(self, places: Sequence[int]) -> list[int]:
         """Return the distinct nodes of the given lines."""
         return list(dict.fromkeys(self.lines["node"][list(places)].tolist()))
 
-    def total(self, places: Sequence[int]) -> Totals:
-        return total_of(self.lines[list(places)])
+    def total_of_lines(self, places: Sequence[int]) -> Totals:
+        return sum_all_lines(self.lines[list(places)])
 
     def histogram(self, nodes: Iterable[int], thread: int | None = None) -> dict[int, int]:
         """Return the sum of the histograms of the given nodes, on one thread or on all for None."""
@@ -297,11 +297,11 @@ class Tally:
         A node's own device time includes that of nodes below it on the same stream.
         """
         if thread not in self._device_below:
-            self._device_below[thread] = self._find_device_below(thread) if self.has("device_ns") else {}
+            self._device_below[thread] = self._find_device_below(thread) if self.has_values("device_ns") else {}
         return self._device_below[thread]
 
     def _find_device_below(self, thread: int | None) -> Mapping[int, int]:
-        sums = self.by(np.arange(len(self.parents)), len(self.parents), thread)
+        sums = self.sum_by_group(np.arange(len(self.parents)), len(self.parents), thread)
         device, is_called, parents = sums["device_ns"].tolist(), (sums["calls"] != 0).tolist(), self.parents.tolist()
         below, more = [0] * len(device), dict[int, int]()
         for node in range(len(device) - 1, -1, -1):  # a parent comes before its children
@@ -319,9 +319,9 @@ class Tally:
 
     # ---------------------------------------------------------------- other tallies of it
 
-    def merged(self) -> Tally:
+    def merge_threads(self) -> Tally:
         """Return the sum over all threads, in the order of first calls. Paths without calls are left out."""
-        sums = summed(self.lines, self.lines["node"], len(self.parents))
+        sums = sum_lines(self.lines, self.lines["node"], len(self.parents))
         sums["node"] = np.arange(len(sums))
         called = np.flatnonzero(sums["calls"])
         called = called[np.argsort(sums["first_ns"][called], kind="stable")]
@@ -332,9 +332,9 @@ class Tally:
         threads = {0: ALL_THREADS} if len(called) else {}
         return Tally(self.tree, sums[called], buckets[buckets["line"] >= 0], threads, self._make_histogram)
 
-    def since(self, before: Tally) -> Tally:
+    def subtract_earlier(self, before: Tally) -> Tally:
         """Return the calls of all threads since an earlier tally. Minima and maxima remain those of all calls."""
-        now, old = self.merged(), before.merged()
+        now, old = self.merge_threads(), before.merge_threads()
         place = np.full(len(now.parents), NOT_BELOW, dtype=np.int64)
         place[old.lines["node"]] = np.arange(len(old))
         lines = np.flatnonzero(place[now.lines["node"]] != NOT_BELOW)
@@ -348,12 +348,12 @@ class Tally:
         now.buckets = _summed_buckets(np.concatenate([now.buckets, removed]))
         return now
 
-    def charge(self, outside_ns: Callable[[Site], float]) -> None:
+    def charge_probes(self, outside_ns: Callable[[Site], float]) -> None:
         """Set `probe_ns` of all lines. `outside_ns(site)` is the cost of one call's probe outside of its span."""
         each_ns = np.array([*map(outside_ns, self.tree.sites), 0.0])
         self.lines["probe_ns"] = np.rint(self.lines["calls"] * each_ns[self.site_of[self.lines["node"]]])
 
-    def corrected(self) -> Tally:
+    def correct_self_times(self) -> Tally:
         """Return a copy in which each self time is reduced by the cost of the children's probes, at most to 0."""
         lines, above = self.lines.copy(), self.parents[self.lines["node"]].astype(np.int64)
         key, parent_key = _keys(lines["node"], lines["thread_id"], above)
@@ -379,7 +379,7 @@ def buckets_of(line: NDArray[Any], bucket: NDArray[Any], times: NDArray[Any]) ->
     return buckets
 
 
-def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
+def sum_lines(lines: Records, groups: NDArray[Any], count: int) -> Records:
     """Return the sums of lines by group, for groups below `count`. Negative groups, and lines without calls, are left
     out."""
     sums, table = np.zeros(count, TOTALS), numbers_of(lines)
@@ -401,9 +401,9 @@ def summed(lines: Records, groups: NDArray[Any], count: int) -> Records:
     return sums
 
 
-def total_of(lines: Records) -> Totals:
+def sum_all_lines(lines: Records) -> Totals:
     """Return the sum of the given lines."""
-    (total,) = summed(lines, np.zeros(len(lines), np.int64), 1).tolist()
+    (total,) = sum_lines(lines, np.zeros(len(lines), np.int64), 1).tolist()
     return Totals._make(total)
 
 
@@ -433,7 +433,7 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
     place = np.full(len(firsts), NOT_BELOW, dtype=np.int64)
     place[order] = np.arange(len(order))
     group = place[group]
-    sums = summed(lines, group, len(order))
+    sums = sum_lines(lines, group, len(order))
     for name in ("node", "thread_id"):
         sums[name] = lines[name][firsts[order]]
     buckets = buckets.copy()
@@ -476,5 +476,5 @@ def _tree_of(paths: Iterable[CallPath]) -> tuple[CallTree, list[int]]:
     tree = CallTree()
     tree.sites += number_of
     tree.extend(0, numbers.tobytes(), parents.tobytes())
-    places = tree.located().places
+    places = tree.merge_equal_paths().places
     return tree, [node if node == NOT_BELOW else places[node] for node in nodes]

@@ -97,7 +97,7 @@ OWN = "own"
 """The mark of a trace that began in this request and was passed on to other services, in the text of `noted`."""
 
 
-def noted(remote: RemoteParent | None) -> tuple[str, ...] | None:
+def encode_remote(remote: RemoteParent | None) -> tuple[str, ...] | None:
     """Encode the span of another tracer as text for a recording, from which `remote_of` parses it."""
     if remote is None:
         return None

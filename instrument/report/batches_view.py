@@ -31,7 +31,7 @@ from instrument.report.request_groups import (
     shares_section,
 )
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import adding, bounded, in_unit, safe, share, shorten, wrapped
+from instrument.report.table import bound_rows, in_unit, row_adder, safe, share, shorten, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.bill import BEHIND, BETWEEN, BLOCKED, SHARED, Account, Engine, Replay
 from instrument.trace.columns import Columns, Int64s
@@ -130,7 +130,7 @@ class BatchTimes(View):
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}"]
 
     def nothing(self) -> list[str]:
-        return [] if self.rows else self.coverage.none_held("batch", NO_BATCH)
+        return [] if self.rows else self.coverage.explain_no_spans("batch", NO_BATCH)
 
 
 def batches(recording: Recording, options: Options) -> BatchTimes:
@@ -149,13 +149,13 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
     ]
     rows_by_time.sort(key=lambda row: (-row.summed_ns, row.name))
 
-    def rest(omitted: Sequence[NamedBatches]) -> NamedBatches:
+    def sum_omitted(omitted: Sequence[NamedBatches]) -> NamedBatches:
         places = [place for row in omitted for place in by_name[row.name]]
         return _sum_batches(
             "", trace, served, np.sort(rows[places]), all(has_weights[places]), device_ns, remaining=len(omitted)
         )
 
-    shown = bounded(rows_by_time, options, lambda row: row.summed_ns, rest)
+    shown = bound_rows(rows_by_time, options, lambda row: row.summed_ns, sum_omitted)
     return BatchTimes(Coverage.of_recording(recording), shown, group_shares(recording, options), options)
 
 
@@ -171,7 +171,7 @@ def _sum_batches(
     places = np.searchsorted(rows, served.batch).clip(max=len(rows) - 1)
     pairs = np.flatnonzero(rows[places] == served.batch)
     groups, weights = Groups(places[pairs], len(rows)), served.weight[pairs]
-    sizes, sums, heaviest = groups.sizes(), groups.sums(weights), groups.most(weights, 0)
+    sizes, sums, heaviest = groups.count_members(), groups.sum_by_group(weights), groups.most(weights, 0)
     times = sorted(trace.total_ns[rows].tolist())
     summed_ns, items = sum(times), len(pairs)
     room = heaviest * sizes
@@ -314,10 +314,10 @@ class NeighbourBill(View):
         return f"Requests of {name} waited {in_unit(delay.mean_ns, unit)} {unit} each for requests of {cause}."
 
     def head(self) -> list[str]:
-        return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *wrapped(self.sentence())]
+        return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *wrap_text(self.sentence())]
 
     def nothing(self) -> list[str]:
-        return [] if self.suffered_ns else self.coverage.none_held("wait in a queue or a batch", NO_BATCH)
+        return [] if self.suffered_ns else self.coverage.explain_no_spans("wait in a queue or a batch", NO_BATCH)
 
     def foot(self) -> list[str]:
         unit = self._options.unit
@@ -327,7 +327,7 @@ class NeighbourBill(View):
         lines = [f"Suffered {suffered} = inflicted {inflicted} + by nobody {nobody}"]
         if self.replayed_ns is not None and not self.predictions:
             replayed, recorded = (f"{in_unit(time_ns, unit)} {unit}" for time_ns in (self.replayed_ns, self.queue_ns))
-            lines += wrapped(
+            lines += wrap_text(
                 f"Not predicted: a replay of all requests has a mean queue time of {replayed}, and recorded were "
                 f"{recorded}. The engine works otherwise than the replay."
             )
@@ -345,9 +345,9 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     is_charged = np.zeros(len(joined.rows), dtype=np.bool_)
     is_charged[joined.of[recording.once(complete_requests)[0]]] = True
     account = Account(trace, joined, recording.once(request_turns), group, len(names), is_charged)
-    bill = account.bill(recording.once(request_ledger))
+    bill = account.compute_bill(recording.once(request_ledger))
     sums = bill.charged_ns.sum(axis=0)
-    requests = Groups(group[is_charged], len(names)).sizes().tolist()
+    requests = Groups(group[is_charged], len(names)).count_members().tolist()
     inflicted = sums.sum(axis=0).tolist()
     groups = [
         GroupWaits(name, requests[place], suffered, suffered - row[place] - row[-1], row[place], row[-1], ran)
@@ -370,17 +370,17 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     every, predictions = _predict_absence(recording, account, group, on_others, names)
     return NeighbourBill(
         coverage=Coverage.of_recording(recording),
-        groups=bounded(
+        groups=bound_rows(
             [row for row in groups if row.requests],
             options,
             lambda row: row.suffered_ns,
-            adding("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns"),
+            row_adder("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns"),
         ),
-        delays=bounded(
+        delays=bound_rows(
             delays,
             options,
             lambda row: row.summed_ns,
-            adding("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"),
+            row_adder("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns"),
         ),
         predictions=predictions,
         suffered_ns=sum(bill.suffered_ns.tolist()),

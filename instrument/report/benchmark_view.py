@@ -27,12 +27,12 @@ import numpy as np
 
 from instrument.recording.distributions import Distribution, percentiles
 from instrument.recording.spans import AttributeValue, Interval, Site
-from instrument.report.section import Coverage, Section, View, explain_empty, value_of
-from instrument.report.table import MISSING, number, tenths
+from instrument.report.section import Coverage, Section, View, explain_empty, field_value
+from instrument.report.table import MISSING, number_text, tenths
 from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, distinct, nearest_above, numbered, ranked, rows_of
-from instrument.trace.intervals import Unions, successive, union, union_by_group
+from instrument.trace.indices import NONE, find_distinct, nearest_above, number_combinations, rank_distinct, rows_of
+from instrument.trace.intervals import Unions, select_successive, union, union_by_group
 
 LOADER = "loader"
 OPTIMIZER = "optimizer"
@@ -76,10 +76,10 @@ def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
     filled = np.flatnonzero(starts < ends)
     filled = filled[np.lexsort((ends[filled], lines[filled]))]
     ended = Unions(lines[filled], ends[filled], ends[filled])
-    last = ended.begun(lines, starts)
+    last = ended.last_begun(lines, starts)
     since = np.where(last != NONE, np.append(ended.starts, 0)[last], 0)
     since[1:] = np.maximum(since[1:], np.where(lines[1:] == lines[:-1], starts[:-1], 0))
-    place = waits.begun(lines, starts)
+    place = waits.last_begun(lines, starts)
     place -= (place != NONE) & (np.append(waits.ends, 0)[place] > starts)
     has_wait = (np.append(waits.groups, NONE)[place] == lines) & ~is_profilers
     began = np.append(waits.starts, NONE)[place]
@@ -111,10 +111,10 @@ def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
     """Return the steps of a trace, else its requests, else one window, clipped to an interval without missing spans."""
     reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
     kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
-    steps = np.flatnonzero(trace.of_sites([kind == "step" for kind in kinds]) & reaches_into)
+    steps = np.flatnonzero(trace.are_of_sites([kind == "step" for kind in kinds]) & reaches_into)
     if len(steps):
         return _step_units(trace, steps, interval, skip_first)
-    is_request = trace.of_sites([kind == "request" for kind in kinds]) & (trace.root_id == trace.span_id)
+    is_request = trace.are_of_sites([kind == "request" for kind in kinds]) & (trace.root_id == trace.span_id)
     requests = np.flatnonzero(is_request & reaches_into)
     is_aside = np.zeros(len(trace), dtype=np.bool_)
     if not len(requests):
@@ -137,18 +137,20 @@ def _cut_units(trace: Columns, rows: Int64s, lines: Int64s, begins: Int64s, inte
 
 def _step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip_first: int) -> Units:
     """Return the outermost steps as units. No other step of their track or around their task contains them."""
-    thread = ranked(trace.thread_id)[1]
-    line, firsts = numbered(thread, trace.task_id)
-    rows = step_rows[successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
+    thread = rank_distinct(trace.thread_id)[1]
+    line, firsts = number_combinations(thread, trace.task_id)
+    rows = step_rows[select_successive(line[step_rows], trace.start_ns[step_rows], trace.end_ns[step_rows])]
     of_thread = np.full(int(thread.max()) + 1, NONE, dtype=np.int64)
     of_no_task = firsts[trace.task_id[firsts] == 0]
     of_thread[thread[of_no_task]] = line[of_no_task]
-    if len(distinct(thread[rows])) < len(distinct(line[rows])):  # tasks, which may have steps at the same time
+    if len(find_distinct(thread[rows])) < len(
+        find_distinct(line[rows])
+    ):  # tasks, which may have steps at the same time
         rows = _drop_inner_steps(trace, rows, line, of_thread[thread])
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
-    loaders = np.flatnonzero(trace.of_kind(LOADER))
+    loaders = np.flatnonzero(trace.are_of_kind(LOADER))
     waits = merge_waits(line[loaders], trace.start_ns[loaders], trace.end_ns[loaders])
-    is_profilers = trace.of_sites([site.function == PROFILERS for site in trace.sites])[rows]
+    is_profilers = trace.are_of_sites([site.function == PROFILERS for site in trace.sites])[rows]
     begins = include_waits(steps, is_profilers, waits)
     numbers = [step_number(value) for value in trace.attributes.values("step", rows)]
     skipped = np.zeros(len(rows), dtype=np.bool_)
@@ -190,7 +192,7 @@ def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_t
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
     is_below = nearest_above(trace.parent, _mask_rows(trace, rows))[rows] != NONE
-    around = steps.at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
+    around = steps.interval_at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
     is_below[of_tasks] |= ~np.append(is_below, True)[around]  # a step below a task's own does not hold it
     return np.asarray(rows[~is_below])
 
@@ -305,7 +307,7 @@ class Benchmark:
             self._later = Benchmark(skip=0)
         self._later.add(batch_ns, reader_ns, num_samples)
 
-    def skipping(self, skip: int) -> Benchmark:
+    def without_first_steps(self, skip: int) -> Benchmark:
         """Return the counts without the first `skip` steps, at most `FIRST_KEPT`. `keeps` must be True."""
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
@@ -313,7 +315,7 @@ class Benchmark:
             benchmark.add(*first)
         return benchmark
 
-    def loop(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
+    def loop_times(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
         """Return the times so far. `lasted_ns` is the elapsed time of all steps, by default the sum of their times."""
         batch, steps = self.batch, self.batch.count
         lasted_ns = lasted_ns or batch.sum_ns
@@ -329,13 +331,13 @@ class Benchmark:
             skipped=self.skipped,
             cut=self.cut,
             samples=samples,
-            reader=_spread(self.reader) if self.reader.sum_ns else None,
-            batch=_spread(batch),
+            reader=_spread_of_times(self.reader) if self.reader.sum_ns else None,
+            batch=_spread_of_times(batch),
             rate=rate,
         )
 
 
-def _spread(times: Distribution) -> Spread | None:
+def _spread_of_times(times: Distribution) -> Spread | None:
     if not times.count:
         return None
     p50_ns, p99_ns = percentiles(times.buckets, (0.5, 0.99), times.count, times.least_ns, times.most_ns)
@@ -387,13 +389,13 @@ class Loops(View):
 
 def show_benchmark(steps: Benchmark, options: Options) -> Loops:
     """Return the view of the steps that a running loop has counted."""
-    loop = steps.loop()
+    loop = steps.loop_times()
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
 
 def benchmark_line(steps: Benchmark, unit: str | None = None) -> str:
     """Return the mean costs and the mean rate as one line, in seconds. `unit` is the name of the samples."""
-    loop = steps.loop()
+    loop = steps.loop_times()
     of = "steps" if loop.samples is None else unit or "samples"
     reader = "" if loop.reader is None else f"reader_cost: {loop.reader.mean / SECOND_NS:.5f} s "
     batch = MISSING if loop.batch is None else f"{loop.batch.mean / SECOND_NS:.5f}"
@@ -418,8 +420,8 @@ def _spread_rows(loop: LoopTimes) -> list[SpreadRow]:
 
 
 def _spread_cell(field: str, row: SpreadRow, unit: str) -> str:
-    value = value_of(row, field)
-    return number(value if row.is_rate or value is None else value / UNITS[unit])
+    value = field_value(row, field)
+    return number_text(value if row.is_rate or value is None else value / UNITS[unit])
 
 
 def _count_lines(loop: LoopTimes) -> list[str]:
@@ -427,7 +429,7 @@ def _count_lines(loop: LoopTimes) -> list[str]:
     cut = f", {loop.cut} cut by an edge of the window" if loop.cut else ""
     lines = [f"{loop.steps} steps timed, the first {loop.skipped} skipped{cut}"]
     if loop.samples is not None:
-        lines.append(f"Samples: {number(loop.samples)}")
+        lines.append(f"Samples: {number_text(loop.samples)}")
     if loop.reader_ratio is not None:
         lines.append(f"Reader: {tenths(loop.reader_ratio, 1)} of batch_cost")
     return [*lines, ""]
@@ -459,14 +461,14 @@ class _Steps(NamedTuple):
     reader_ns: Int64s
     is_cut: Bools
 
-    def at(self, places: Int64s) -> _Steps:
+    def select_steps(self, places: Int64s) -> _Steps:
         """Return the steps with the given indices."""
         return _Steps._make(column[places] for column in self)
 
 
 def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopTimes, ...]:
     """Return the times of each loop, by the name of its steps, in the order in which the names first occur."""
-    rows = np.flatnonzero(trace.of_kind("step"))
+    rows = np.flatnonzero(trace.are_of_kind("step"))
     if not len(rows):
         return ()
     steps = _find_steps(trace, rows, interval)
@@ -474,27 +476,27 @@ def _measure_loops(trace: Columns, interval: Interval, skip: int) -> tuple[LoopT
     number = number_of[trace.site[steps.row]]
     order = np.lexsort((trace.span_id[steps.row], trace.start_ns[steps.row], number))
     of_names = np.split(order, np.flatnonzero(np.diff(number[order])) + 1)
-    steps_by_name = {int(number[places[0]]): steps.at(places) for places in of_names}
+    steps_by_name = {int(number[places[0]]): steps.select_steps(places) for places in of_names}
     first_seen = dict.fromkeys(number_of[trace.site[rows]].tolist())
     return tuple(_measure_loop(names[key], trace, steps_by_name[key], skip) for key in first_seen)
 
 
 def _find_steps(trace: Columns, rows: Int64s, interval: Interval) -> _Steps:
     """Return the steps in the given rows. They wait for input in loader spans of their task or on their thread."""
-    thread = ranked(trace.thread_id)[1]
-    line, firsts = numbered(thread, trace.task_id)
+    thread = rank_distinct(trace.thread_id)[1]
+    line, firsts = number_combinations(thread, trace.task_id)
     line = np.where(trace.task_id == 0, len(firsts) + thread, line)
-    loaders = np.flatnonzero(trace.of_kind(LOADER))
+    loaders = np.flatnonzero(trace.are_of_kind(LOADER))
     of_tasks = loaders[trace.task_id[loaders] != 0]
     of_waits = np.concatenate([loaders, of_tasks])
     lines = np.concatenate([len(firsts) + thread[loaders], line[of_tasks]])
     waits = merge_waits(lines, trace.start_ns[of_waits], trace.end_ns[of_waits])
     rows = rows[np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows], line[rows]))]
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
-    is_profilers = trace.of_sites([site.function == PROFILERS for site in trace.sites])
+    is_profilers = trace.are_of_sites([site.function == PROFILERS for site in trace.sites])
     begins = include_waits(steps, is_profilers[rows], waits)
     is_cut = trace.clipped[rows] | (begins < interval[0]) | (steps.ends > interval[1])
-    return _Steps(rows, begins, steps.ends, waits.within(steps.groups, begins, steps.ends), is_cut)
+    return _Steps(rows, begins, steps.ends, waits.length_within(steps.groups, begins, steps.ends), is_cut)
 
 
 def _measure_loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTimes:
@@ -514,4 +516,4 @@ def _measure_loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTi
             is_count = isinstance(samples, (int, float)) and not isinstance(samples, bool) and samples >= 0
             counts.add(batch_ns, reader_ns, samples if is_count else None)
             timed.append(place)
-    return counts.loop(name, union(steps.start_ns[timed], steps.end_ns[timed]).length_ns())
+    return counts.loop_times(name, union(steps.start_ns[timed], steps.end_ns[timed]).length_ns())

@@ -20,9 +20,9 @@ from instrument.report.section import BLANK, Section, View
 from instrument.report.self_times_view import NO_CALL, FunctionTimes, ops
 from instrument.report.table import (
     LINE,
-    columns,
+    column_width,
     in_unit,
-    number,
+    number_text,
     rough_percent,
     row_name,
     safe,
@@ -30,7 +30,7 @@ from instrument.report.table import (
     shorten,
     tenths,
     title,
-    wrapped,
+    wrap_text,
 )
 from instrument.report.view import Options, Recording
 
@@ -126,7 +126,7 @@ class Brief(View):
 
     def _window_lines(self) -> list[str]:
         """Return the lines on the window, on requests or steps in it, and on requests that the tables leave out."""
-        window = f"{number(self.window_ns / 1e9)} s"
+        window = f"{number_text(self.window_ns / 1e9)} s"
         has_more = self.requests.requests_cut and not self.requests.is_part  # which counts them where they have ended
         cut = f", {self.requests.requests_cut} more open at an edge of the window" if has_more else ""
         if self.requests.counted:
@@ -137,13 +137,13 @@ class Brief(View):
             if self.requests.is_part:
                 ended += f"; shown below: the newest {self.requests.requests}"
             ended += broken_off + self.requests.late
-            lines = wrapped(f"Window: {window}; requests: {self.requests.counted}{cut}; {ended}")
+            lines = wrap_text(f"Window: {window}; requests: {self.requests.counted}{cut}; {ended}")
         elif self.steps is not None and not cut:
             lines = [f"Window: {window}; steps: {sum(loop.steps for loop in self.steps.loops)}"]
         else:
             has_why = any(note.startswith("requests: ") for note in self.notes)
             why = f"No whole request is kept{cut}." if cut else NO_REQUEST if has_why else ""
-            lines = wrapped(f"Window: {window}. {why}" if why else f"Window: {window}")
+            lines = wrap_text(f"Window: {window}. {why}" if why else f"Window: {window}")
         if self.requests.coverage.complete:
             return lines
         return [*lines, *self.requests.coverage.lines()]
@@ -248,9 +248,9 @@ def _request_rows(times: RequestTimes) -> list[WorkRow]:
 def _slowest_line(times: RequestTimes, unit: str) -> list[str]:
     request = times.slowest[0]
     name = shorten(safe(request.name) or "(no name)", LINE // 4)
-    at = f"began {request.began}" if request.began else f"began {number(request.begin_ns / 1e9)} s after the start"
+    at = f"began {request.began}" if request.began else f"began {number_text(request.begin_ns / 1e9)} s after the start"
     identity = f", trace {request.trace_id}" if request.trace_id else f", span {request.span_id}"
-    return wrapped(f"Slowest: {name}, {in_unit(request.wall_ns, unit)} {unit}, {at}{identity}")[:2]
+    return wrap_text(f"Slowest: {name}, {in_unit(request.wall_ns, unit)} {unit}, {at}{identity}")[:2]
 
 
 def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
@@ -263,13 +263,13 @@ def _blocked_line(times: RequestTimes, unit: str) -> list[str]:
     most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
     if most.remaining:
         return [counted]
-    return wrapped(f"{counted}, mostly by {safe(most.name)}{f', at {safe(most.at)}' if most.at else ''}")[:2]
+    return wrap_text(f"{counted}, mostly by {safe(most.name)}{f', at {safe(most.at)}' if most.at else ''}")[:2]
 
 
 def _step_rows(steps: Loops, of_steps: PhasesView | None) -> list[WorkRow]:
     rows = []
     for loop in steps.loops[:DEVICES]:
-        batch, rate = loop.batch, None if loop.rate is None else f"{number(loop.rate.mean)} {loop.rate_of}"
+        batch, rate = loop.batch, None if loop.rate is None else f"{number_text(loop.rate.mean)} {loop.rate_of}"
         mean, p50, p99, most = (None,) * 4 if batch is None else (batch.mean, batch.p50, batch.p99, batch.most)
         rows.append(WorkRow(loop.name or "(no name)", loop.steps, BLANK, mean, p50, p99, most, rate))
     if of_steps is not None and of_steps.of == "step":
@@ -291,7 +291,7 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
     """
     if not view.devices:
         has_gpu = view.gauges is not None and bool(view.gauges.gpus)
-        return wrapped(f"Device: {safe(why) or view.why_none()}")[:2] if why or view.asked or has_gpu else []
+        return wrap_text(f"Device: {safe(why) or view.why_none()}")[:2] if why or view.asked or has_gpu else []
     lines = []
     for use in view.devices[:DEVICES]:
         lines.append(
@@ -310,9 +310,9 @@ def _process_line(view: DeviceView) -> list[str]:
     cpu, memory = rows.get("process_cpu"), rows.get("process_memory_peak")
     parts = []
     if cpu is not None and cpu.mean is not None and cpu.most is not None:
-        parts.append(f"{number(cpu.mean)}% of one core in the mean, {number(cpu.most)}% at most")
+        parts.append(f"{number_text(cpu.mean)}% of one core in the mean, {number_text(cpu.most)}% at most")
     if memory is not None and memory.most is not None:
-        parts.append(f"{number(memory.most / 2**20)} MiB at most")
+        parts.append(f"{number_text(memory.most / 2**20)} MiB at most")
     return [f"Process: {'; '.join(parts)}"] if parts else []
 
 
@@ -320,12 +320,12 @@ def _cost_lines(view: Brief) -> list[str]:
     cost = view.cost
     if cost is None:
         return ["Cost: not known, the trace does not say it."]
-    most, calls = "", f"{cost.calls} calls x {number(float(f'{cost.per_call_ns:.3g}'))} ns"
+    most, calls = "", f"{cost.calls} calls x {number_text(float(f'{cost.per_call_ns:.3g}'))} ns"
     if cost.most_ns > cost.total_ns:
         most = f", up to {rough_percent(view.most_cost_ratio)} with cold caches"
-    threads = f", {number(float(f'{cost.thread_ns / 1e9:.3g}'))} s on threads of its own" if cost.thread_ns else ""
+    threads = f", {number_text(float(f'{cost.thread_ns / 1e9:.3g}'))} s on threads of its own" if cost.thread_ns else ""
     by = f", {safe(view.recorder)} recorder" if view.recorder else ""
-    return wrapped(f"Cost: {rough_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
+    return wrap_text(f"Cost: {rough_percent(view.cost_ratio)} of the window{most} ({calls}{by}{threads})")[:2]
 
 
 def _loss_lines(losses: Mapping[str, int]) -> list[str]:
@@ -340,7 +340,7 @@ def _loss_lines(losses: Mapping[str, int]) -> list[str]:
 
 def _note_lines(notes: Sequence[str], most_lines: int) -> list[str]:
     """Return the complete notes if they fit `most_lines`, else the first line of each."""
-    blocks = [wrapped(f"Not observed: {safe(note)}") for note in notes]
+    blocks = [wrap_text(f"Not observed: {safe(note)}") for note in notes]
     if sum(map(len, blocks)) <= most_lines:
         return [line for block in blocks for line in block]
     lines = [block[0] if len(block) == 1 else _cut_line(block[0]) for block in blocks]
@@ -350,12 +350,12 @@ def _note_lines(notes: Sequence[str], most_lines: int) -> list[str]:
 
 
 def _limit_to_two(text: str) -> list[str]:
-    first, *more = wrapped(text)
+    first, *more = wrap_text(text)
     return [first, *more] if len(more) < 2 else [first, _cut_line(more[0])]
 
 
 def _cut_line(line: str) -> str:
     """Return a line cut after a word, with ` ...` added, in at most `LINE` columns."""
-    while columns(line) > LINE - 4:
+    while column_width(line) > LINE - 4:
         line = line.rpartition(" ")[0]
     return f"{line} ..."

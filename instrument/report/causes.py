@@ -20,9 +20,9 @@ from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample,
 from instrument.report.request_groups import joined_requests, size_names, size_numbers
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
-from instrument.trace.blame import Floats, StepCosts, called, cells_of, step_costs
+from instrument.trace.blame import Floats, StepCosts, compute_step_costs, name_request, select_loads
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import NONE, firsts_of, nearest
+from instrument.trace.indices import NONE, find_group_starts, nearest
 from instrument.trace.intervals import union_by_group
 from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, phase_of, turns_of, waits_for_lock
@@ -95,7 +95,7 @@ class CauseTimes:
         self._process_of = {
             thread: number for number, process in enumerate(self.facts.processes) for thread in process.threads
         }
-        rows = np.flatnonzero(trace.of_sites([is_collection(site) for site in trace.sites]))
+        rows = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
         self.collections = rows
         self._collected = union_by_group(self._processes_of_rows(rows), trace.start_ns[rows], trace.end_ns[rows])
         self.blocks = self._find_blocks()
@@ -105,7 +105,7 @@ class CauseTimes:
         self._is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])
         self._names_of_sites = [name_of_site(site) for site in trace.sites]
         self._path_names = [self._names_of_sites[site] if site != NONE else "" for site in self.costs.sites.tolist()]
-        self._is_lock = trace.of_sites(list(map(waits_for_lock, trace.sites)))
+        self._is_lock = trace.are_of_sites(list(map(waits_for_lock, trace.sites)))
         self.locks = np.flatnonzero(self._is_lock & ~np.append(self._is_lock, [False])[trace.parent])
         self._cause_of_path = [
             SLOW if site == NONE else self._cause_of_work(trace.sites[site], SLOW) for site in self.costs.sites.tolist()
@@ -138,7 +138,7 @@ class CauseTimes:
         columns = np.concatenate([of_turns, [places, none, none, none, ends[places], ends[places]]], axis=1)
         columns = columns[:, np.lexsort((columns[4], columns[0]))]
         before_ns = np.append([0], columns[5])[:-1]
-        firsts = firsts_of(columns[0])
+        firsts = find_group_starts(columns[0])
         before_ns[firsts] = begins[columns[0][firsts]]
         is_after_gap = columns[4] > before_ns
         gaps = columns[:, is_after_gap]
@@ -160,11 +160,11 @@ class CauseTimes:
     def _find_blocks(self) -> Int64s:
         """Return the rows of blocked event loops, except loops that an engine step blocked."""
         trace, costs = self.trace, self.costs
-        rows = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
+        rows = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
         steps = union_by_group(trace.thread_id[costs.rows], costs.start_ns, costs.end_ns)
         if not len(rows) or not len(costs.rows):
             return rows
-        served_ns = steps.within(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
+        served_ns = steps.length_within(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
     def _separate_causes(self) -> None:
@@ -172,7 +172,7 @@ class CauseTimes:
         steps, because these are separate causes."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
-        collected = self._collected.within(self._processes_of_rows(costs.rows), costs.start_ns, costs.end_ns)
+        collected = self._collected.length_within(self._processes_of_rows(costs.rows), costs.start_ns, costs.end_ns)
         excess_ns = _subtract_amounts(excess_ns, collected.astype(np.float64))[0]
         self.first_ns = np.zeros(len(costs.rows))
         if self.knows_first_calls:
@@ -197,7 +197,7 @@ class CauseTimes:
         zeros = np.zeros(int(outside.sum()), dtype=np.int64)
         foreign = union_by_group(zeros, starts[outside], ends[outside])
         none = np.zeros(len(costs.rows), dtype=np.int64)
-        return np.where(uses_device, foreign.within(none, costs.start_ns, costs.end_ns), 0).astype(np.float64)
+        return np.where(uses_device, foreign.length_within(none, costs.start_ns, costs.end_ns), 0).astype(np.float64)
 
     @property
     def knows_first_calls(self) -> bool:
@@ -217,7 +217,7 @@ class CauseTimes:
         trace, joined = self.trace, self.joined
         is_chosen, is_phase = self._mask_requests(places), self._is_phase[trace.site]
         is_phase[joined.rows] = False
-        rows = np.flatnonzero(is_chosen[joined.of] & (self.costs.step_of[:-1] == NONE) & ~trace.of_kind("request"))
+        rows = np.flatnonzero(is_chosen[joined.of] & (self.costs.step_of[:-1] == NONE) & ~trace.are_of_kind("request"))
         rows = rows[nearest(trace.parent, is_phase)[rows] == NONE]
         order = np.argsort(joined.of[rows], kind="stable")
         rows = rows[order]
@@ -263,7 +263,7 @@ class CauseTimes:
         steps = np.arange(first, max(first, last))
         steps = steps[self.trace.thread_id[costs.rows[steps]] == thread]
         times = union_by_group(np.zeros(len(starts), dtype=np.int64), starts, ends)
-        spent_ns = times.within(np.zeros(len(steps), dtype=np.int64), costs.start_ns[steps], costs.end_ns[steps])
+        spent_ns = times.length_within(np.zeros(len(steps), dtype=np.int64), costs.start_ns[steps], costs.end_ns[steps])
         return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
 
     def serving_steps(self, place: int) -> tuple[Int64s, Floats]:
@@ -273,13 +273,13 @@ class CauseTimes:
         steps = self.costs.step_of[self.joined.served.batch[turns.pair[chosen]]]
         return steps, turns.length_ns[chosen].astype(np.float64)
 
-    def times_of(self, place: int) -> dict[Key, float]:
+    def times_by_cause(self, place: int) -> dict[Key, float]:
         """Return the time that each cause took in a request. The times add up to its wall time."""
         trace, turns, times = self.trace, self._turns[place], defaultdict[Key, float](float)
         root = int(self.joined.rows[place])
         ends = turns.start_ns + turns.length_ns
         threads = self._threads_of_turns(place, turns)
-        collected = self._collected.within(self._number_processes(threads), turns.start_ns, ends)
+        collected = self._collected.length_within(self._number_processes(threads), turns.start_ns, ends)
         blocked = self._measure_blocked(root, turns, turns.length_ns - collected)
         times[COLLECTED, ""] = int(collected.sum())
         times[BLOCKED, ""] = int(blocked.sum())
@@ -325,12 +325,12 @@ class CauseTimes:
         trace = self.trace
         if not len(self.blocks):
             return np.zeros(len(turns.part), dtype=np.int64)
-        suspends = trace.of_sites([site.suspends for site in trace.sites])
+        suspends = trace.are_of_sites([site.suspends for site in trace.sites])
         waits = (turns.pair == NONE) & ((turns.row == NONE) | suspends[turns.row])
         for name in (QUEUE, STALL):
             waits &= (turns.part != self.names.index(name)) | (turns.row != NONE)
         loop = np.full(len(turns.part), trace.thread_id[root])
-        blocked = self._blocked.within(loop, turns.start_ns, turns.start_ns + turns.length_ns)
+        blocked = self._blocked.length_within(loop, turns.start_ns, turns.start_ns + turns.length_ns)
         return np.where(waits, np.minimum(blocked, most_ns), 0)
 
     def _add_step_times(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
@@ -339,7 +339,7 @@ class CauseTimes:
             return 0.0
         costs = self.costs
         shares = spent_ns / np.maximum(costs.end_ns[steps] - costs.start_ns[steps], 1)
-        load_ns, heavy_ns = cells_of(costs, steps, place)
+        load_ns, heavy_ns = select_loads(costs, steps, place)
         if part == STALL:
             times[PREEMPTED, ""] += float(shares @ (load_ns + heavy_ns + costs.padding_ns[steps]))
         else:
@@ -453,7 +453,7 @@ class CauseTimes:
             return proofs
         heavy = costs.heavy[steps[np.argsort(-spent_ns, kind="stable")[: len(proofs)]]].tolist()
         notes = [
-            filter(None, (f"for {called(trace, self.joined, request)}", self.describe_request(request)))
+            filter(None, (f"for {name_request(trace, self.joined, request)}", self.describe_request(request)))
             for request in heavy
         ]
         return [proof._replace(note=", ".join(note)) for proof, note in zip(proofs, notes, strict=True)]
@@ -466,7 +466,7 @@ class CauseTimes:
         """
         trace, joined = self.trace, self.joined
         site = trace.sites[trace.site[wait]]
-        is_named = trace.of_sites([another.name == site.name for another in trace.sites])
+        is_named = trace.are_of_sites([another.name == site.name for another in trace.sites])
         rows = self.locks[is_named[self.locks]]
         rows = rows[self._processes_of_rows(rows) == self._processes_of_rows(np.array([wait]))]
         rows = rows[np.argsort(trace.end_ns[rows], kind="stable")]
@@ -479,7 +479,7 @@ class CauseTimes:
         if had_ns[longest] <= 0:
             return ""
         row = int(rows[longest])
-        holder = called(trace, joined, int(joined.of[row])) or self._names_of_sites[trace.site[trace.parent[row]]]
+        holder = name_request(trace, joined, int(joined.of[row])) or self._names_of_sites[trace.site[trace.parent[row]]]
         span = int(trace.span_id[joined.rows[joined.of[row]]]) if joined.of[row] != NONE else int(trace.span_id[row])
         return f"{holder} (span {span}) had one of this name for {had_ns[longest] / 1e6:.4g} ms of it"
 
@@ -518,7 +518,7 @@ def _subtract_amounts(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Fl
 def _recorded_step_costs(recording: Recording) -> StepCosts:
     joined = recording.once(joined_requests)
     served = replace(joined.served, weight=recording.once(weights_of_pairs))
-    return step_costs(recording.columns, served, len(joined.rows))
+    return compute_step_costs(recording.columns, served, len(joined.rows))
 
 
 def weights_of_pairs(recording: Recording) -> Int64s:

@@ -38,12 +38,12 @@ from instrument.report.request_groups import (
 )
 from instrument.report.requests_view import request_table
 from instrument.report.section import Section, View
-from instrument.report.table import bounded, in_unit, name_of_site, safe, wrapped
+from instrument.report.table import bound_rows, in_unit, name_of_site, safe, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import paths_of_rows
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import NONE, Members, distinct, nearest
+from instrument.trace.indices import NONE, Members, find_distinct, nearest
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
@@ -261,17 +261,17 @@ class Comparison(View):
 
     def head(self) -> list[str]:
         return [
-            *(line for sentence in self.sentences() for line in wrapped(sentence)),
+            *(line for sentence in self.sentences() for line in wrap_text(sentence)),
             f"Time unit: {self._options.unit}",
         ]
 
     def _bound_rows(self, changes: Sequence[Change]) -> tuple[Change, ...]:
-        def rest(rows: Sequence[Change]) -> Change:
+        def sum_omitted(rows: Sequence[Change]) -> Change:
             before, after = (sum(getattr(row, name) for row in rows) for name in ("calls_before", "calls_after"))
             whole = sum(row.share_ratio for row in rows)
             return Change((), "-", before, after, None, None, share_ratio=whole, remaining=len(rows))
 
-        return bounded(changes, self._options, lambda change: 1, rest)
+        return bound_rows(changes, self._options, lambda change: 1, sum_omitted)
 
     def sections(self) -> list[Section]:
         return [
@@ -408,7 +408,7 @@ def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
         request_count += len(joined.rows)
         if not len(trace):
             continue
-        covariates = _covariates(trace, joined, names)
+        covariates = _measure_covariates(trace, joined, names)
         order = np.argsort(trace.start_ns, kind="stable")
         order = order[~trace.clipped[order]]
         node_of, paths = paths_of_rows(trace)
@@ -441,7 +441,7 @@ def _join_samples(samples: Sequence[CallSample]) -> CallSample:
     )
 
 
-def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
+def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
     """Return the amounts of work by which like calls are found: a row for each kind of amount, a column per span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
@@ -462,7 +462,7 @@ def _covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
 def _mean_batch_size(runs: Sequence[Recording]) -> float | None:
     """Return the mean number of requests in a batch, None without batches."""
     served = [recording.once(joined_requests).served for recording in runs]
-    batches = sum(len(distinct(pairs.batch)) for pairs in served)
+    batches = sum(len(find_distinct(pairs.batch)) for pairs in served)
     return sum(len(pairs.batch) for pairs in served) / batches if batches else None
 
 
@@ -524,7 +524,11 @@ def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, li
     for recording in runs:
         table = recording.once(request_table)
         is_by_endpoint = options.requests_by in ("", ENDPOINT)
-        for times in table.endpoints(all_rows, {}) if is_by_endpoint else table.groups(recording.columns, all_rows):
+        for times in (
+            table.times_of_endpoints(all_rows, {})
+            if is_by_endpoint
+            else table.times_of_groups(recording.columns, all_rows)
+        ):
             by_name[times.name].append(times)
     return by_name
 

@@ -16,10 +16,10 @@ from instrument.recording.spans import Site
 from instrument.recording.tally import LARGEST_COPY_BYTES
 from instrument.report.request_groups import read_numbers
 from instrument.report.section import Coverage, Section, Text, View
-from instrument.report.table import MISSING, adding, bounded, in_unit, remaining_row
+from instrument.report.table import MISSING, bound_rows, in_unit, remaining_row, row_adder
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import Groups, by_first_sight
+from instrument.trace.indices import Groups, number_by_first_sight
 
 ACROSS = ("h2d", "d2h")
 """The directions to and from the host. A call waits for such a copy unless the copy is asynchronous."""
@@ -94,9 +94,9 @@ class CopyUse:
 
 def sum_copies(trace: Columns) -> list[CopyUse]:
     """Return a row per direction, call, synchronicity and kind of memory, sorted by direction, then by bytes."""
-    rows = np.flatnonzero(trace.of_kind("copy"))
+    rows = np.flatnonzero(trace.are_of_kind("copy"))
     keys_of_sites, number_of = trace.numbered_sites(_copy_key)
-    group_of_row, firsts = by_first_sight(number_of[trace.site[rows]])
+    group_of_row, firsts = number_by_first_sight(number_of[trace.site[rows]])
     keys = [keys_of_sites[number] for number in number_of[trace.site[rows[firsts]]].tolist()]
     moved = sizes_of_copies(trace, rows)
     host_ns = trace.total_ns[rows]
@@ -109,7 +109,7 @@ def sum_copies(trace: Columns) -> list[CopyUse]:
         staged,
     )  # fmt: skip
     groups = Groups(group_of_row, len(keys))
-    sums_of_keys = zip(keys, *(groups.sums(column).tolist() for column in columns), strict=True)
+    sums_of_keys = zip(keys, *(groups.sum_by_group(column).tolist() for column in columns), strict=True)
     return sorted((CopyUse(*key, *sums) for key, *sums in sums_of_keys), key=_rank_of_copy)
 
 
@@ -155,7 +155,7 @@ class CopiesView(View):
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}; MB: 10^6 bytes; {rate}"]
 
     def nothing(self) -> list[str]:
-        return [] if self.calls else self.coverage.none_held("copy", NO_COPY)
+        return [] if self.calls else self.coverage.explain_no_spans("copy", NO_COPY)
 
     def foot(self) -> list[str]:
         lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
@@ -183,7 +183,7 @@ def copies(recording: Recording, options: Options) -> CopiesView:
     """
     uses = sum_copies(recording.columns)
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
-    shown = bounded(heaviest, options, lambda use: use.device_ns or use.host_ns, adding(*SUMS))
+    shown = bound_rows(heaviest, options, lambda use: use.device_ns or use.host_ns, row_adder(*SUMS))
     return CopiesView(
         coverage=Coverage.of_recording(recording),
         directions=tuple(sum_by_direction(uses)),

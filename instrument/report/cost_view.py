@@ -17,14 +17,14 @@ from instrument.report.section import NO_EVENTS, Coverage, Section, View, descri
 from instrument.report.table import (
     MISSING,
     Ratio,
-    bounded,
-    number,
+    bound_rows,
+    number_text,
     remaining_row,
     safe,
     share,
     tenths,
     where_of,
-    wrapped,
+    wrap_text,
 )
 from instrument.report.utilisation import count_reasons, find_unanswered
 from instrument.report.view import InstrumentationStats, Options, Recording
@@ -133,23 +133,23 @@ class InstrumentationCost(View):
 
     def head(self) -> list[str]:
         by = f"Recorder: {safe(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
-        return [*wrapped(by), f"Time unit: {self._options.unit}"]
+        return [*wrap_text(by), f"Time unit: {self._options.unit}"]
 
     def sections(self) -> list[Section]:
         note_on_each = "" if self.is_each_known else ". Each: the mean of all sites, as a saved trace has no other"
         whole = [] if self.cost is None else [CostPart("in all", self.cost.total_ns, self.ratio)]
-        missed = [part for note in self.notes for part in wrapped(f"- {safe(note)}")]
+        missed = [part for note in self.notes for part in wrap_text(f"- {safe(note)}")]
         return [
             Section(
                 "Cost", [*self.parts, *whole], "name=Part|time_ns=Time|ratio=Of window", self._per_call_lines(),
-                {"ratio": lambda part, unit: MISSING if part.ratio is None else f"{number(100 * part.ratio)}%"},
+                {"ratio": lambda part, unit: MISSING if part.ratio is None else f"{number_text(100 * part.ratio)}%"},
                 empty=["What it cost is not known: the trace does not say it."],
             ),
             Section(
                 "Probes", self.sites,
                 "label=Site|kind=Kind|calls=Calls|each_ns=Each, ns|cost_ns=Cost|ratio=Of cost|burden=Of calls",
-                wrapped(f"Of cost: of the cost of all sites. Of calls: cost / host time of the calls{note_on_each}."),
-                {"each_ns": lambda row, unit: number(row.each_ns)},
+                wrap_text(f"Of cost: of the cost of all sites. Of calls: cost / host time of the calls{note_on_each}."),
+                {"each_ns": lambda row, unit: number_text(row.each_ns)},
             ),
             Section("Kept spans", (), "", empty=[*self.coverage.lines(), *_kept_lines(self)]),
             Section("Not kept", list(self.losses.items()), "0=Reason|1=Count", empty=["Nothing was lost."]),
@@ -164,9 +164,9 @@ class InstrumentationCost(View):
     def _per_call_lines(self) -> list[str]:
         if self.cost is None:
             return []
-        calls = f"{self.cost.calls} calls x {number(self.cost.per_call_ns)} ns"
-        text = f"{calls} in the mean; the window is {number(self.window_ns / 1e9)} s of wall time"
-        return wrapped(text + describe_uncached_cost(self.cost, self.window_ns))
+        calls = f"{self.cost.calls} calls x {number_text(self.cost.per_call_ns)} ns"
+        text = f"{calls} in the mean; the window is {number_text(self.window_ns / 1e9)} s of wall time"
+        return wrap_text(text + describe_uncached_cost(self.cost, self.window_ns))
 
 
 def cost(recording: Recording, options: Options) -> InstrumentationCost:
@@ -214,8 +214,8 @@ def _cost_parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int)
 def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
     tally, stats = recording.totals(merged=True), recording.stats
     tree = tally.tree
-    keys = tree.keys()
-    sums = tally.by(np.asarray(keys)[tally.site_of], len(keys))
+    keys = tree.first_site_by_key()
+    sums = tally.sum_by_group(np.asarray(keys)[tally.site_of], len(keys))
     each_ns = [spent.per_call_ns] * len(keys) if stats is None else stats.added_ns(tree.sites[: len(keys)])
     numbers = zip(tree.sites, sums["calls"].tolist(), each_ns, sums["total_ns"].tolist(), strict=False)
     called = [
@@ -235,7 +235,7 @@ def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[Si
         facts = {"each_ns": cost_ns / calls, "ratio": share(cost_ns, whole_ns)}
         return remaining_row(omitted, ("calls", "cost_ns", "host_ns"), **facts)
 
-    return bounded(rows, options, lambda row: row.cost_ns, rest)
+    return bound_rows(rows, options, lambda row: row.cost_ns, rest)
 
 
 def _place_of_site(site: Site) -> str:
@@ -260,12 +260,12 @@ def _kept_lines(view: InstrumentationCost) -> list[str]:
         rings = view.rings
         lines.append(
             f"Rings: {rings.held_rows} of {rings.rows} rows are taken ({tenths(rings.ratio, 1)}), "
-            f"of {number(rings.memory_bytes / MEBIBYTE)} MiB at most"
+            f"of {number_text(rings.memory_bytes / MEBIBYTE)} MiB at most"
         )
     if view.device_asked:
         missing = ", ".join(f"{count} {safe(reason)}" for reason, count in view.device_missing.items())
         got = view.device_asked - sum(view.device_missing.values())
-        lines += wrapped(
+        lines += wrap_text(
             f"Device times: {got} of {view.device_asked} spans that asked for one have it"
             + (f"; without: {missing}" if missing else "")
         )

@@ -22,13 +22,13 @@ from instrument.report.section import Coverage, Section, View, explain_empty
 from instrument.report.table import (
     GAP,
     LINE,
-    adding,
-    bounded,
+    bound_rows,
     in_unit,
-    number,
+    number_text,
+    row_adder,
     safe,
     shorten,
-    wrapped,
+    wrap_text,
 )
 from instrument.report.utilisation import DeviceUse, EndpointUse, Unanswered, count_reasons, measure_utilisation
 from instrument.report.view import Options, Recording
@@ -65,18 +65,18 @@ class DeviceRow:
     total: float | None = None
 
     def unit(self) -> str:
-        return unit_shown(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
+        return printed_unit(GAUGES[self.gauge])[0] if self.gauge in GAUGES else ""
 
-    def shown(self) -> DeviceRow:
+    def in_printed_unit(self) -> DeviceRow:
         """Return the row with its numbers in the printed unit."""
-        scale = unit_shown(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
+        scale = printed_unit(GAUGES[self.gauge])[1] if self.gauge in GAUGES else 1
         numbers = (self.mean, self.least, self.most, self.total)
         mean, least, most, total = (None if value is None else value / scale for value in numbers)
         return replace(self, mean=mean, least=least, most=most, total=total)
 
 
 def _gauge_cell(value: float | None, row: DeviceRow) -> str:
-    return number(value) if value is not None or row.samples else NOT_REPORTED
+    return number_text(value) if value is not None or row.samples else NOT_REPORTED
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
@@ -117,16 +117,20 @@ class DeviceSummary:
         every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
         names = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
         return Section(
-            "Device Summary", [row.shown() for row in self.rows],
+            "Device Summary", [row.in_printed_unit() for row in self.rows],
             "label=Device|gauge=Gauge|unit=Unit|samples=Samples|mean=Mean|least=Min.|most=Max.|total=Sum",
-            [line for name in names for line in wrapped(f"{name}: {unit_shown(GAUGES[name])[0]} {GAUGES[name].about}")],
+            [
+                line
+                for name in names
+                for line in wrap_text(f"{name}: {printed_unit(GAUGES[name])[0]} {GAUGES[name].about}")
+            ],
             {
                 "gauge": lambda row, unit: shorten(safe(row.gauge), NAME_WIDTH),
                 "unit": lambda row, unit: row.unit(),
                 "mean": lambda row, unit: _gauge_cell(row.mean, row),
                 "least": lambda row, unit: _gauge_cell(row.least, row),
                 "most": lambda row, unit: _gauge_cell(row.most, row),
-                "total": lambda row, unit: number(row.total),
+                "total": lambda row, unit: number_text(row.total),
             },
             widths=WIDTHS,
             lead=[
@@ -162,7 +166,7 @@ def _interval_ns(samples: Sequence[Sample]) -> int | None:
     return sorted(gaps)[len(gaps) // 2] if gaps else None
 
 
-def unit_shown(gauge: Gauge) -> tuple[str, float]:
+def printed_unit(gauge: Gauge) -> tuple[str, float]:
     """Return the unit in which a gauge is printed, and its size in the gauge's own unit."""
     return UNITS.get(gauge.unit, (gauge.unit, 1))
 
@@ -251,13 +255,13 @@ def device(recording: Recording, options: Options) -> DeviceView:
         devices=tuple(
             replace(
                 row,
-                names=bounded(row.names, options, attrgetter("summed_ns"), adding("calls", "summed_ns")),
+                names=bound_rows(row.names, options, attrgetter("summed_ns"), row_adder("calls", "summed_ns")),
                 endpoints=bound_endpoints(row.endpoints, options),
             )
             for row in use.devices
         ),
         asked=use.asking,
-        unanswered=bounded(use.unanswered, replace(options, least_ns=0), lambda _: 0, adding("spans")),
+        unanswered=bound_rows(use.unanswered, replace(options, least_ns=0), lambda _: 0, row_adder("spans")),
         reasons=dict(count_reasons(use.unanswered).most_common()),
         in_flight_ns=use.in_flight_ns,
         requests_cut=use.requests_cut,
@@ -270,8 +274,8 @@ def device(recording: Recording, options: Options) -> DeviceView:
 
 def bound_endpoints(uses: Sequence[EndpointUse], options: Options) -> tuple[EndpointUse, ...]:
     """Return the endpoints that the options allow, and one row that sums up the others."""
-    make_rest = adding("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
-    return bounded(uses, options, attrgetter("wall_ns"), make_rest)
+    make_rest = row_adder("requests", "wall_ns", "own_ns", "others_ns", "starved_ns")
+    return bound_rows(uses, options, attrgetter("wall_ns"), make_rest)
 
 
 class DevicePart(NamedTuple):
@@ -308,10 +312,10 @@ def _device_parts(use: DeviceUse) -> list[DevicePart]:
 def _device_sections(use: DeviceUse, view: DeviceView) -> list[Section]:
     """Return the tables of one device: its time, and its work by stream, label, name and endpoint."""
     kinds = Counter(name.name for name in use.names)
-    mean = number(use.mean_streams)
+    mean = number_text(use.mean_streams)
     clock: tuple[str, ...] = ()
     if use.uncertainty_ns is not None:
-        least, greatest = (number(value_ns / 1e3) for value_ns in use.uncertainty_ns)
+        least, greatest = (number_text(value_ns / 1e3) for value_ns in use.uncertainty_ns)
         spread = least if least == greatest else f"{least} to {greatest}"
         clock = (f"Place on the host's clock: known within {spread} us",)
     outside = tuple[str, ...]()

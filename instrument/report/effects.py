@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from instrument.errors import InstrumentError
 from instrument.trace.columns import Int64s
-from instrument.trace.indices import numbered, ranked
+from instrument.trace.indices import number_combinations, rank_distinct
 
 Floats = NDArray[np.float64]
 
@@ -131,7 +131,7 @@ class _LikeCalls:
         covariates = covariates[covariates.min(axis=1) < covariates.max(axis=1)]
         count = len(before.values_ns)
         bins = np.floor(covariates * (2 / math.log(2)) + ROUNDING).astype(np.int64)
-        stratum, firsts = numbered(np.zeros(covariates.shape[1], dtype=np.int64), *bins)
+        stratum, firsts = number_combinations(np.zeros(covariates.shape[1], dtype=np.int64), *bins)
         self.strata = len(firsts)
         cells = stratum + self.strata * (np.arange(len(stratum)) >= count)
         sizes = np.bincount(cells, minlength=2 * self.strata).reshape(2, -1)
@@ -144,26 +144,26 @@ class _LikeCalls:
         first = int(np.count_nonzero(is_like[:count]))
         self.sides = slice(0, first), slice(first, None)
 
-    def means(self, values: Floats) -> Floats:
+    def stratum_means(self, values: Floats) -> Floats:
         """Return the mean of the values in each stratum of each sample, 0 for a stratum without calls."""
         sums = np.bincount(self.cells, values, minlength=2 * self.strata).reshape(2, -1)
         return np.asarray(sums / self.sizes)
 
-    def centered(self, values: Floats) -> Floats:
+    def subtract_means(self, values: Floats) -> Floats:
         """Return the values minus the mean of their stratum and sample."""
-        return np.asarray(values - self.means(values).ravel()[self.cells])
+        return np.asarray(values - self.stratum_means(values).ravel()[self.cells])
 
     def without_slopes(self, values: Floats) -> Floats:
         """Return the values minus the part that the covariates explain within a stratum, by linear regression."""
-        centered = np.array([self.centered(column) for column in self.covariates])
+        centered = np.array([self.subtract_means(column) for column in self.covariates])
         squares = centered @ centered.T if len(centered) else centered
         some = np.flatnonzero(np.diagonal(squares) > 1e-6 * len(values)) if len(centered) else ()
         if not len(some):
             return values
-        products = centered[some] @ self.centered(values)
+        products = centered[some] @ self.subtract_means(values)
         slopes = np.linalg.lstsq(squares[np.ix_(some, some)], products, rcond=1e-12)[0]
         for slope, column in zip(slopes.tolist(), self.covariates[some], strict=True):
-            of_stratum = np.tile(self.means(column).mean(axis=0), 2)
+            of_stratum = np.tile(self.stratum_means(column).mean(axis=0), 2)
             values = values - slope * (column - of_stratum[self.cells])
         return values
 
@@ -173,17 +173,17 @@ def measure_effect(before: CallSample, after: CallSample) -> Effect | None:
     like = _LikeCalls(before, after)
     calls = len(like.values[like.sides[0]]), len(like.values[like.sides[1]])
     spent_ns = float(after.values_ns.sum())
-    runs = [ranked(like.run[side]) for side in like.sides]
+    runs = [rank_distinct(like.run[side]) for side in like.sides]
     has_runs = min(len(numbers) for numbers, _ in runs) >= LEAST_RUNS
     if (min(calls) < LEAST_CALLS and not has_runs) or spent_ns <= 0:
         return None
-    weight = like.both * like.means(like.values).sum(axis=0)
+    weight = like.both * like.stratum_means(like.values).sum(axis=0)
     if not weight.any():
         return None
     weight /= weight.sum()
     values = like.without_slopes(np.log1p(like.values))
-    means = like.means(values)
-    influence = (weight / like.sizes).ravel()[like.cells] * like.centered(values)
+    means = like.stratum_means(values)
+    influence = (weight / like.sizes).ravel()[like.cells] * like.subtract_means(values)
     variances, freedoms = zip(
         *(
             _variance(np.bincount(run, part).astype(np.float64)) if has_runs else _variance_by_blocks(part)

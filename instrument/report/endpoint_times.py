@@ -27,11 +27,11 @@ from instrument.recording.spans import (
     OUTCOME,
     is_blocked_loop,
 )
-from instrument.report.request_groups import ENDPOINT, group_values, read_numbers, values_of
-from instrument.report.table import bounded, row_name, share
+from instrument.report.request_groups import ENDPOINT, attribute_values, group_values, read_numbers
+from instrument.report.table import bound_rows, row_name, share
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
-from instrument.trace.indices import NONE, Groups, numbered, places_of
+from instrument.trace.indices import NONE, Groups, index_rows, number_combinations
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
 from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
@@ -76,7 +76,7 @@ def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | No
     """Return the times that event loops were blocked, None for none. `rows` and `least_ns` limit the blockers."""
     durations: dict[str, list[int]] = {}
     places: dict[str, Counter[str]] = {}
-    spans = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
+    spans = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
     columns = (trace.attributes.values(name, spans) for name in (BLOCKED_BY, BLOCKED_AT))
     for by, at, took_ns in zip(*columns, trace.total_ns[spans].tolist(), strict=True):
         name = "" if by is None else str(by)
@@ -93,7 +93,7 @@ def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | No
         return _make_blocker("", (ns for row in omitted for ns in durations[row.name]), remaining=len(omitted))
 
     all_of_it = _make_blocker("", (ns for times in durations.values() for ns in times))
-    shown = bounded(rows, options, lambda blocker: blocker.summed_ns, sum_endpoints)
+    shown = bound_rows(rows, options, lambda blocker: blocker.summed_ns, sum_endpoints)
     return BlockedLoops(all_of_it.stretches, all_of_it.summed_ns, all_of_it.longest_ns, shown)
 
 
@@ -136,7 +136,7 @@ class Answers:
         """Return the answers of the requests in the given rows of the trace."""
         return cls(*(read_numbers(attributes, name, rows) for name in ANSWER_FACTS))
 
-    def only(self, places: Int64s) -> Answers:
+    def select_answers(self, places: Int64s) -> Answers:
         """Return the answers of the requests with the given indices."""
         columns = self.status, self.first_ns, self.items, self.last_ns, self.longest_gap_ns
         return Answers(*(column[places] for column in columns))
@@ -152,7 +152,7 @@ class Answers:
 
     def measure_streams(self) -> StreamedAnswers | None:
         """Return the numbers and times of the streamed answers, None if no answer was streamed."""
-        streamed = self.only(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
+        streamed = self.select_answers(np.flatnonzero((self.first_ns != NONE) & (self.items > 0)))
         if not len(streamed.items):
             return None
         has_more = (streamed.last_ns != NONE) & (streamed.items > 1)
@@ -265,7 +265,7 @@ class CompleteRequests:
         """Return the requests in the given rows of a trace."""
         names, of_site = trace.numbered_sites(attrgetter("name"))
         places = joined.of[rows]
-        request = places_of(places, len(joined.rows))[ledger.request]
+        request = index_rows(places, len(joined.rows))[ledger.request]
         is_known = np.array([name != UNKNOWN for name in ledger.names], dtype=np.bool_)[ledger.part]
         unknown_ns, is_unknown = np.zeros(len(rows), dtype=np.int64), (request != NONE) & ~is_known
         unknown_ns[request[is_unknown]] = ledger.time_ns[is_unknown]
@@ -287,16 +287,16 @@ class CompleteRequests:
             time_ns=ledger.time_ns[of_known],
         )
 
-    def endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
+    def times_of_endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
         """Return a row for each endpoint, in no order. `counted` has the number of ended requests of each endpoint."""
         rows = self._times_of_groups(self.endpoint, self.names, options)
         return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
 
-    def groups(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
+    def times_of_groups(self, trace: Columns, options: Options) -> tuple[EndpointTimes, ...]:
         """Return a row for each value of the attribute `requests_by`. One row sums up all small groups."""
         if options.requests_by in ("", ENDPOINT):
             return ()
-        names, groups = group_values(values_of(trace, self.rows, options.requests_by), options.at_most)
+        names, groups = group_values(attribute_values(trace, self.rows, options.requests_by), options.at_most)
         return tuple(self._times_of_groups(groups, names, options))
 
     def sum_endpoints(self, rows: Sequence[EndpointTimes], options: Options) -> EndpointTimes:
@@ -313,8 +313,8 @@ class CompleteRequests:
         """Return a row for each group with requests."""
         count, all_ns = len(names), sum(self.wall_ns.tolist())
         walls, unknown = (_sort_by_group(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
-        failed = Groups(groups, count).sums(self.failed.astype(np.int64)).tolist()
-        cancelled = Groups(groups, count).sums(self.broken_off.astype(np.int64)).tolist()
+        failed = Groups(groups, count).sum_by_group(self.failed.astype(np.int64)).tolist()
+        cancelled = Groups(groups, count).sum_by_group(self.broken_off.astype(np.int64)).tolist()
         phases, answers = self._times_of_phases(groups), self._answers_by_group(groups, count)
         rows = []
         for number, name in enumerate(names):
@@ -356,7 +356,7 @@ class CompleteRequests:
         """Return the sorted times of each group's requests in each phase."""
         group_of_part = groups[self.request]
         in_group = group_of_part != NONE
-        numbers, firsts = numbered(group_of_part[in_group], self.part[in_group])
+        numbers, firsts = number_combinations(group_of_part[in_group], self.part[in_group])
         times = _sort_by_group(numbers, len(firsts), self.time_ns[in_group])
         times_by_group: dict[int, dict[str, list[int]]] = {}
         for group, part, of_phase in zip(
@@ -369,7 +369,7 @@ class CompleteRequests:
         """Return the known answers of each group's requests. Groups without known answers are left out."""
         places = self.answers.indices_of_known()
         members = Groups(groups[places], count).members()
-        return {int(groups[places[indexes[0]]]): self.answers.only(places[indexes]) for indexes in members}
+        return {int(groups[places[indexes[0]]]): self.answers.select_answers(places[indexes]) for indexes in members}
 
     def phases_of(self, number: int) -> dict[str, list[int]]:
         """Return the time of each phase of one request, in a list of its own, as for a group of requests."""
@@ -487,10 +487,10 @@ def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Optio
 
     all_of_it = [phase(name, times_ns) for name, times_ns in times.items()]
     all_of_it.sort(key=lambda phase: (-phase.summed_ns, phase.name))
-    shown = bounded(all_of_it, options, lambda phase: phase.summed_ns, sum_endpoints)
-    return tuple(sorted(shown, key=_rank))
+    shown = bound_rows(all_of_it, options, lambda phase: phase.summed_ns, sum_endpoints)
+    return tuple(sorted(shown, key=_rank_in_order))
 
 
-def _rank(phase: PhaseTime) -> tuple[bool, int]:
+def _rank_in_order(phase: PhaseTime) -> tuple[bool, int]:
     place = IN_ORDER.index(phase.name) if phase.name in IN_ORDER else len(IN_ORDER)
     return bool(phase.remaining), place

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND, NAME
 from instrument.recording.spans import Site, is_interruption
-from instrument.recording.tally import Records, Tally, Totals, summed, total_of
+from instrument.recording.tally import Records, Tally, Totals, sum_all_lines, sum_lines
 from instrument.report.table import Ratio, share, where_of
 from instrument.report.view import Options, SortKey
 from instrument.trace.columns import Bools, Int32s, Int64s
-from instrument.trace.indices import NONE, Members, least_below, nearest_above
+from instrument.trace.indices import NONE, Members, least_number_below, nearest_above
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
@@ -90,7 +90,7 @@ class NameTree:
 
         Device time includes the calls below. The second result has the entries with device time of calls below.
         """
-        sums, below = self._add_hidden(self._sum_entries(thread), thread), set[int]()
+        sums, below = self._add_hidden_phases(self._sum_entries(thread), thread), set[int]()
         for node, more_ns in self._tally.device_below(thread).items():
             entry = int(self._entry_of[node]) if self._visible[node] else NONE
             while entry != NONE:
@@ -101,13 +101,13 @@ class NameTree:
 
     def _sum_entries(self, thread: int | None) -> Records:
         """Return the sums by entry. The sums of an instance are also in the row of its type."""
-        sums = self._tally.by(np.where(self._visible, self._entry_of, NONE), len(self), thread)
+        sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
         if not len(self._instances):
             return sums
         entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
-        return summed(np.concatenate([sums, sums[self._instances]]), entries, len(self))
+        return sum_lines(np.concatenate([sums, sums[self._instances]]), entries, len(self))
 
-    def _add_hidden(self, sums: Records, thread: int | None) -> Records:
+    def _add_hidden_phases(self, sums: Records, thread: int | None) -> Records:
         """Return the sums plus the self time of hidden phases. A row without calls starts with its first phase."""
         lines = self._tally.of(thread)
         lines = lines[~self._visible[lines["node"]] & (lines["calls"] != 0)]
@@ -119,7 +119,7 @@ class NameTree:
                 sums["first_ns"][entry] = min(sums["first_ns"][entry] or first_ns, first_ns)
         return sums
 
-    def values(
+    def sort_values(
         self, sums: Records, field: str, *, per_call: bool = False, negative: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
         """Return the value of a field, or the value per call, for each entry.
@@ -157,7 +157,7 @@ class NameTree:
         name = self.name(entry)
         return f"{self.name(int(self.parents[entry]))}/{name}" if self._role(entry) == PHASE else name
 
-    def detail(self, entry: int) -> str:
+    def instance_detail(self, entry: int) -> str:
         """Return the path or code location by which an instance differs from its siblings, "" for other entries."""
         if self._role(entry) != INSTANCE:
             return ""
@@ -178,7 +178,7 @@ class NameTree:
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
         if any(len(self.children(entry)) or (hidden_in == entry).any() for entry in uncalled):
             return None
-        total_ns: int = getattr(total_of(sums[topmost]), TIMES[state])
+        total_ns: int = getattr(sum_all_lines(sums[topmost]), TIMES[state])
         return total_ns
 
     def total_below_ns(self, sums: Records, state: str) -> int:
@@ -197,7 +197,7 @@ class NameTree:
     @cached_property
     def _first_calls(self) -> Int64s:
         """The start time of the first call at or below each entry."""
-        return self.values(self.sums(None)[0], "first_ns", least=True)[0]
+        return self.sort_values(self.sums(None)[0], "first_ns", least=True)[0]
 
     def _role(self, entry: int) -> int:
         return int(self._levels[entry]) & ROLES
@@ -224,11 +224,11 @@ class ShownEntries:
         of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
         field = {"calls": "calls", "max": "max_ns", "min": "min_ns"}.get(key.column, of_part)
         is_mean = key.column == "ave"
-        self._weight, self._known = tree.values(sums, field, per_call=is_mean, negative=key.ascending)
-        self._first_ns, _ = tree.values(sums, "first_ns", least=True)
+        self._weight, self._known = tree.sort_values(sums, field, per_call=is_mean, negative=key.ascending)
+        self._first_ns, _ = tree.sort_values(sums, "first_ns", least=True)
         self._kept = self._find_kept()
 
-    def below(self, entry: int) -> tuple[list[int], list[int]]:
+    def shown_children(self, entry: int) -> tuple[list[int], list[int]]:
         """Return the children of an entry that the block prints, in order, and those that it omits."""
         children = self._tree.children(entry)
         children = children[self._known[children]]
@@ -242,7 +242,7 @@ class ShownEntries:
 
     def _find_kept(self) -> Bools | None:
         """Return True for the entries with the most time that the options allow; None if they allow all."""
-        enough, rows = self._large_entries(), self._options.bound
+        enough, rows = self._large_entries(), self._options.row_limit
         if rows is None:
             return enough
         order = itertools.count()
@@ -277,7 +277,7 @@ def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
     """Return the number of the first tally line at or below each node. Without any, it is the number of all lines."""
     first_line = np.full(len(parents), len(nodes), dtype=np.int64)
     first_line[nodes[::-1]] = np.arange(len(nodes))[::-1]
-    return np.array(least_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
+    return np.array(least_number_below(parents.tolist(), first_line.tolist()), dtype=np.int64)
 
 
 def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
@@ -288,7 +288,13 @@ def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, i
     """
     tree, hides_phases = tally.tree, tracer_option == "Default"
     instantiated = INSTANTIATED if tracer_option == "AllOpDetail" else ()
-    columns = zip(tree.by_site(KIND), tree.numbered(NAME), tree.keys(), tree.numbered(_copy_name), strict=False)
+    columns = zip(
+        tree.map_sites(KIND),
+        tree.number_sites(NAME),
+        tree.first_site_by_key(),
+        tree.number_sites(_copy_name),
+        strict=False,
+    )
     return [
         (NONE if hides_phases else PHASE | name, NONE, ROW | name)
         if kind == "phase"
@@ -395,7 +401,7 @@ def _event_rows(
 
     def row(depth: int, entries: Sequence[int], *, is_rest: bool) -> EventRow:
         entry = entries[0]
-        totals = total_of(sums[entries]) if is_rest else Totals._make(sums[entry].tolist())
+        totals = sum_all_lines(sums[entries]) if is_rest else Totals._make(sums[entry].tolist())
         called, total_ns = totals.calls > 0, getattr(totals, TIMES[state])
         # No call's time of a state exceeds its elapsed time, so with equal sums each is the same.
         exact = called and total_ns == totals.elapsed_ns
@@ -410,7 +416,7 @@ def _event_rows(
             depth=depth,
             thread=thread,
             kind="" if is_rest else tree.site(entry).kind,
-            instance="" if is_rest else tree.detail(entry),
+            instance="" if is_rest else tree.instance_detail(entry),
             calls=totals.calls,
             errors=totals.errors,
             total_ns=total_ns,
@@ -434,7 +440,7 @@ def _event_rows(
         if depth >= 0:
             rows.append(row(depth, entries, is_rest=is_rest))
         if not is_rest:
-            children, left_out = selection.below(entries[0])
+            children, left_out = selection.shown_children(entries[0])
             pending += [(depth + 1, left_out, True)] if left_out else []
             pending += [(depth + 1, [child], False) for child in reversed(children)]
     return rows
@@ -442,14 +448,14 @@ def _event_rows(
 
 def mask_topmost(tally: Tally, say: Callable[[Site], bool]) -> Bools:
     """Return an array over the tally's nodes: True for nodes that `say` accepts and that are below no such node."""
-    marked = np.array([*tally.tree.by_site(say), False], dtype=np.bool_)[tally.site_of]
+    marked = np.array([*tally.tree.map_sites(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
 
 
 def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
     """Return, by name, the totals of the topmost nodes whose site `say` accepts."""
-    numbers = np.array([*tally.tree.numbered(NAME), NONE], dtype=np.int32)
-    sums = tally.by(np.where(mask_topmost(tally, say), numbers[tally.site_of], NONE), len(numbers))
+    numbers = np.array([*tally.tree.number_sites(NAME), NONE], dtype=np.int32)
+    sums = tally.sum_by_group(np.where(mask_topmost(tally, say), numbers[tally.site_of], NONE), len(numbers))
     called = np.flatnonzero(sums["calls"]).tolist()
     return {tally.tree.sites[number].name: Totals._make(sums[number].tolist()) for number in called}
 
@@ -457,6 +463,6 @@ def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, 
 def sum_topmost(tally: Tally, say: Callable[[Site], bool]) -> Totals:
     """Return the total of the topmost nodes whose site `say` accepts."""
     groups = np.where(mask_topmost(tally, say), 0, NONE)
-    totals = Totals._make(tally.by(groups, 1)[0].tolist())
+    totals = Totals._make(tally.sum_by_group(groups, 1)[0].tolist())
     below_ns = sum(more_ns for node, more_ns in tally.device_below(None).items() if groups[node] == 0)
     return totals._replace(device_ns=totals.device_ns + below_ns)

@@ -36,14 +36,14 @@ from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
 from instrument.recording.tally import Tally, Totals
 from instrument.report.event_rows import TIMES, EventRow, EventsBlock, event_blocks, sum_topmost
-from instrument.report.section import Section, Text, View, value_of
+from instrument.report.section import Section, Text, View, field_value
 from instrument.report.table import (
     GAP,
     LINE,
     MISSING,
     Ratio,
-    columns,
-    compact,
+    column_width,
+    compact_number,
     in_unit,
     safe,
     section_title,
@@ -122,13 +122,13 @@ class Overhead:
 
 def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     """Return the split of the Total time of a state. Only programs with requests or coroutines have waiting time."""
-    kinds = tally.tree.by_site(KIND)
+    kinds = tally.tree.map_sites(KIND)
     # Most processes have no such site. Then no site is checked.
     may_compute = any(site.attributes for site in tally.tree.sites) or "layer" in kinds or "phase" in kinds
-    has_operators = "op" in kinds and any(tally.tree.by_site(is_operator))
+    has_operators = "op" in kinds and any(tally.tree.map_sites(is_operator))
     computes = _is_operation if has_operators else _is_computation
-    is_known = has_operators or (may_compute and any(tally.tree.by_site(computes)))
-    is_service = "request" in kinds or tally.has("waiting_ns") or any(site.suspends for site in tally.tree.sites)
+    is_known = has_operators or (may_compute and any(tally.tree.map_sites(computes)))
+    is_service = "request" in kinds or tally.has_values("waiting_ns") or any(site.suspends for site in tally.tree.sites)
     if state == "GPU" or not is_service:
         return Overhead(total_ns, getattr(sum_topmost(tally, computes), TIMES[state]) if is_known else None)
     whole_ns, computation_ns, waiting_ns = _split_service_time(tally, state, computes)
@@ -142,7 +142,7 @@ def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
 def _split_service_time(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
     """Return the total time of the topmost calls, and the computation and the waiting time within it."""
     count = len(tally.parents)
-    sums = tally.by(np.arange(count), count)
+    sums = tally.sum_by_group(np.arange(count), count)
     calls, times, waited = (sums[name].tolist() for name in ("calls", TIMES[state], "waiting_ns"))
     sites, site_of, parents = tally.tree.sites, tally.site_of.tolist(), tally.parents.tolist()
     # The time, computation and waiting of each node's children; the last place has those of the topmost nodes.
@@ -241,9 +241,9 @@ class Events(View):
         total, time = digits
         shown = dict.fromkeys(("min_ns", "max_ns", "ave_ns", "self_ns"), time) | {"p50_ns": 4, "p99_ns": 4}
         texts: dict[str, Text] = {name: partial(_field_text, name, number) for name, number in shown.items()}
-        texts["calls"] = lambda row, unit: compact(row.calls, CALLS_WIDTH)
+        texts["calls"] = lambda row, unit: compact_number(row.calls, CALLS_WIDTH)
         texts["total_ns"] = lambda row, unit: _time_text(row.total_ns if row.calls else None, unit, total)
-        texts["ratio"] = lambda row, unit: compact(row.ratio, RATIO_WIDTH)
+        texts["ratio"] = lambda row, unit: compact_number(row.ratio, RATIO_WIDTH)
         columns = (
             "name=Event|calls=Calls|+errors=Errors|total_ns=Total|min_ns=Min.|max_ns=Max.|ave_ns=Ave.|ratio=Ratio.|"
             f"p50_ns=p50|p99_ns=p99|{'+' * (self.probes_ns is None)}self_ns=Self|+host_ns=Host|+device_ns=Device"
@@ -286,7 +286,7 @@ def events(recording: Recording, options: Options) -> Events:
     """
     probes_ns = None
     if options.corrected:
-        tally = recording.tally.corrected()
+        tally = recording.tally.correct_self_times()
         probes_ns = int(tally.lines["probe_ns"].sum())
     else:
         tally = recording.totals(merged=options.threads == "merged")
@@ -299,7 +299,7 @@ def events(recording: Recording, options: Options) -> Events:
         overhead=split_overhead(tally, total_ns, options.state) if of_all else None,
         copies=copy_sums(tally, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
-        has_device_time=tally.has("device_ns"),
+        has_device_time=tally.has_values("device_ns"),
         _options=options,
     )
 
@@ -307,8 +307,8 @@ def events(recording: Recording, options: Options) -> Events:
 def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
     """Return the sum of all copies except those within the host, then those of asynchronous and synchronous copies."""
     copies: list[tuple[object, Totals]] = []
-    if "copy" in tally.tree.by_site(KIND):
-        ways, by_site = tally.tree.by_site(_sync_of_copy), tally.by_site()
+    if "copy" in tally.tree.map_sites(KIND):
+        ways, by_site = tally.tree.map_sites(_sync_of_copy), tally.sum_by_site()
         of_ways = zip(ways, map(Totals._make, by_site.tolist()), strict=False)
         copies = [(way[0], totals) for way, totals in of_ways if way is not None]
     sums = []
@@ -437,7 +437,7 @@ def _tree_table(
 ) -> list[str]:
     """Return a table of at most `line` columns. Its first column has indented names, which are shortened to fit."""
     names = _name_cells(rows, NAME_LIMIT)
-    longest, every = max(map(columns, names), default=0), [row for _, row in rows]
+    longest, every = max(map(column_width, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
         header, cells = section_of(every[:SAMPLE], digits).cells(unit)
         if _name_width(header, cells, line) >= longest or digits == DIGITS[-1]:
@@ -457,23 +457,23 @@ def _name_cells(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list
 
 def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
     """Return the number of columns that remain for the name in a line with the given other cells."""
-    widths = [max(columns(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
+    widths = [max(column_width(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
 
 
 def _time_text(time_ns: float | None, unit: str, digits: int) -> str:
-    return MISSING if time_ns is None else compact(time_ns / UNITS[unit], digits + EXPONENT, digits)
+    return MISSING if time_ns is None else compact_number(time_ns / UNITS[unit], digits + EXPONENT, digits)
 
 
 def _field_text(name: str, digits: int, row: EventRow, unit: str) -> str:
-    return _time_text(value_of(row, name), unit, digits)
+    return _time_text(field_value(row, name), unit, digits)
 
 
 def _device_text(part: str, row: EventRow, unit: str) -> str:
     if not row.calls:
         return MISSING
-    ratio = value_of(row, f"{part}_ratio")
-    time = f"{value_of(row, f'{part}_ns') / UNITS[unit]:.{DECIMALS[unit]}f}"
+    ratio = field_value(row, f"{part}_ratio")
+    time = f"{field_value(row, f'{part}_ns') / UNITS[unit]:.{DECIMALS[unit]}f}"
     return f"{time} ({MISSING if ratio is None else format(ratio, 'f')})"
 
 
@@ -486,7 +486,7 @@ def _name_cell(row: EventRow, tag: str, room: int) -> str:
     before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
     before += tag if row.depth == 0 else ""
     name = safe(row.name) or "(no name)"
-    spare = room - columns(before) - columns(name) - len(" []")
+    spare = room - column_width(before) - column_width(name) - len(" []")
     if row.instance and spare >= DETAIL_LEAST:
         return f"{before}{name} [{shorten(safe(row.instance), spare)}]"
     return before + shorten(name, room - len(before))

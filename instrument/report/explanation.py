@@ -31,18 +31,18 @@ from instrument.report.request_groups import (
     ENOUGH,
     NEAREST,
     POOL,
+    attribute_values,
     choose_evenly,
     joined_requests,
     mask_endpoint,
     median_requests,
     similar_requests,
     slow_from_ns,
-    values_of,
 )
 from instrument.report.request_life import find_request
 from instrument.report.requests_view import A_REQUEST
 from instrument.report.section import Section, View
-from instrument.report.table import in_unit, safe, shorten, tenths, wrapped
+from instrument.report.table import in_unit, safe, shorten, tenths, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
@@ -206,12 +206,12 @@ class Explanation(View):
 
     def head(self) -> list[str]:
         unit = self._options.unit
-        lines = wrapped(self.sentence())
+        lines = wrap_text(self.sentence())
         if self.rivals and self.verdict != TYPICAL:
             rivals = "; ".join(f"{rival.title()} ({rival.note})" for rival in self.rivals)
-            lines += wrapped(f"Rivals: {rivals}.")
+            lines += wrap_text(f"Rivals: {rivals}.")
         if self.not_assessed:
-            lines += wrapped(f"Not assessed: {'; '.join(self.not_assessed)}.")
+            lines += wrap_text(f"Not assessed: {'; '.join(self.not_assessed)}.")
         return [*lines, f"Time unit: {unit}"]
 
     def sections(self) -> list[Section]:
@@ -348,7 +348,7 @@ def _add_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) 
     """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual."""
     typical_ns = evidence.typical_ns()
     excess_ns = explanation.wall_ns - typical_ns
-    claims, doubts = evidence.claims()
+    claims, doubts = evidence.examine_causes()
     shares, rivals, remaining_ns = _account_for_excess(claims, excess_ns)
     verdict, doubt = EXPLAINED, ""
     if explanation.wall_ns - evidence.more_work_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
@@ -366,7 +366,7 @@ def _add_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) 
         causes=tuple(evidence.add_proofs(share) for share in shares),
         unexplained_ns=round(max(remaining_ns, 0.0)),
         rivals=rivals,
-        parts=evidence.parts(),
+        parts=evidence.part_excesses(),
     )
 
 
@@ -388,7 +388,7 @@ class _Evidence:
         self.more_work_ns = 0.0
         """The time of the steps beyond the typical number of steps, set once the causes have been examined."""
         self._of_requests, self._usual = (
-            _mean_times([times.times_of(place) for place in side.tolist()]) for side in (places, typical)
+            _mean_times([times.times_by_cause(place) for place in side.tolist()]) for side in (places, typical)
         )
         trace, joined = recording.columns, recording.once(joined_requests)
         rows, walls = joined.rows, trace.total_ns[joined.rows]
@@ -406,7 +406,7 @@ class _Evidence:
         trace, joined = self._recording.columns, self._recording.once(joined_requests)
         return float(trace.total_ns[joined.rows[self._typical]].mean())
 
-    def parts(self) -> tuple[PartExcess, ...]:
+    def part_excesses(self) -> tuple[PartExcess, ...]:
         """Return the parts of the requests' time, the part with the largest excess first."""
         parts, usual = (
             _mean_times([self._times.parts_of(place) for place in side.tolist()])
@@ -424,7 +424,7 @@ class _Evidence:
         keys = [key for key in {**self._of_requests, **self._usual} if key[0] == cause]
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
-    def claims(self) -> tuple[list[CauseShare], dict[str, str]]:
+    def examine_causes(self) -> tuple[list[CauseShare], dict[str, str]]:
         """Return all examined causes with their times. Also return the reason for doubt about each doubtful cause."""
         claims = [self._examine_cause(cause) for cause in CAUSES if cause != listed.BURST]
         load = self._times_by_path(listed.LOAD)
@@ -450,7 +450,7 @@ class _Evidence:
                 time_ns, typical_ns = lead.time_ns + round(queued_ns), lead.typical_ns + round(usually_queued_ns)
                 claims.append(replace(lead, time_ns=time_ns, typical_ns=typical_ns))
         claims, doubts = self._assign_to_pressure(claims)
-        if not self._assesses(listed.CONTENTION):
+        if not self._can_assess(listed.CONTENTION):
             not_assessed = "and processor contention is not assessed"
             if any(claim.name == listed.SLOW and claim.path == listed.SPREAD for claim in claims):
                 doubts.setdefault(listed.SLOW, f"all call paths were slower alike, {not_assessed}")
@@ -466,18 +466,18 @@ class _Evidence:
             path = listed.SPREAD
         return _make_claim(cause, path, spent_ns, usual_ns)
 
-    def _pressure(self, cause: str) -> tuple[float, float] | None:
+    def _measure_cause_pressure(self, cause: str) -> tuple[float, float] | None:
         return measure_pressure(self._gauges, cause, self._recording.trace, self._begin_ns, self._end_ns)
 
-    def _assesses(self, cause: str) -> bool:
-        return self._pressure(cause) is not None
+    def _can_assess(self, cause: str) -> bool:
+        return self._measure_cause_pressure(cause) is not None
 
     def _assign_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
         """Move time from slow calls to the causes processor contention or memory pressure, if gauges prove these. Also
         return the reason for doubt about each doubtful cause."""
         extra_ns: dict[str, float] = {}
         for cause in listed.PRESSURES:
-            pressure = self._pressure(cause)
+            pressure = self._measure_cause_pressure(cause)
             if pressure is not None:
                 usual_ns = pressure[1] * (self._end_ns - self._begin_ns)
                 extra_ns[cause] = max(pressure[0] - usual_ns, 0.0) * self._open_share
@@ -505,7 +505,7 @@ class _Evidence:
         note = CAUSES[share.name]
         if share.name == listed.BURST:
             usual = f"{self.usually_arrive:.3g} are usual"
-            values = values_of(self._recording.columns, self._arrived_rows, self._by)
+            values = attribute_values(self._recording.columns, self._arrived_rows, self._by)
             group = _describe_largest_group(values, self._by)
             note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where {usual}"
         elif share.path.startswith(MORE_STEPS) and (facts := self._times.describe_request(self._slowest)):
@@ -515,7 +515,7 @@ class _Evidence:
         ):
             note = f"{note} ({proofs[0].note})"
         elif share.name in STOPPED and proofs and proofs[0].time_ns >= MOSTLY * share.accounted_ns:
-            unseen = [] if self._assesses(listed.CONTENTION) else [listed.CONTENTION]
+            unseen = [] if self._can_assess(listed.CONTENTION) else [listed.CONTENTION]
             unseen += [] if len(self._times.collections) else [listed.COLLECTED]
             if unseen:
                 note = f"{note}; one call has most of it, and {' or '.join(unseen)}, not assessed, would look alike"

@@ -160,18 +160,20 @@ def _describe_parts(recording: Recording, options: Options, endpoint: EndpointTi
             advice, view = _batch_advice(batch, part), "batches"
         mean, whole = (in_unit(ns, options.unit) for ns in (summed_ns / endpoint.requests, endpoint.mean_ns))
         took = f"{tenths(ratio, 1)} of its time {place} ({mean} of {whole} {options.unit})"
-        text = f"{_short(endpoint.name)} spends {took}: {advice}; see --view {view}."
+        text = f"{_shorten_span_name(endpoint.name)} spends {took}: {advice}; see --view {view}."
         lines.append(Headline(text, part, ratio, endpoint.requests, view))
     return lines
 
 
 def _meaning_of_part(part: str) -> PartMeaning:
-    return MEANINGS.get(part) or PartMeaning(f"in the phase {_short(part)}", "shorten its functions", "ops")
+    return MEANINGS.get(part) or PartMeaning(f"in the phase {_shorten_span_name(part)}", "shorten its functions", "ops")
 
 
 def _batch_advice(batch: NamedBatches, part: str) -> str:
     """Return the advice for a long queue time or a long wait in batches. It depends on the sizes of the batches."""
-    members = f"batches of {_short(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
+    members = (
+        f"batches of {_shorten_span_name(batch.name)} have {batch.mean_size:.1f} requests, at most {batch.max_size}"
+    )
     if part == WAITING:
         return f"{members}; smaller ones shorten it"
     if (batch.fill or 0.0) >= FULL:
@@ -219,8 +221,9 @@ def _describe_p99(recording: Recording, options: Options, endpoint: EndpointTime
         in_unit(ns, unit) for ns in (endpoint.p99_ns, endpoint.p50_ns, of_slowest[part], of_all[part])
     )
     text = (
-        f"p99 of {_short(endpoint.name)} is {p99} {unit}, and p50 is {p50}: the slowest {count} of {endpoint.requests} "
-        f"spend {slow} {unit} {_meaning_of_part(part).place}; the mean of all requests is {usual}."
+        f"p99 of {_shorten_span_name(endpoint.name)} is {p99} {unit}, and p50 is {p50}: "
+        f"the slowest {count} of {endpoint.requests} spend {slow} {unit} "
+        f"{_meaning_of_part(part).place}; the mean of all requests is {usual}."
     )
     return [Headline(text, part, ratio, count, "requests")]
 
@@ -233,14 +236,16 @@ def _describe_steps(steps: Loops, phases: PhasesView | None, options: Options) -
     if loop.reader is not None and (loop.reader_ratio or 0.0) >= NOTABLE:
         waited = f"{in_unit(loop.reader.mean, options.unit)} {options.unit} a step"
         text = (
-            f"Steps of {_short(loop.name)} wait for their input for {tenths(loop.reader_ratio, 1)} of their time "
-            f"({waited}): load it earlier, or with more workers; see --view benchmark."
+            f"Steps of {_shorten_span_name(loop.name)} wait for their input for "
+            f"{tenths(loop.reader_ratio, 1)} of their time ({waited}): "
+            "load it earlier, or with more workers; see --view benchmark."
         )
         yield Headline(text, "load", loop.reader_ratio or 0.0, loop.steps, "benchmark")
     rows = [] if phases is None or phases.of != "step" else [row for row in phases.rows[1:] if row.name != "others"]
     row = max(rows, key=lambda row: row.host.total_ns, default=None)
     if row is not None and (ratio := row.host.ratio or 0.0) >= NOTABLE:
-        text = f"Steps spend {tenths(ratio, 1)} of their time in the phase {_short(row.name)}; see --view phases,ops."
+        name = _shorten_span_name(row.name)
+        text = f"Steps spend {tenths(ratio, 1)} of their time in the phase {name}; see --view phases,ops."
         yield Headline(text, row.name, ratio, loop.steps, "phases,ops")
 
 
@@ -249,7 +254,7 @@ def _describe_blocked(blocked: BlockedLoops | None, window_ns: int, options: Opt
     if blocked is None or not window_ns or (ratio := blocked.summed_ns / window_ns) < NOTABLE_STOP:
         return
     most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
-    by = "" if most.remaining else f", mostly by {_short(most.name)}"
+    by = "" if most.remaining else f", mostly by {_shorten_span_name(most.name)}"
     text = (
         f"An event loop is blocked for {tenths(ratio, 1)} of the window ({blocked.stretches} times, "
         f"{in_unit(blocked.longest_ns, options.unit)} {options.unit} at most{by}), and its requests wait: run this on "
@@ -261,7 +266,7 @@ def _describe_blocked(blocked: BlockedLoops | None, window_ns: int, options: Opt
 def _describe_collections(recording: Recording, window_ns: int, options: Options) -> Iterator[Headline]:
     """Yield the headline on garbage collections, which stop all threads of a process."""
     trace = recording.columns
-    rows = np.flatnonzero(trace.of_sites([is_collection(site) for site in trace.sites]))
+    rows = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
     if not len(rows) or not window_ns:
         return
     ratio = union(trace.start_ns[rows], trace.end_ns[rows]).length_ns() / window_ns
@@ -305,8 +310,8 @@ def in_flight_headline(places: Sequence[tuple[str, int]]) -> str:
         return ""
     oldest_ns = max(age_ns for place, age_ns in places if place == name)
     longest = f"the longest for {in_unit(oldest_ns, 's')} s"
-    return f"{count} of {len(places)} requests in flight are in {_short(name)}, {longest}."
+    return f"{count} of {len(places)} requests in flight are in {_shorten_span_name(name)}, {longest}."
 
 
-def _short(text: str) -> str:
+def _shorten_span_name(text: str) -> str:
     return shorten(safe(text) or "(no name)", LINE // 4)

@@ -46,15 +46,15 @@ from instrument.report.section import (
     Section,
     View,
     device_name,
+    field_value,
     format_of_field,
     instrumentation_lines,
     special_name,
-    value_of,
 )
 from instrument.report.table import (
     MISSING,
     WHOLE_DIGITS,
-    compact,
+    compact_number,
     in_unit,
     rough_percent,
     row_name,
@@ -175,7 +175,7 @@ class DeviceLanes:
         self._lanes: dict[tuple[int, int, str], int] = {}
         self._names: dict[str, int] = {}
         trace, kernels = recording.columns, KernelColumns.of(recording.trace.kernels)
-        intervals, none = trace.device.only(trace.device.timed), np.full(len(kernels), NONE)
+        intervals, none = trace.device.select(trace.device.timed), np.full(len(kernels), NONE)
         names_of_sites, names_of_kernels = (
             np.array([*map(self._number_name, names), NONE], dtype=np.int64)
             for names in ((site.name for site in trace.sites), kernels.names)
@@ -249,7 +249,7 @@ class DeviceLanes:
         """Return the readings of each gauge of each device. Known gauges come first."""
         trace = self._recording.trace
         readings_of: dict[tuple[int, str, int], list[tuple[int, float]]] = {}
-        for pid, sample in trace.readings():
+        for pid, sample in trace.iterate_samples():
             if sample.value is not None and np.isfinite(sample.value):
                 key = (sample.device, sample.name, pid if trace.processes else 0)
                 readings_of.setdefault(key, []).append((sample.at_ns, float(sample.value)))
@@ -311,7 +311,7 @@ def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
 def _table_document(section: Section, unit: str) -> dict[str, Any]:
     columns: list[tuple[str, str, list[Any]]] = []
     for field, heading, _ in section.parse_columns():
-        values = [value_of(row, field) for row in section.rows]
+        values = [field_value(row, field) for row in section.rows]
         # A column without any value is left out, as are device times without a device.
         if columns and all(value is None or (value == 0 and field == "device_ns") for value in values):
             continue
@@ -360,7 +360,7 @@ def _cell_document(value: Any, kind: str, unit: str) -> Any:
         return [None, MISSING]
     if kind != NUMBER:
         return [value, TEXTS[kind](value, unit)]
-    return [value, f"{value:,}" if isinstance(value, int) and abs(value) < 10**WHOLE_DIGITS else compact(value)]
+    return [value, f"{value:,}" if isinstance(value, int) and abs(value) < 10**WHOLE_DIGITS else compact_number(value)]
 
 
 NAME = 300
@@ -412,7 +412,7 @@ def _about_document(recording: Recording, shown: Brief, header: str, unit: str) 
         "host": safe(origin.host),
         "began": describe_date(origin, facts.start_ns, "milliseconds"),
         "window_ns": facts.end_ns - facts.start_ns,
-        "window": f"{compact((facts.end_ns - facts.start_ns) / 1e9)} s",
+        "window": f"{compact_number((facts.end_ns - facts.start_ns) / 1e9)} s",
         "recorder": safe(recording.recorder),
         "died": safe(recording.died),
         "unit": unit,

@@ -25,7 +25,7 @@ from instrument.report.requests_view import SlowRequest, blame_text
 from instrument.report.table import safe, shorten, where_of
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import NONE, Members, nearest, places_of
+from instrument.trace.indices import NONE, Members, index_rows, nearest
 from instrument.trace.joined import Served
 from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
 
@@ -81,11 +81,11 @@ class Listed:
         if len(joined.rows):
             parts = recording.once(request_ledger)
             return cls(trace, "request", joined.rows, joined.of, joined.keys, parts, joined.served)
-        is_step = trace.of_kind("step")
-        owner = trace.owners(is_step if is_step.any() else trace.parent == NONE)
+        is_step = trace.are_of_kind("step")
+        owner = trace.topmost_wanted_rows(is_step if is_step.any() else trace.parent == NONE)
         rows = np.flatnonzero(owner == np.arange(len(trace)))
         rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-        return cls(trace, "step" if is_step.any() else "span", rows, places_of(rows, len(trace))[owner])
+        return cls(trace, "step" if is_step.any() else "span", rows, index_rows(rows, len(trace))[owner])
 
     @cached_property
     def slowest(self) -> Int64s:
@@ -110,7 +110,7 @@ class KeptSpans:
         trace = self._trace
         order = np.lexsort((trace.span_id[kept_rows], -trace.end_ns[kept_rows], trace.start_ns[kept_rows]))
         self.rows: Int64s = kept_rows[order]
-        self.number_of = places_of(self.rows, len(trace))
+        self.number_of = index_rows(self.rows, len(trace))
         """The number in the page of each row's span. The last entry is for `NONE`."""
 
     def _index_of_first(self, request: str | None) -> int | None:
@@ -168,7 +168,7 @@ class KeptSpans:
         rows, number = np.unique(served.batch, return_inverse=True)
         is_batch = np.zeros(len(trace), dtype=np.bool_)
         is_batch[rows] = True
-        below = Members(places_of(rows, len(trace))[nearest(trace.parent, is_batch)], len(rows))
+        below = Members(index_rows(rows, len(trace))[nearest(trace.parent, is_batch)], len(rows))
         return Members(served.request, len(self.listed.rows), number), below
 
     # The document of the page
@@ -258,7 +258,7 @@ class KeptSpans:
 
     def _span_columns(self) -> dict[str, Any]:
         trace, rows = self._trace, self.rows
-        number_of_place = places_of(self.shown, len(self.listed.rows))
+        number_of_place = index_rows(self.shown, len(self.listed.rows))
         parent = self.number_of[trace.parent[rows]]
         places = np.arange(len(rows))
         return {
@@ -308,7 +308,7 @@ class KeptSpans:
         lines = np.stack([self._trace.thread_id[self.rows], self._trace.task_id[self.rows]])
         threads_and_tasks, number, sizes = np.unique(lines, axis=1, return_inverse=True, return_counts=True)
         order = np.argsort(-sizes, kind="stable")  # so that most have a small number
-        places = places_of(order, len(order))[number.reshape(-1)]
+        places = index_rows(order, len(order))[number.reshape(-1)]
         return [(int(thread), int(task)) for thread, task in threads_and_tasks.T[order]], places
 
     def _lane_document(self) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     MISSING,
     Ratio,
-    bounded,
-    columns,
+    bound_rows,
+    column_width,
     in_unit,
     name_of_site,
-    number,
+    number_text,
     remaining_row,
     safe,
     share,
@@ -32,10 +32,10 @@ from instrument.report.table import (
 )
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Bools, Int64s
-from instrument.trace.indices import NONE, Groups, numbered
-from instrument.trace.intervals import are_innermost, clipped, lengths_by_group, overlap
+from instrument.trace.indices import NONE, Groups, number_combinations
+from instrument.trace.intervals import are_innermost, clip_intervals, do_overlap, lengths_by_group
 from instrument.trace.layout import KernelColumns
-from instrument.trace.self_times import innermost
+from instrument.trace.self_times import find_innermost
 
 UNKNOWN = "(not known)"
 """The place of an event whose launching call is not in the file."""
@@ -66,7 +66,7 @@ def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, m
     mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
     if recording.trace.origin.recorder == "other":
         mask[trace.attributes.having("correlation")] = False
-    return innermost(trace, mask, thread_ids, times_ns)
+    return find_innermost(trace, mask, thread_ids, times_ns)
 
 
 def find_places(
@@ -260,19 +260,19 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
     device_work = _read_torch_work(recording) if has_profiler else _read_span_work(recording)
     total_ns = sum(device_work.kernels.took_ns.tolist())
-    uses = device_work.uses(total_ns)
+    uses = device_work.kernel_uses(total_ns)
     key = _sort_key(options)
     column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
     uses.sort(key=lambda use: (sign * getattr(use, column), -use.total_ns, use.name))
-    by_place = sorted(device_work.by_place(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
+    by_place = sorted(device_work.uses_by_place(total_ns), key=lambda use: (-use.total_ns, use.name, use.kind))
     return Kernels(
         source=device_work.source,
         window=device_work.window,
         calls=len(device_work.kernels.name),
         total_ns=total_ns,
-        devices=tuple(device_work.devices()),
-        kernels=bounded(uses, options, lambda use: use.total_ns, lambda rows: _sum_kernels(rows, total_ns)),
-        places=bounded(by_place, options, lambda use: use.total_ns, lambda rows: _sum_places(rows, total_ns)),
+        devices=tuple(device_work.kernels_by_device()),
+        kernels=bound_rows(uses, options, lambda use: use.total_ns, lambda rows: _sum_kernels(rows, total_ns)),
+        places=bound_rows(by_place, options, lambda use: use.total_ns, lambda rows: _sum_places(rows, total_ns)),
         others=tuple(device_work.other_work()),
         outside=device_work.outside,
         coverage=tuple(_coverage_lines(recording, device_work)),
@@ -317,7 +317,7 @@ class _Work(NamedTuple):
     def took_ns(self) -> Int64s:
         return self.end_ns - self.start_ns
 
-    def only(self, mask: NDArray[Any]) -> _Work:
+    def select_work(self, mask: NDArray[Any]) -> _Work:
         return _Work(*(column[mask] for column in self))
 
 
@@ -334,10 +334,16 @@ class _Sums(NamedTuple):
     def of(cls, work: _Work, groups: NDArray[Any], count: int) -> _Sums:
         """Return the sums of work by group. In `busy_ns`, parallel work on a device counts once."""
         sums, took_ns = Groups(groups, count), work.took_ns
-        on_device, firsts = numbered(groups, numbered(work.device)[0])
+        on_device, firsts = number_combinations(groups, number_combinations(work.device)[0])
         unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
-        busy_ns = Groups(groups[firsts], count).sums(unions_ns)
-        columns = (sums.sizes(), sums.sums(took_ns), sums.most(took_ns, 0), sums.least(took_ns, FARTHEST_NS), busy_ns)
+        busy_ns = Groups(groups[firsts], count).sum_by_group(unions_ns)
+        columns = (
+            sums.count_members(),
+            sums.sum_by_group(took_ns),
+            sums.most(took_ns, 0),
+            sums.least(took_ns, FARTHEST_NS),
+            busy_ns,
+        )
         return cls(*(column.tolist() for column in columns))
 
 
@@ -353,7 +359,7 @@ class _DeviceWork(NamedTuple):
     places: NumberedPlaces | None
     outside: int
 
-    def uses(self, total_ns: int) -> list[KernelUse]:
+    def kernel_uses(self, total_ns: int) -> list[KernelUse]:
         sums = _Sums.of(self.kernels, self.kernels.name, len(self.names))
         return [
             KernelUse(name, calls, its_ns, max_ns, min_ns, busy_ns, share(its_ns, total_ns))
@@ -361,8 +367,8 @@ class _DeviceWork(NamedTuple):
             if calls
         ]
 
-    def devices(self) -> list[DeviceKernels]:
-        numbers, firsts = numbered(self.kernels.device)
+    def kernels_by_device(self) -> list[DeviceKernels]:
+        numbers, firsts = number_combinations(self.kernels.device)
         sums, window_ns = _Sums.of(self.kernels, numbers, len(firsts)), self.window[1] - self.window[0]
         return [
             DeviceKernels(device, calls, total_ns, busy_ns, share(busy_ns, window_ns))
@@ -379,13 +385,13 @@ class _DeviceWork(NamedTuple):
                 rows.append(OtherWork(kind, calls, total_ns, busy_ns))
         return rows
 
-    def by_place(self, total_ns: int) -> list[KernelPlace]:
+    def uses_by_place(self, total_ns: int) -> list[KernelPlace]:
         if self.places is None:
             return []
         number, names_of_places = self.places
         sums, heaviest = _Sums.of(self.kernels, number, len(names_of_places)), dict[int, tuple[int, str]]()
-        pairs, firsts = numbered(number, self.kernels.name)
-        of_pairs = Groups(pairs, len(firsts)).sums(self.kernels.took_ns).tolist()
+        pairs, firsts = number_combinations(number, self.kernels.name)
+        of_pairs = Groups(pairs, len(firsts)).sum_by_group(self.kernels.took_ns).tolist()
         columns = (number[firsts].tolist(), self.kernels.name[firsts].tolist(), of_pairs)
         for place, name, took_ns in zip(*columns, strict=True):
             heaviest[place] = max(heaviest.get(place, (took_ns, "")), (took_ns, self.names[name]))
@@ -400,36 +406,42 @@ def _read_torch_work(recording: Recording) -> _DeviceWork:
     """Return the device work from torch.profiler's record, which has all kernels."""
     window = recording.trace.watched or (0, 0)
     events = KernelColumns.of(recording.trace.kernels)
-    is_inside = overlap(events.start_ns, events.end_ns, window)
-    work = _Work(events.name, events.device, *clipped(events.start_ns, events.end_ns, window))
+    is_inside = do_overlap(events.start_ns, events.end_ns, window)
+    work = _Work(events.name, events.device, *clip_intervals(events.start_ns, events.end_ns, window))
     by_kind = {kind: is_inside & (events.kind == number) for number, kind in enumerate(events.kinds)}
     counted = by_kind.pop("kernel", np.zeros(len(events), dtype=np.bool_))
     launched = None
     if events.thread_id[counted].any():
         launched = find_places(recording, events.thread_id[counted], events.launched_ns[counted])
         launched.number[events.thread_id[counted] == 0] = UNKNOWN_NUMBER
-    other_work = {kind: work.only(mask) for kind, mask in by_kind.items()}
-    return _DeviceWork(KERNELS, window, events.names, work.only(counted), other_work, launched, int((~is_inside).sum()))
+    other_work = {kind: work.select_work(mask) for kind, mask in by_kind.items()}
+    return _DeviceWork(
+        KERNELS, window, events.names, work.select_work(counted), other_work, launched, int((~is_inside).sum())
+    )
 
 
 def _read_span_work(recording: Recording) -> _DeviceWork:
     """Return the device work from the innermost device intervals of spans, so that no time of a stream counts twice."""
     trace, window = recording.columns, recording.trace.coverage
-    timed = trace.device.only(trace.device.timed)
-    inner = timed.only(are_innermost(numbered(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns))
-    inside = inner.within(window)
+    timed = trace.device.select(trace.device.timed)
+    inner = timed.select(
+        are_innermost(number_combinations(timed.device, timed.stream)[0], timed.start_ns, timed.end_ns)
+    )
+    inside = inner.clip_to(window)
     names, of_site = trace.numbered_sites(name_of_site)
     work = _Work(of_site[trace.site[inside.row]], inside.device, inside.start_ns, inside.end_ns)
-    is_copy = trace.of_kind("copy")[inside.row]
-    copies = {"copy": work.only(is_copy)}
-    return _DeviceWork(STRETCHES, window, tuple(names), work.only(~is_copy), copies, None, len(inner) - len(inside))
+    is_copy = trace.are_of_kind("copy")[inside.row]
+    copies = {"copy": work.select_work(is_copy)}
+    return _DeviceWork(
+        STRETCHES, window, tuple(names), work.select_work(~is_copy), copies, None, len(inner) - len(inside)
+    )
 
 
 def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
     if work.source == STRETCHES:
         return Coverage.of_recording(recording).lines()
     facts = recording.trace
-    since, until = (number((at_ns - facts.start_ns) / 1e9) for at_ns in work.window)
+    since, until = (number_text((at_ns - facts.start_ns) / 1e9) for at_ns in work.window)
     is_ours = facts.origin.recorder != "other"
     spans = f", with {len(recording.columns)} spans" if is_ours else ""
     return [
@@ -467,7 +479,9 @@ def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mappi
 
 def _cut_label(label: str) -> str:
     text = safe(label)
-    return text if columns(text) <= HEAVIEST_ROOM else shorten(text[: HEAVIEST_ROOM - 3], HEAVIEST_ROOM - 3) + "..."
+    return (
+        text if column_width(text) <= HEAVIEST_ROOM else shorten(text[: HEAVIEST_ROOM - 3], HEAVIEST_ROOM - 3) + "..."
+    )
 
 
 def _strip_parameters(name: str) -> str:

@@ -17,10 +17,10 @@ import numpy as np
 from instrument.recording.spans import HOST, Sample, is_operator
 from instrument.report.kernels_view import NOWHERE, SHARED, UNKNOWN, find_places
 from instrument.report.section import Section, View, device_name, mebibytes
-from instrument.report.table import MISSING, bounded, number, remaining_row, safe, shorten, wrapped
+from instrument.report.table import MISSING, bound_rows, number_text, remaining_row, safe, shorten, wrap_text
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import Groups, numbered
+from instrument.trace.indices import Groups, number_combinations
 from instrument.trace.trace import Allocations
 
 
@@ -140,7 +140,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
     thread_id, at_ns = rows["thread_id"][is_counted], times_ns[is_counted]
     at_place = find_places(recording, thread_id, at_ns, is_wanted)
     device, size_bytes, address = (rows[name][is_counted] for name in ("device", "size_bytes", "address"))
-    thread, of_thread = numbered(thread_id)
+    thread, of_thread = number_combinations(thread_id)
     threads = [facts.threads.get(ident) or f"thread {ident}" for ident in thread_id[of_thread].tolist()]
     names = {name: number for number, name in enumerate(dict.fromkeys(threads))}
     called = np.array([names[name] for name in threads], dtype=np.int64)[thread] if by_thread else np.zeros_like(thread)
@@ -150,20 +150,20 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
 
     def sum_by_group(groups: Groups) -> list[tuple[int, int, int, int, int]]:
         """Return the numbers of allocations and frees, and the bytes allocated, freed and in use, of each group."""
-        allocations, frees, allocated, freed, in_use = (groups.sums(column).tolist() for column in columns)
+        allocations, frees, allocated, freed, in_use = (groups.sum_by_group(column).tolist() for column in columns)
         return list(zip(allocations, frees, allocated, map(neg, freed), in_use, strict=True))
 
-    number, of_device = numbered(device)
-    use, of_use = numbered(number, at_place.number, called)
+    number, of_device = number_combinations(device)
+    use, of_use = number_combinations(number, at_place.number, called)
     sums_by_use, uses = sum_by_group(Groups(use, len(of_use))), []
     for row in np.sort(of_use).tolist():
         name, kind = at_place.names[at_place.number[row]]
         on_thread = threads[thread[row]] if by_thread else ""
         uses.append(PlaceMemory(int(device[row]), name, kind, on_thread, *sums_by_use[use[row]]))
     groups = Groups(number, len(of_device))
-    earlier_bytes = groups.sums(np.where(follows, 0, size_bytes.clip(max=0))).tolist()
+    earlier_bytes = groups.sum_by_group(np.where(follows, 0, size_bytes.clip(max=0))).tolist()
 
-    def peak(kind: str, members: Int64s, begin_bytes: int) -> Peak:
+    def find_peak(kind: str, members: Int64s, begin_bytes: int) -> Peak:
         levels = rows[f"{kind}_bytes"][is_counted][members]
         at, on_device = int(levels.argmax()), int(device[members[0]])
         if int(levels[at]) <= begin_bytes:
@@ -179,8 +179,8 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
         allocated, reserved = (
             int(rows[name][is_counted][members[0]]) for name in ("allocated_bytes", "reserved_bytes")
         )
-        reserved_peak = peak("reserved", members, reserved)
-        peaks.append(peak("allocated", members, allocated - int(size_bytes[members[0]])))
+        reserved_peak = find_peak("reserved", members, reserved)
+        peaks.append(find_peak("allocated", members, allocated - int(size_bytes[members[0]])))
         peaks += [reserved_peak] if reserved_peak.peak_bytes else []
         devices.append(DeviceMemory(int(device[members[0]]), *sums_of_it, -earlier))
     peaks.sort(key=lambda row: row.device)
@@ -293,7 +293,7 @@ class MemoryView(View):
             ]
             names = {use.name for use in self.places}
             if UNKNOWN in names:
-                since = number(self.places_since_ns / 1e9)
+                since = number_text(self.places_since_ns / 1e9)
                 lines.append(f"{UNKNOWN}: before {since} s, of which some spans were overwritten.")
             if SHARED in names:
                 lines.append(f"{SHARED}: on that thread, so it is not known which of them it was.")
@@ -312,7 +312,7 @@ class MemoryView(View):
             lines.append("Most: the largest reading. Peak: the largest value since the process or torch began.")
         if self.outside:
             lines.append(f"Outside of the time that was watched, and not counted: {self.outside}")
-        return [part for line in lines for part in wrapped(line)]
+        return [part for line in lines for part in wrap_text(line)]
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
@@ -322,11 +322,11 @@ def memory(recording: Recording, options: Options) -> MemoryView:
     devices. `unit` is the unit of times. The view uses no other option."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
-    is_wanted = trace.of_sites([not is_operator(site) for site in trace.sites])
+    is_wanted = trace.are_of_sites([not is_operator(site) for site in trace.sites])
     totals = count_allocations(recording, options.state, options.threads == "apart", is_wanted)
     column = {"calls": "allocations", "total": "allocated_bytes"}.get(options.sorted_by, "increase_bytes")
     totals.uses.sort(key=lambda use: (-getattr(use, column), -use.allocated_bytes, use.name, use.kind, use.thread))
-    shown = bounded(totals.uses, replace(options, least_ns=0), lambda use: 0, _sum_places)
+    shown = bound_rows(totals.uses, replace(options, least_ns=0), lambda use: 0, _sum_places)
     since_ns, until_ns = (at_ns - facts.start_ns for at_ns in facts.watched) if facts.watched else (None, None)
     return MemoryView(
         since_ns=since_ns,
@@ -377,12 +377,12 @@ def _cut_name(name: str, room: int) -> str:
 
 
 def _coverage_lines(view: MemoryView) -> list[str]:
-    since, until = (number((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
+    since, until = (number_text((at_ns or 0) / 1e9) for at_ns in (view.since_ns, view.until_ns))
     spans = f", with {view.spans} spans" if view.is_ours else ""
     names = [_cut_name(name, NAME_ROOM) for name in view.threads[:NAMED_THREADS]]
     names += ["..."] if len(view.threads) > NAMED_THREADS else []
     profiler = "torch.profiler" if view.is_ours else "its profiler"
     return [
         f"Allocations: all that {profiler} saw from {since} s to {until} s{spans}",
-        *wrapped(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's)"),
+        *wrap_text(f"On: {', '.join(names)} (it sees the thread that it was started on, and autograd's)"),
     ]

@@ -15,11 +15,11 @@ import numpy as np
 
 from instrument.recording.spans import Interval
 from instrument.report.section import Section
-from instrument.report.table import LINE, bounded, in_unit, safe, share, shorten
+from instrument.report.table import LINE, bound_rows, in_unit, safe, share, shorten
 from instrument.report.view import Options, SortKey
 from instrument.trace.call_tree import CallPaths, NodeTimes, StreamTimes, call_tree
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s
-from instrument.trace.indices import NONE, Groups, Members, distinct, nearest_above
+from instrument.trace.indices import NONE, Groups, Members, find_distinct, nearest_above
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def make_blocks(
 ) -> tuple[CallBlock, ...]:
     """Return a block of all threads, if the options ask for it and there are several, and a block for each thread."""
     thread_id = calls.paths.thread_id[nodes]
-    threads, blocks = distinct(thread_id).tolist(), list[CallBlock]()
+    threads, blocks = find_distinct(thread_id).tolist(), list[CallBlock]()
     if threads and (options.threads == "merged" or (options.threads == "both" and len(threads) > 1)):
         blocks.append(block(None, "", nodes))
     if options.threads != "merged":
@@ -182,7 +182,7 @@ def call_rows(
             None if gpu is None else share(calls.total_ns(once, "device"), gpu_base_ns),
         )
 
-    def rest(omitted: Sequence[CallRow]) -> CallRow:
+    def sum_omitted(omitted: Sequence[CallRow]) -> CallRow:
         nodes = np.concatenate([groups[row.name, row.kind] for row in omitted])
         is_omitted = np.isin(calls.name, calls.name[nodes])
         outermost = nodes[nearest_above(calls.around, is_omitted)[nodes] == NONE]
@@ -198,7 +198,7 @@ def call_rows(
     key = SortKey.of(options)
     sign = 1 if key.ascending else -1
 
-    def weight(row: CallRow) -> float:
+    def sort_weight(row: CallRow) -> float:
         if key.column == "calls":
             return row.calls
         times = row.gpu if key.part == "gpu" else row.cpu
@@ -210,8 +210,8 @@ def call_rows(
         return {"CPU": cpu_ns, "GPU": gpu_ns}.get(options.state, max(cpu_ns, gpu_ns))
 
     rows = [row(*key, nodes, nodes if depth else nodes[~calls.again[nodes]]) for key, nodes in groups.items()]
-    rows.sort(key=lambda row: (sign * weight(row), -heaviest_ns(row), row.name, row.kind))
-    return bounded(rows, options, heaviest_ns, rest)
+    rows.sort(key=lambda row: (sign * sort_weight(row), -heaviest_ns(row), row.name, row.kind))
+    return bound_rows(rows, options, heaviest_ns, sum_omitted)
 
 
 def _sum_ratios(ratios: Iterable[float | None]) -> float | None:

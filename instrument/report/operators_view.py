@@ -44,9 +44,9 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     LINE,
     Ratio,
-    bounded,
-    columns,
-    compact,
+    bound_rows,
+    column_width,
+    compact_number,
     safe,
     section_title,
     share,
@@ -55,17 +55,17 @@ from instrument.report.table import (
     tenths,
 )
 from instrument.report.view import Options, Recording
-from instrument.trace.call_tree import StreamTimes, lengths_below
+from instrument.trace.call_tree import StreamTimes, device_lengths_below
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
     Groups,
     Members,
     are_at_or_above,
-    by_first_sight,
-    distinct,
+    find_distinct,
+    index_rows,
     nearest,
-    places_of,
+    number_by_first_sight,
 )
 from instrument.trace.layout import KernelColumns
 from instrument.trace.self_times import Clock
@@ -116,8 +116,8 @@ class FlopTable:
                 *elsewhere,
             ),
             texts={
-                "flops": lambda row, unit: compact(row.flops, 10),
-                "per_call": lambda row, unit: compact(row.per_call, 10),
+                "flops": lambda row, unit: compact_number(row.flops, 10),
+                "per_call": lambda row, unit: compact_number(row.per_call, 10),
             },
             widths=7,
         )  # fmt: skip
@@ -156,13 +156,13 @@ def flop_table(recording: Recording, kinds: Collection[str], options: Options) -
         flops, calls = tree.flops[name, kind], tree.calls[name, kind]
         return FlopRow(name, kind, len(calls), flops, *_sum_times(trace, calls, launched_ns), share(flops, whole))
 
-    def rest(rows: Sequence[FlopRow]) -> FlopRow:
+    def sum_omitted(rows: Sequence[FlopRow]) -> FlopRow:
         # Rows may be nested: each span's operations count once, but times would count some spans twice.
         flops = tree.sum_flops({(row.name, row.kind) for row in rows})
         return FlopRow("", "", sum(row.calls for row in rows), flops, "", None, share(flops, whole), len(rows))
 
     rows = sorted((row(*key) for key in tree.calls), key=lambda row: (-row.flops, row.name, row.kind))
-    return FlopTable(whole, elsewhere, bounded(rows, options, lambda row: row.time_ns or 0, rest))
+    return FlopTable(whole, elsewhere, bound_rows(rows, options, lambda row: row.time_ns or 0, sum_omitted))
 
 
 class _Tree:
@@ -208,24 +208,24 @@ def _add_callers(trace: Columns, some: Sequence[int]) -> tuple[Int64s, Int32s]:
     (`NONE` without one)."""
     rows = np.flatnonzero(are_at_or_above(trace.around, np.array(some, dtype=np.int64)))
     rows = rows[np.argsort(trace.level[rows], kind="stable")]
-    return rows, places_of(rows, len(trace))[trace.around[rows]].astype(np.int32)
+    return rows, index_rows(rows, len(trace))[trace.around[rows]].astype(np.int32)
 
 
 def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
     """Return the device ns of each call, by row. If torch.profiler recorded kernels that the call launched, it is their
     time. Otherwise it is the time of the device intervals at or below the call on its track, or 0 if there are none."""
     trace, columns = recording.columns, KernelColumns.of(recording.trace.kernels)
-    rows = distinct(np.array(calls, dtype=np.int64))
+    rows = find_distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
     device_ns = np.zeros(len(trace), dtype=np.int64)
     if len(kernels):
         clock = Clock.of(columns.thread_id[kernels], columns.launched_ns[kernels])
-        launches = clock.numbers(columns.thread_id[kernels], columns.launched_ns[kernels])
+        launches = clock.number_times(columns.thread_id[kernels], columns.launched_ns[kernels])
         order = np.argsort(launches, kind="stable")
         sums = np.concatenate([[0], np.cumsum((columns.end_ns - columns.start_ns)[kernels[order]])])
-        on_known = rows[clock.knows(trace.thread_id[rows])]
+        on_known = rows[clock.knows_threads(trace.thread_id[rows])]
         first, end = (
-            np.searchsorted(launches[order], clock.numbers(trace.thread_id[on_known], times[on_known]))
+            np.searchsorted(launches[order], clock.number_times(trace.thread_id[on_known], times[on_known]))
             for times in (trace.start_ns, trace.end_ns)
         )
         device_ns[on_known] = sums[end] - sums[first]
@@ -240,8 +240,8 @@ def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
     """Return the calls that have device intervals, their own or those of calls below them on the same track, and the
     device time of each call."""
     intervals = trace.device
-    intervals = intervals.only(intervals.timed & (intervals.start_ns < intervals.end_ns))
-    return lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
+    intervals = intervals.select(intervals.timed & (intervals.start_ns < intervals.end_ns))
+    return device_lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
 
 
 def _sum_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
@@ -327,10 +327,10 @@ class Operators(View):
         ]
 
     def nothing(self) -> list[str]:
-        return [] if self.blocks or self.operations is not None else self._none_held()
+        return [] if self.blocks or self.operations is not None else self._explain_no_operators()
 
-    def _none_held(self) -> list[str]:
-        return self.coverage.none_held("operator", NO_OPERATOR)
+    def _explain_no_operators(self) -> list[str]:
+        return self.coverage.explain_no_spans("operator", NO_OPERATOR)
 
     def sections(self) -> list[Section]:
         operations = [] if self.operations is None else [self.operations.section()]
@@ -338,7 +338,7 @@ class Operators(View):
 
     def foot(self) -> list[str]:
         order = [] if self.in_order is None else _order_lines(self.in_order, self.coverage)
-        return order if self.blocks else self._none_held()
+        return order if self.blocks else self._explain_no_operators()
 
 
 def operators(recording: Recording, options: Options) -> Operators:
@@ -396,9 +396,9 @@ def _stream_rows(depth: int, calls: CallTable, nodes: Int64s, base_ns: int) -> I
 
 def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
     trace, (first, last) = recording.columns, recording.trace.coverage
-    kinds = {trace.sites[place].kind for place in distinct(trace.site).tolist()}
+    kinds = {trace.sites[place].kind for place in find_distinct(trace.site).tolist()}
     kind = next((kind for kind in ITERATIONS if kind in kinds), "")
-    owner = trace.owners(trace.of_kind(kind))
+    owner = trace.topmost_wanted_rows(trace.are_of_kind(kind))
     topmost = np.flatnonzero(owner == np.arange(len(trace)))
     topmost = topmost[np.lexsort((trace.span_id[topmost], trace.start_ns[topmost]))]
     is_whole = ~trace.clipped & (first <= trace.start_ns) & (trace.end_ns <= last)
@@ -407,7 +407,7 @@ def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
     is_timed = np.zeros(len(trace) + 1, dtype=np.bool_)
     is_timed[timed] = True
     executed = list(_ordered_operators(trace, CallTable.of(trace, IN_ORDER, among=is_timed[owner]), len(timed)))
-    shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.bound]
+    shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.row_limit]
     shown_numbers = {operator.number for operator in shown}
     return ExecutionOrder(
         iteration=kind,
@@ -429,7 +429,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
         """Return some nodes, grouped by site. The group with the latest first call comes first."""
-        groups = [nodes[places] for places in Groups(by_first_sight(key[nodes])[0], len(nodes)).members()]
+        groups = [nodes[places] for places in Groups(number_by_first_sight(key[nodes])[0], len(nodes)).members()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
 
     pending = [(0, group) for group in group_by_site(np.flatnonzero(paths.parent == NONE))]
@@ -455,7 +455,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
 def _order_lines(order: ExecutionOrder, coverage: Coverage) -> list[str]:
     lines = section_title("Order of execution")
     if not order.iteration:
-        return [*lines, *coverage.none_held("iteration", NO_ITERATION), ""]
+        return [*lines, *coverage.explain_no_spans("iteration", NO_ITERATION), ""]
     skipped = f"{order.skipped} skipped as the first, {order.cut} cut at the edge of the kept spans"
     lines.append(f"Iterations ({order.iteration}): {order.timed} timed, {skipped}")
     if not order.timed:
@@ -468,7 +468,7 @@ def _order_lines(order: ExecutionOrder, coverage: Coverage) -> list[str]:
     for operator in order.operators:
         before, after = f"OP_ID{operator.number}. ", f" : {six_digits(operator.mean_ns)} sec"
         name = f"{operator.name} [{operator.instance}]" if operator.instance else operator.name
-        lines.append(before + shorten(safe(name), LINE - columns(before + after)) + after)
+        lines.append(before + shorten(safe(name), LINE - column_width(before + after)) + after)
     if order.remaining:
         lines.append(f"(remaining {order.remaining}) : {six_digits(order.remaining_ns)} sec")
     return [*lines, ""]
@@ -500,7 +500,7 @@ class User(View):
         ]
 
     def nothing(self) -> list[str]:
-        return [] if self.blocks else self.coverage.none_held("span of kind user", NO_SPAN)
+        return [] if self.blocks else self.coverage.explain_no_spans("span of kind user", NO_SPAN)
 
     def sections(self) -> list[Section]:
         return [block_section(block, self._options, "Name") for block in self.blocks]
@@ -513,8 +513,8 @@ def user(recording: Recording, options: Options) -> User:
 
     calls = CallTable.of(recording.columns, ("user",), window)
 
-    def block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
+    def make_user_block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
         return CallBlock(thread, name, window_ns, window_ns, call_rows(calls, nodes, 0, window_ns, window_ns, options))
 
-    blocks = make_blocks(calls, calls.calls_of(("user",)), recording.trace.threads, options, block)
+    blocks = make_blocks(calls, calls.calls_of(("user",)), recording.trace.threads, options, make_user_block)
     return User(Coverage.of_recording(recording), window_ns, blocks, options)

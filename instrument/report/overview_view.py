@@ -35,11 +35,21 @@ from instrument.profile.model import KINDS
 from instrument.recording.spans import Interval, Site, is_interruption
 from instrument.report.copies_view import sizes_of_copies
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import Ratio, bounded, in_unit, share
+from instrument.report.table import Ratio, bound_rows, in_unit, share
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int64s
-from instrument.trace.indices import NONE, Groups, distinct
-from instrument.trace.intervals import NOTHING, Union, clipped, intersect, overlap, shared_ns, subtract, union, unite
+from instrument.trace.indices import NONE, Groups, find_distinct
+from instrument.trace.intervals import (
+    NOTHING,
+    Union,
+    clip_intervals,
+    do_overlap,
+    intersect,
+    shared_ns,
+    subtract,
+    union,
+    unite,
+)
 
 ALL_DEVICES = -1
 """The device number of rows that combine all devices."""
@@ -130,7 +140,7 @@ class Overview(View):
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *steps]
 
     def nothing(self) -> list[str]:
-        return [] if self.sections() else self.coverage.none_held("span of that time", NO_SPAN)
+        return [] if self.sections() else self.coverage.explain_no_spans("span of that time", NO_SPAN)
 
     def foot(self) -> list[str]:
         has_none = not self.devices and self._options.state != "CPU"
@@ -148,17 +158,17 @@ def overview(recording: Recording, options: Options) -> Overview:
     steps = kinds_of_work.get("step")
     steps_ns = steps.union.length_ns() if steps is not None else None
 
-    def facts(stretches: _Stretches) -> tuple[int, int, float | None, float | None]:
+    def measure_row(stretches: _Stretches) -> tuple[int, int, float | None, float | None]:
         time_ns = stretches.union.length_ns()
         in_steps_ns = shared_ns(stretches.union, steps.union) if steps is not None else 0
         step_ratio = None if steps_ns is None else share(in_steps_ns, steps_ns)
         return time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
 
-    kinds = [KindUse(kind, stretches.count, *facts(stretches)) for kind, stretches in kinds_of_work.items()]
+    kinds = [KindUse(kind, stretches.count, *measure_row(stretches)) for kind, stretches in kinds_of_work.items()]
     by_calls = SortKey.of(options).column == "calls"
     kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, _rank_of_kind(use.kind)))
     devices = [
-        DeviceWork(device, work, stretches.count, *facts(stretches))
+        DeviceWork(device, work, stretches.count, *measure_row(stretches))
         for device, work, stretches in _combine_intervals(_intervals_of_devices(recording.columns, window))
     ]
     return Overview(
@@ -186,10 +196,10 @@ class _Stretches:
 
 def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
     """Return the intervals of each kind of span, except interruptions, whose time is in the interrupted spans."""
-    inside = overlap(trace.start_ns, trace.end_ns, window)
-    inside &= ~trace.of_sites(list(map(is_interruption, trace.sites)))
-    starts, ends = clipped(trace.start_ns, trace.end_ns, window)
-    of_kinds = {kind: inside & trace.of_kind(kind) for kind in dict.fromkeys(site.kind for site in trace.sites)}
+    inside = do_overlap(trace.start_ns, trace.end_ns, window)
+    inside &= ~trace.are_of_sites(list(map(is_interruption, trace.sites)))
+    starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
+    of_kinds = {kind: inside & trace.are_of_kind(kind) for kind in dict.fromkeys(site.kind for site in trace.sites)}
     return {
         kind: _Stretches(int(rows.sum()), union(starts[rows], ends[rows]))
         for kind, rows in of_kinds.items()
@@ -199,23 +209,23 @@ def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretche
 
 def _intervals_of_devices(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]:
     """Return the device intervals of each device and kind of work."""
-    intervals = trace.device.only(trace.device.timed).within(window)
-    is_copy, is_comm = trace.of_kind("copy")[intervals.row], are_in_communication(trace, intervals)
+    intervals = trace.device.select(trace.device.timed).clip_to(window)
+    is_copy, is_comm = trace.are_of_kind("copy")[intervals.row], are_in_communication(trace, intervals)
     return divide_by_device(intervals, {"compute": ~is_copy, "copies": is_copy, "communication": is_comm & ~is_copy})
 
 
 def are_in_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
     """Return True for each device interval of a span of kind `comm`, or of a span below one."""
-    return np.asarray(trace.owners(trace.of_kind("comm"))[intervals.row] != NONE)
+    return np.asarray(trace.topmost_wanted_rows(trace.are_of_kind("comm"))[intervals.row] != NONE)
 
 
 def divide_by_device(intervals: DeviceIntervals, works: Mapping[str, Bools]) -> dict[tuple[int, str], _Stretches]:
     """Return the intervals of each device and kind of work, without those that have none."""
     return {
         (device, work): _Stretches(len(chosen), chosen.union())
-        for device in distinct(intervals.device).tolist()
+        for device in find_distinct(intervals.device).tolist()
         for work, of_work in works.items()
-        if len(chosen := intervals.only(of_work & (intervals.device == device)))
+        if len(chosen := intervals.select(of_work & (intervals.device == device)))
     }
 
 
@@ -283,7 +293,7 @@ class DistributionView(View):
         return [*self.coverage.lines(), f"Time unit: {unit}; unions; {ratios}"]
 
     def nothing(self) -> list[str]:
-        return [] if self.places else self.coverage.none_held("communication", NO_COMMUNICATION)
+        return [] if self.places else self.coverage.explain_no_spans("communication", NO_COMMUNICATION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +345,7 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     `rows` and `least_ns` limit the operations by the time of their calls and waits.
     """
     trace, window = recording.columns, recording.trace.coverage
-    coverage, calls = Coverage.of_recording(recording), np.flatnonzero(trace.of_kind("comm"))
+    coverage, calls = Coverage.of_recording(recording), np.flatnonzero(trace.are_of_kind("comm"))
     steps = _intervals_of_kinds(trace, window).get("step")
     of, base = "window", union(np.array(window[:1]), np.array(window[1:]))
     if steps is not None and len(steps.union.starts):
@@ -372,16 +382,16 @@ def _divide_communication(
     trace: Columns, window: Interval, calls: Int64s, base: Union
 ) -> tuple[dict[str, Union], dict[str, Union]]:
     """Return the communication and the computation of the host and of each device within the base time."""
-    present = set(distinct(trace.site).tolist())
+    present = set(find_distinct(trace.site).tolist())
     is_named = [
         place in present and (site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS))
         for place, site in enumerate(trace.sites)
     ]  # fmt: skip
     if not any(is_named):
         return {}, {}  # there is nothing to compare
-    intervals = trace.device.only(trace.device.timed).within(window)
-    is_comm = are_in_communication(trace, intervals) | trace.of_sites(is_named)[intervals.row]
-    computes = ~is_comm & ~trace.of_kind("copy")[intervals.row]
+    intervals = trace.device.select(trace.device.timed).clip_to(window)
+    is_comm = are_in_communication(trace, intervals) | trace.are_of_sites(is_named)[intervals.row]
+    computes = ~is_comm & ~trace.are_of_kind("copy")[intervals.row]
     places: dict[bool, dict[str, Union]] = {True: {}, False: {}}
     if len(calls):
         places[True][HOST] = union(*_flight_times(trace, calls))
@@ -398,10 +408,10 @@ def _divide_communication(
 def _computation_of_host(trace: Columns, window: Interval) -> Union:
     """Return the time in which any thread computes while it neither communicates nor copies nor loads."""
     inside, (starts, ends) = (
-        overlap(trace.start_ns, trace.end_ns, window),
-        clipped(trace.start_ns, trace.end_ns, window),
+        do_overlap(trace.start_ns, trace.end_ns, window),
+        clip_intervals(trace.start_ns, trace.end_ns, window),
     )
-    computing, pausing = inside & trace.of_kind(*COMPUTES), inside & trace.of_kind(*PAUSES)
+    computing, pausing = inside & trace.are_of_kind(*COMPUTES), inside & trace.are_of_kind(*PAUSES)
     rows = np.flatnonzero(computing | pausing)
     rows = rows[np.argsort(trace.thread_id[rows], kind="stable")]
     unions = [NOTHING]
@@ -424,7 +434,7 @@ def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[Ope
     """Return the operations, the longest in calls and waits first. A last row sums up the omitted ones."""
     names, of_site = trace.numbered_sites(lambda site: _describe_operation(site)[0])
     is_wait, total_ns = (
-        trace.of_sites([_describe_operation(site)[1] for site in trace.sites])[calls],
+        trace.are_of_sites([_describe_operation(site)[1] for site in trace.sites])[calls],
         trace.total_ns[calls],
     )
     groups = Groups(of_site[trace.site[calls]], len(names))
@@ -432,7 +442,7 @@ def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[Ope
         ~is_wait, sizes_of_copies(trace, calls), total_ns * ~is_wait, total_ns * is_wait, *trace.device_times(calls),
         np.ones_like(calls),
     )  # fmt: skip
-    sums = zip(names, *(groups.sums(column.astype(np.int64)).tolist() for column in columns), strict=True)
+    sums = zip(names, *(groups.sum_by_group(column.astype(np.int64)).tolist() for column in columns), strict=True)
     ordered = sorted((row for row in sums if row[-1]), key=lambda row: (-row[3] - row[4], row[0]))
 
     def rest(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -441,7 +451,7 @@ def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[Ope
 
     return [
         OperationUse(name, count, moved_bytes, host_ns, waited_ns, device_ns if timed else None)
-        for name, count, moved_bytes, host_ns, waited_ns, device_ns, timed, _ in bounded(
+        for name, count, moved_bytes, host_ns, waited_ns, device_ns, timed, _ in bound_rows(
             ordered, options, lambda row: row[3] + row[4], rest
         )
     ]

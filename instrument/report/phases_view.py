@@ -28,12 +28,12 @@ from instrument.profile.model import PHASES
 from instrument.recording.spans import Interval
 from instrument.report.benchmark_view import LOADER, OPTIMIZER, Units, find_units, phase_of
 from instrument.report.section import Coverage, Section, View
-from instrument.report.table import bounded, in_unit, share, six_digits
+from instrument.report.table import bound_rows, in_unit, share, six_digits
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, Groups, distinct, nearest_above, numbered
+from instrument.trace.indices import NONE, Groups, find_distinct, nearest_above, number_combinations
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
-from instrument.trace.self_times import turns, were_suspended
+from instrument.trace.self_times import compute_turns, were_suspended
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
 """The ranks of calls. If several calls are open, the call with the lowest rank gets the time."""
@@ -67,8 +67,8 @@ def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     of_sites = list(map(phase_of, trace.sites))
     names = list(dict.fromkeys(name for name in of_sites if name is not None))
     number_of = np.array([*(NONE if name is None else names.index(name) for name in of_sites), NONE])
-    is_call = trace.of_sites([name is not None for name in of_sites])
-    is_work = trace.of_sites(
+    is_call = trace.are_of_sites([name is not None for name in of_sites])
+    is_work = trace.are_of_sites(
         [site.kind in ("comm", "copy") and name is None for site, name in zip(trace.sites, of_sites, strict=True)]
     )
     rows = np.flatnonzero(is_call & ~np.append(is_work, np.False_)[trace.parent])
@@ -87,18 +87,18 @@ def find_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     rows, line, ends, rank = rows[order], line[order], ends[order], rank[order]
     call, pieces, unit = _divide_units(units, line, trace.start_ns[rows], ends, rank)
     lengths_ns = pieces.ends - pieces.starts
-    call_numbers = distinct(call)
-    own_ns = Groups(np.searchsorted(call_numbers, call), len(call_numbers)).sums(lengths_ns)
+    call_numbers = find_distinct(call)
+    own_ns = Groups(np.searchsorted(call_numbers, call), len(call_numbers)).sum_by_group(lengths_ns)
     phase = number_of[trace.site[rows]]
     is_whole = units.is_whole[unit]
     in_whole = phase[call[is_whole]]
-    whole_ns = Groups(in_whole, len(names)).sums(lengths_ns[is_whole]).tolist()
+    whole_ns = Groups(in_whole, len(names)).sum_by_group(lengths_ns[is_whole]).tolist()
     filled = lengths_ns > 0
     return Calls(
         names=names,
         phase=phase[call_numbers],
         own_ns=own_ns,
-        whole_ns={names[number]: whole_ns[number] for number in distinct(in_whole).tolist()},
+        whole_ns={names[number]: whole_ns[number] for number in find_distinct(in_whole).tolist()},
         pieces=Unions(*(column[filled] for column in pieces)),
         of_piece=np.searchsorted(call_numbers, call[filled]),
         outside_ns=outside_ns.tolist(),
@@ -115,10 +115,10 @@ def _place_calls(trace: Columns, units: Units, rows: Int64s, stood_still: Bools)
         return line, ends
     on_line = np.flatnonzero(line != NONE)
     at, starts, until, is_still = line[on_line], starts[on_line], ends[on_line], stood_still[on_line]
-    step = units.steps.begun(at, starts)
+    step = units.steps.last_begun(at, starts)
     step_end = np.append(units.steps.ends, 0)[step]
     is_in_step = (step != NONE) & (starts < step_end)
-    is_around = ~is_still & (units.steps.begun(at, until - 1) > step)
+    is_around = ~is_still & (units.steps.last_begun(at, until - 1) > step)
     line[on_line[~is_in_step & ~is_around]] = NONE
     ends[on_line] = np.where(is_in_step & is_still, np.minimum(until, step_end), until)
     return line, ends
@@ -131,15 +131,15 @@ def _divide_units(
 
     Of simultaneous calls the first gets the time. A call of length 0 has an interval if no call of its rank is open.
     """
-    call, since, until = turns(line, starts, ends, np.arange(len(line))[::-1])
+    call, since, until = compute_turns(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
     if len(empty):
         going_on = union_by_group(3 * line + rank, starts, ends)
-        empty = empty[going_on.at(3 * line[empty] + rank[empty], starts[empty]) == NONE]
+        empty = empty[going_on.interval_at(3 * line[empty] + rank[empty], starts[empty]) == NONE]
         call, since, until = (
             np.concatenate(columns) for columns in ((call, empty), (since, starts[empty]), (until, ends[empty]))
         )
-    indexes, unit = units.intervals.overlapping(line[call], since, until)
+    indexes, unit = units.intervals.overlapping_pairs(line[call], since, until)
     call = call[indexes]
     pieces = Unions(
         line[call],
@@ -168,15 +168,15 @@ class StreamUses:
 def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
     """Return the device time of spans that began in a unit, and of spans that began in a call."""
     device = trace.device
-    rows = distinct(device.row)
+    rows = find_distinct(device.row)
     rows = rows[units.line_of[rows] != NONE]
-    unit = units.intervals.at(units.line_of[rows], trace.start_ns[rows])
-    piece = calls.pieces.at(units.line_of[rows], trace.start_ns[rows])
+    unit = units.intervals.interval_at(units.line_of[rows], trace.start_ns[rows])
+    piece = calls.pieces.interval_at(units.line_of[rows], trace.start_ns[rows])
     of_row = np.full((2, len(trace)), NONE, dtype=np.int64)
     of_row[:, rows] = unit, np.append(calls.of_piece, NONE)[piece]
     indexes = np.flatnonzero(device.timed & (of_row[0][device.row] != NONE))
     unit, call = of_row[:, device.row[indexes]]
-    stream = numbered(device.device[indexes], device.stream[indexes])[0]
+    stream = number_combinations(device.device[indexes], device.stream[indexes])[0]
     parts = stream, device.start_ns[indexes], device.end_ns[indexes]
     in_call = call != NONE
     call, parts_of_calls = call[in_call], tuple(column[in_call] for column in parts)
@@ -195,10 +195,12 @@ def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
 
 def _sum_by_key(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
     """Return the device time of each distinct key, and these keys. Overlapping times on one stream count once."""
-    parts, firsts = numbered(keys, streams)
+    parts, firsts = number_combinations(keys, streams)
     lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
-    distinct_keys = distinct(keys)
-    return Groups(np.searchsorted(distinct_keys, keys[firsts]), len(distinct_keys)).sums(lengths_ns), distinct_keys
+    distinct_keys = find_distinct(keys)
+    return Groups(np.searchsorted(distinct_keys, keys[firsts]), len(distinct_keys)).sum_by_group(
+        lengths_ns
+    ), distinct_keys
 
 
 ORDER: tuple[str, ...] = (LOADER, "forward", "backward", OPTIMIZER)
@@ -276,7 +278,7 @@ class PhasesView(View):
             return [] if self.sections() else ["No device time was recorded in it."]
         if self.skipped and not self.timed + self.cut:
             return [f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
-        return self.coverage.none_held("phase", NO_PHASE)
+        return self.coverage.explain_no_spans("phase", NO_PHASE)
 
     def foot(self) -> list[str]:
         lines = self._singa_lines() if self._options.state != "GPU" else []
@@ -423,5 +425,5 @@ def _largest_rows(rows: Sequence[PhaseRow], options: Options, base_ns: int, devi
 
     longest = sorted(rows, key=lambda row: -row.host.total_ns)
     places = {row.name: place for place, row in enumerate(rows)}
-    shown = bounded(longest, options, lambda row: row.host.total_ns, rest)
+    shown = bound_rows(longest, options, lambda row: row.host.total_ns, rest)
     return sorted(shown, key=lambda row: places.get(row.name, len(rows)))

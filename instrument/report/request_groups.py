@@ -20,13 +20,13 @@ from instrument.errors import InstrumentError, TraceError
 from instrument.profile.document import nearest
 from instrument.recording.distributions import OTHER, group_of
 from instrument.report.section import Section
-from instrument.report.table import bounded, remaining_row, safe, share
+from instrument.report.table import bound_rows, remaining_row, safe, share
 from instrument.report.utilisation import request_of_spans, requests_within
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
-from instrument.trace.indices import NONE, Groups, distinct
+from instrument.trace.indices import NONE, Groups, find_distinct
 from instrument.trace.joined import THOUSANDTHS, Joined, join
-from instrument.trace.ledger import DeviceLedger, Ledger, Turns, device_ledger, ledger, turns_of
+from instrument.trace.ledger import DeviceLedger, Ledger, Turns, compute_device_ledger, compute_ledger, turns_of
 from instrument.trace.request_trees import INPUT_TOKENS, OUTPUT_TOKENS
 
 ENDPOINT = "endpoint"
@@ -48,11 +48,11 @@ def request_turns(recording: Recording) -> Turns:
 
 
 def request_ledger(recording: Recording) -> Ledger:
-    return ledger(recording.columns, recording.once(joined_requests), recording.once(request_turns))
+    return compute_ledger(recording.columns, recording.once(joined_requests), recording.once(request_turns))
 
 
 def request_device_ledger(recording: Recording) -> DeviceLedger:
-    return device_ledger(recording.columns, recording.once(joined_requests))
+    return compute_device_ledger(recording.columns, recording.once(joined_requests))
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
         names, of_site = trace.numbered_sites(attrgetter("name"))
         used, group = np.unique(of_site[trace.site[rows]], return_inverse=True)
         return RequestGroups(tuple(names[number] for number in used.tolist()), group.astype(np.int64))
-    names_of_values, group = group_values(values_of(trace, rows, options.requests_by), options.at_most)
+    names_of_values, group = group_values(attribute_values(trace, rows, options.requests_by), options.at_most)
     has_none = bool((group == NONE).any())
     names = [*names_of_values, *[f"(no {options.requests_by})"] * has_none]
     return RequestGroups(tuple(names), np.where(group == NONE, len(names_of_values), group))
 
 
-def values_of(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
+def attribute_values(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
     """Return each request's value of an attribute. The end of its name suffices: `tenant` for the header `x-tenant`."""
     if not len(trace.attributes.having(attribute)):
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
@@ -91,7 +91,7 @@ def _attribute_names(trace: Columns, rows: Int64s) -> Iterable[str]:
 def refuse_unknown_group(recording: Recording, options: Options) -> None:
     """Raise `InstrumentError` with the attributes that exist if no request has the attribute `requests_by`."""
     trace, rows, attribute = recording.columns, recording.once(joined_requests).rows, options.requests_by
-    if attribute in ("", ENDPOINT) or not len(rows) or any(values_of(trace, rows, attribute)):
+    if attribute in ("", ENDPOINT) or not len(rows) or any(attribute_values(trace, rows, attribute)):
         return
     names = [safe(name) for name in _attribute_names(trace, rows) if not name.startswith("instrument.")]
     raise InstrumentError(
@@ -143,14 +143,14 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
     count, of_places = len(groups.names), Groups(groups.group[places], len(groups.names))
     given_ns = recording.once(request_ledger).given_ns
     pairs = np.flatnonzero(joined.served.request != NONE)
-    in_batches = Groups(joined.served.request[pairs], len(joined.rows)).sums(given_ns[pairs])
+    in_batches = Groups(joined.served.request[pairs], len(joined.rows)).sum_by_group(given_ns[pairs])
     on_device = np.zeros(len(joined.rows), dtype=np.int64)
     if len(trace.device):
         times = recording.once(request_device_ledger)
         on_device = times.own_ns + times.shared_ns
-    batches_ns, device_ns = of_places.sums(in_batches[places]), of_places.sums(on_device[places])
+    batches_ns, device_ns = of_places.sum_by_group(in_batches[places]), of_places.sum_by_group(on_device[places])
     tokens = [_sum_tokens(trace, whole, of_places, name, count) for name in (INPUT_TOKENS, OUTPUT_TOKENS)]
-    sizes = of_places.sizes().tolist()
+    sizes = of_places.count_members().tolist()
     all_batches_ns, all_device_ns = int(batches_ns.sum()), int(device_ns.sum())
     rows = [
         GroupShare(
@@ -163,18 +163,21 @@ def group_shares(recording: Recording, options: Options) -> tuple[GroupShare, ..
     ]
     rows.sort(key=lambda row: (-row.batches_ns, -row.device_ns, -row.requests, row.name))
 
-    def rest(omitted: Sequence[GroupShare]) -> GroupShare:
+    def sum_omitted(omitted: Sequence[GroupShare]) -> GroupShare:
         row = remaining_row(omitted, ("requests", "batches_ns", "device_ns"))
         ratios = (share(row.batches_ns, all_batches_ns), share(row.device_ns, all_device_ns))
         return replace(row, batches_ratio=ratios[0], device_ratio=ratios[1])
 
-    return bounded(rows, options, lambda row: row.batches_ns, rest)
+    return bound_rows(rows, options, lambda row: row.batches_ns, sum_omitted)
 
 
 def _sum_tokens(trace: Columns, rows: Int64s, groups: Groups, name: str, count: int) -> list[int | None]:
     if not len(rows) or not len(trace.attributes.having(name)):
         return [None] * count
-    return [int(value) for value in groups.sums(read_numbers(trace.attributes, name, rows, 1 << 62).clip(0)).tolist()]
+    return [
+        int(value)
+        for value in groups.sum_by_group(read_numbers(trace.attributes, name, rows, 1 << 62).clip(0)).tolist()
+    ]
 
 
 def shares_section(shares: Sequence[GroupShare], options: Options) -> Section:
@@ -235,7 +238,7 @@ def similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
 def have_name(recording: Recording, name: str) -> Bools:
     """Return True for each request with the name of an endpoint."""
     trace = recording.columns
-    return trace.of_sites([site.name == name for site in trace.sites])[recording.once(joined_requests).rows]
+    return trace.are_of_sites([site.name == name for site in trace.sites])[recording.once(joined_requests).rows]
 
 
 def mask_endpoint(recording: Recording, name: str) -> Bools:
@@ -243,7 +246,7 @@ def mask_endpoint(recording: Recording, name: str) -> Bools:
     is_named = have_name(recording, name)
     if not is_named.any():
         trace, rows = recording.columns, recording.once(joined_requests).rows
-        names = sorted({trace.sites[site].name for site in distinct(trace.site[rows]).tolist()})
+        names = sorted({trace.sites[site].name for site in find_distinct(trace.site[rows]).tolist()})
         near = nearest(name, names)
         hint = f"; nearest is {near!r}" if near else ""
         raise TraceError(f"there is no endpoint {name!r:.80} among {len(names)} endpoints{hint}")
@@ -295,7 +298,7 @@ def size_names(trace: Columns) -> set[str]:
     """Return the names of the attributes that give an amount of work."""
     rows = trace.attributes.rows()
     some = rows[np.unique(np.linspace(0, max(len(rows) - 1, 0), min(len(rows), SEARCHED_ROWS)).astype(np.int64))]
-    names = set(chain.from_iterable(trace.attributes.distinct(some)[1]))
+    names = set(chain.from_iterable(trace.attributes.distinct_sets(some)[1]))
     return {name for name in names if SIZE.search(name)}
 
 

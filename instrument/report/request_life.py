@@ -22,21 +22,21 @@ from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (
     LINE,
     in_unit,
-    number,
+    number_text,
     safe,
     section_title,
     share,
     shorten,
     tenths,
     title,
-    wrapped,
+    wrap_text,
 )
 from instrument.report.view import Options, Recording
-from instrument.trace.blame import Blame, blame, typical_times
+from instrument.trace.blame import Blame, find_blame, typical_times
 from instrument.trace.columns import Columns
 from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, timeline
+from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, list_moments
 
 FEW = 40
 """The maximum number of turns (waits and batches) of a request for which each turn has its own line."""
@@ -102,12 +102,12 @@ class RequestLife:
         error = f", {safe(self.error or self.outcome)}" if self.error or self.outcome else ""
         keys = f", key {' '.join(map(safe, self.keys))}" if self.keys else ""
         name = shorten(safe(self.name) or "(no name)", LINE // 2)
-        at = f"{number(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
-        lines = [*title("Request Report"), *wrapped(f"{name}: {in_unit(self.wall_ns, unit)} {unit}{error}{keys}")]
+        at = f"{number_text(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
+        lines = [*title("Request Report"), *wrap_text(f"{name}: {in_unit(self.wall_ns, unit)} {unit}{error}{keys}")]
         lines.append(f"Began {at}")
         if self.namesakes:
             spans = ", ".join(map(str, self.namesakes[:FEW]))
-            lines += wrapped(
+            lines += wrap_text(
                 f"The longest of {len(self.namesakes) + 1} requests of that key; the others are spans {spans}"
             )
         lines += ["", *section_title("Where the time went")]
@@ -120,7 +120,7 @@ class RequestLife:
             lines += ["", f"Device time: {own_time} {unit} of its own work, {batch_time} {unit} its shares of batches"]
         if self.blame is not None:
             text = blame_text(self.blame, unit)
-            lines += ["", *wrapped(f"{text[0].upper()}{text[1:]}")]  # names and keys stay as they are
+            lines += ["", *wrap_text(f"{text[0].upper()}{text[1:]}")]  # names and keys stay as they are
         lines += ["", *section_title("Turn by turn")]
         for turn in self.turns:
             lines.append(self._turn_line(turn, unit))
@@ -166,8 +166,8 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
     begin_ns = int(trace.start_ns[row])
     site = trace.sites[trace.site[row]]
     alike = np.flatnonzero(have_name(recording, site.name))
-    cause = blame(trace, joined, ledger, place, typical_times(ledger, alike)) if len(alike) >= ENOUGH else None
-    moments = timeline(trace, joined, place)
+    cause = find_blame(trace, joined, ledger, place, typical_times(ledger, alike)) if len(alike) >= ENOUGH else None
+    moments = list_moments(trace, joined, place)
     error, devices = int(trace.error[row]), recording.once(request_device_ledger)
     return RequestLife(
         name=site.name,

@@ -51,26 +51,26 @@ from instrument.report.request_groups import (
 from instrument.report.section import Coverage, Section, View, explain_empty
 from instrument.report.table import (
     LINE,
-    bounded,
+    bound_rows,
     in_unit,
-    number,
+    number_text,
     remaining_row,
     row_name,
     safe,
     share,
     shorten,
     tenths,
-    wrapped,
+    wrap_text,
 )
 from instrument.report.utilisation import EndpointUse, measure_utilisation, request_of_spans
 from instrument.report.view import Options, Recording, SortKey
-from instrument.trace.blame import Blame, blame, typical_times
+from instrument.trace.blame import Blame, find_blame, typical_times
 from instrument.trace.columns import Int64s
-from instrument.trace.indices import NONE, Groups, distinct
+from instrument.trace.indices import NONE, Groups, find_distinct
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import UNKNOWN
 from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
-from instrument.trace.stages import stages
+from instrument.trace.stages import find_stages
 
 COLUMNS = {"calls": "requests", "max": "max_ns", "min": "min_ns", "ave": "mean_ns"}
 
@@ -324,7 +324,7 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     table = recording.once(request_table)
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _count_requests(recording, joined)
-    endpoints = table.endpoints(options, {name: calls for name, (calls, _) in counted.items()})
+    endpoints = table.times_of_endpoints(options, {name: calls for name, (calls, _) in counted.items()})
     shown = {endpoint.name: (endpoint.counted, endpoint.errors) for endpoint in endpoints}
     of_all = [
         (max(counted.get(name, counts)[0], counts[0]), max(counted.get(name, counts)[1], counts[1]))
@@ -334,17 +334,19 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
-    shown_rows = bounded(endpoints, options, lambda row: row.wall_ns, lambda rows: table.sum_endpoints(rows, options))
+    shown_rows = bound_rows(
+        endpoints, options, lambda row: row.wall_ns, lambda rows: table.sum_endpoints(rows, options)
+    )
     return RequestTimes(
         coverage=coverage,
         requests=len(whole),
         requests_cut=cut,
         counted=sum(requests for requests, _ in of_all),
         errors=sum(errors for _, errors in of_all),
-        late_failures=int(trace.of_sites([is_late_failure(site) for site in trace.sites]).sum()),
+        late_failures=int(trace.are_of_sites([is_late_failure(site) for site in trace.sites]).sum()),
         wall_ns=sum(table.wall_ns.tolist()),
         endpoints=shown_rows,
-        groups=table.groups(trace, options),
+        groups=table.times_of_groups(trace, options),
         devices=_devices_within(recording, options),
         slowest=_slowest_requests(table, recording, options),
         blocked=measure_blocked_loops(trace, options),
@@ -368,7 +370,8 @@ def _count_requests(recording: Recording, joined: Joined) -> dict[str, tuple[int
     names, of_site = trace.numbered_sites(attrgetter("name"))
     name_of = of_site[trace.site]
     topmost, unjoined = (
-        set(distinct(name_of[owner == rows]).tolist()) for owner in (recording.once(request_of_spans), joined.owner)
+        set(find_distinct(name_of[owner == rows]).tolist())
+        for owner in (recording.once(request_of_spans), joined.owner)
     )
     parts = {names[number] for number in topmost - unjoined}
     totals_by_name = sum_topmost_by_name(recording.totals(merged=True), is_request)
@@ -386,7 +389,7 @@ def _token_times(recording: Recording, table: CompleteRequests, names: list[str]
     trace = recording.columns
     if not any(len(trace.attributes.having(name)) for name in (INPUT_TOKENS, OUTPUT_TOKENS)):
         return ()
-    return times_by_tokens(trace.attributes, table, stages(trace, recording.once(joined_requests)), names)
+    return times_by_tokens(trace.attributes, table, find_stages(trace, recording.once(joined_requests)), names)
 
 
 def _devices_within(recording: Recording, options: Options) -> tuple[DeviceWithin, ...]:
@@ -411,7 +414,11 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
     groups, places = Groups(of_site[trace.site[whole]], len(names)), joined.of[whole]
     sizes, own_ns, shared_ns = (
         column.tolist()
-        for column in (groups.sizes(), groups.sums(times.own_ns[places]), groups.sums(times.shared_ns[places]))
+        for column in (
+            groups.count_members(),
+            groups.sum_by_group(times.own_ns[places]),
+            groups.sum_by_group(times.shared_ns[places]),
+        )
     )
     whole_ns = sum(own_ns) + sum(shared_ns)
     rows = [
@@ -425,7 +432,7 @@ def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tup
         return remaining_row(omitted, ("requests", "own_ns", "shared_ns"), ratio=ratio)
 
     rows.sort(key=lambda row: (-row.device_ns, row.name))
-    return bounded(rows, options, attrgetter("device_ns"), rest)
+    return bound_rows(rows, options, attrgetter("device_ns"), rest)
 
 
 def _slowest_requests(table: CompleteRequests, recording: Recording, options: Options) -> tuple[SlowRequest, ...]:
@@ -440,7 +447,7 @@ def _slowest_requests(table: CompleteRequests, recording: Recording, options: Op
             alike = table.place[table.endpoint == endpoint]
             typical[endpoint] = typical_times(parts, alike) if len(alike) >= ENOUGH else {}
         if typical[endpoint]:
-            cause = blame(trace, joined, parts, place, typical[endpoint])
+            cause = find_blame(trace, joined, parts, place, typical[endpoint])
             if cause is not None and cause.excess_ns * NOTABLE < int(table.wall_ns[index]):
                 cause = None
         slowest.append(_make_slow_request(table, index, recording, options, joined.keys.get(place, ()), cause))
@@ -530,16 +537,16 @@ def _slow_lines(place: int, request: SlowRequest, unit: str) -> list[str]:
     error = f", {safe(request.error or request.outcome)}" if request.error or request.outcome else ""
     name = shorten(safe(request.name) or "(no name)", LINE // 2)
     key = f", key {shorten(safe(request.keys[0]), LINE // 2)}" if request.keys else ""
-    lines = wrapped(f"{place}. {name}: {in_unit(request.wall_ns, unit)} {unit}{error}{key}")
-    at = f"{number(request.begin_ns / 1e9)} s after the start of the trace, span {request.span_id}"
-    lines += wrapped(f"   began {f'{request.began}, ' if request.began else ''}{at}")
+    lines = wrap_text(f"{place}. {name}: {in_unit(request.wall_ns, unit)} {unit}{error}{key}")
+    at = f"{number_text(request.begin_ns / 1e9)} s after the start of the trace, span {request.span_id}"
+    lines += wrap_text(f"   began {f'{request.began}, ' if request.began else ''}{at}")
     if request.trace_id:
         collector_span = f", span {request.collector_span_id}" if request.collector_span_id else ""
-        lines += wrapped(f"   in the collector, if it was kept: trace {request.trace_id}{collector_span}")
+        lines += wrap_text(f"   in the collector, if it was kept: trace {request.trace_id}{collector_span}")
     largest = sorted(request.phases, key=lambda phase: -phase.summed_ns)
     parts = [f"{shorten(row_name(phase), LINE // 2)} {tenths(phase.ratio, 1)}" for phase in largest]
-    lines += wrapped("   " + ", ".join([*parts, f"unknown {tenths(request.unknown_ratio, 1)}"]))
-    return lines if request.blame is None else [*lines, *wrapped(f"   {blame_text(request.blame, unit)}")]
+    lines += wrap_text("   " + ", ".join([*parts, f"unknown {tenths(request.unknown_ratio, 1)}"]))
+    return lines if request.blame is None else [*lines, *wrap_text(f"   {blame_text(request.blame, unit)}")]
 
 
 def blame_text(slow_by: Blame, unit: str) -> str:

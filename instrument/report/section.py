@@ -25,10 +25,10 @@ from instrument.report.table import (
     DASHES,
     LINE,
     MISSING,
-    compact,
+    compact_number,
     in_unit,
     named_table,
-    number,
+    number_text,
     percent,
     safe,
     section_title,
@@ -36,7 +36,7 @@ from instrument.report.table import (
     table,
     tenths,
     title,
-    wrapped,
+    wrap_text,
 )
 from instrument.report.view import Options, Recording, document
 
@@ -63,7 +63,7 @@ class Coverage:
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
 
     def lines(self) -> list[str]:
-        since, until = number(self.since_ns / 1e9), number(self.until_ns / 1e9)
+        since, until = number_text(self.since_ns / 1e9), number_text(self.until_ns / 1e9)
         if self.complete:
             return [f"Spans: all {self.spans} that were kept, from {since} s to {until} s"]
         return [
@@ -71,7 +71,7 @@ class Coverage:
             "ended before there are totals",
         ]
 
-    def none_held(self, noun: str, otherwise: str) -> list[str]:
+    def explain_no_spans(self, noun: str, otherwise: str) -> list[str]:
         """Return the text of an empty view: `otherwise` if all spans were kept, else a note on overwritten spans."""
         return explain_empty(noun, otherwise, complete=self.complete)
 
@@ -79,8 +79,8 @@ class Coverage:
 def explain_empty(noun: str, otherwise: str, *, complete: bool) -> list[str]:
     """Return the text of an empty view: `otherwise` if all spans were kept, else a note that spans were overwritten."""
     if complete:
-        return wrapped(otherwise)
-    return wrapped(
+        return wrap_text(otherwise)
+    return wrap_text(
         f"No {noun} is among the kept spans; older ones were overwritten. Raise `limits.ring` in the profile, or "
         "look at the `events` view, which counts all."
     )
@@ -164,7 +164,7 @@ class Section:
         if name in self.texts:
             return self.texts[name]
         text = TEXTS[format_of_field(name)]
-        return lambda row, unit: "" if (value := value_of(row, name)) is BLANK else text(value, unit)
+        return lambda row, unit: "" if (value := field_value(row, name)) is BLANK else text(value, unit)
 
 
 class View:
@@ -215,14 +215,14 @@ class View:
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
     """Return the cells as an HTML table. The first column is left-justified and keeps its indents."""
 
-    def line(cells: Sequence[str], tag: str) -> str:
+    def html_row(cells: Sequence[str], tag: str) -> str:
         name, *values = (escape(cell) for cell in cells)
         name_cell = f'<{tag} style="text-align:left;white-space:pre">{name}</{tag}>'
         return f"<tr>{name_cell}{''.join(f'<{tag}>{value}</{tag}>' for value in values)}</tr>"
 
-    body = "".join(line(cells, "td") for cells in rows)
+    body = "".join(html_row(cells, "td") for cells in rows)
     label = f'<caption style="text-align:left">{escape(caption)}</caption>'
-    return f"<table>{label}<thead>{line(header, 'th')}</thead><tbody>{body}</tbody></table>"
+    return f"<table>{label}<thead>{html_row(header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def special_name(row: Any, name: str) -> str:
@@ -230,10 +230,10 @@ def special_name(row: Any, name: str) -> str:
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
-    return "(no name)" if name and value_of(row, name) == "" else ""
+    return "(no name)" if name and field_value(row, name) == "" else ""
 
 
-def value_of(row: Any, name: str) -> Any:
+def field_value(row: Any, name: str) -> Any:
     """Return the value of a row's field, which may be a path such as `time.mean_ns`, None if a part of it is None."""
     value = row
     for part in name.split("."):
@@ -262,7 +262,7 @@ def device_name(device: int | None) -> str:
 
 
 def mebibytes(size_bytes: float | None) -> str:
-    return compact(None if size_bytes is None else size_bytes / MIB, SIZE_ROOM)
+    return compact_number(None if size_bytes is None else size_bytes / MIB, SIZE_ROOM)
 
 
 def _plain_text(value: Any, unit: str) -> str:
@@ -272,7 +272,7 @@ def _plain_text(value: Any, unit: str) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return str(value)
-    return number(value) if isinstance(value, float) else safe(str(value))
+    return number_text(value) if isinstance(value, float) else safe(str(value))
 
 
 TEXTS: Mapping[str, Text] = {
@@ -294,18 +294,18 @@ def instrumentation_lines(recording: Recording) -> list[str]:
     lines = [] if cost is None else [_cost_line(cost, recording.window_ns, recording.recorder)]
     lines += [f"Not kept: {count} ({safe(reason)})" for reason, count in recording.losses.items() if count]
     lines += [safe(note) if note.startswith(COST) else f"Not observed: {safe(note)}" for note in recording.notes]
-    text = [part for line in lines for part in wrapped(line)]
+    text = [part for line in lines for part in wrap_text(line)]
     return [*section_title("Instrumentation"), *text, ""] if lines else []
 
 
 def _cost_line(cost: Cost, window_ns: int | None, recorder: str) -> str:
     base_ns = cost.window_ns or window_ns or 0
     by = f", {safe(recorder)} recorder" if recorder else ""
-    thread = f" and {number(cost.thread_ns / 1e9)} s on threads of its own" if cost.thread_ns else ""
+    thread = f" and {number_text(cost.thread_ns / 1e9)} s on threads of its own" if cost.thread_ns else ""
     return (
-        f"Cost of the instrumentation: {number(cost.total_ns / 1e9)} s "
-        f"({cost.calls} calls x {number(cost.per_call_ns)} ns{thread}), "
-        f"{percent(cost.total_ns, base_ns)} of the window of {number(base_ns / 1e9)} s{by}"
+        f"Cost of the instrumentation: {number_text(cost.total_ns / 1e9)} s "
+        f"({cost.calls} calls x {number_text(cost.per_call_ns)} ns{thread}), "
+        f"{percent(cost.total_ns, base_ns)} of the window of {number_text(base_ns / 1e9)} s{by}"
         f"{describe_uncached_cost(cost, base_ns)}"
     )
 
@@ -315,7 +315,7 @@ def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
     if cost.most_ns <= cost.total_ns:
         return ""
     return (
-        f"; up to {number(cost.most_ns / 1e9)} s ({number(cost.cold_call_ns)} ns a call), "
+        f"; up to {number_text(cost.most_ns / 1e9)} s ({number_text(cost.cold_call_ns)} ns a call), "
         f"{percent(cost.most_ns, base_ns)}, if other work uses the processor's caches between the calls"
     )
 
@@ -333,11 +333,11 @@ def _import_view(name: str) -> ModuleType:
 
 
 def _view_maker(name: str) -> Callable[[Recording, Options], View]:
-    def make(recording: Recording, options: Options) -> View:
+    def make_view(recording: Recording, options: Options) -> View:
         view: View = getattr(_import_view(name), name)(recording, options)
         return view
 
-    return make
+    return make_view
 
 
 VIEW_OF: Mapping[str, Callable[[Recording, Options], View]] = {name: _view_maker(name) for name in VIEWS}
@@ -385,7 +385,7 @@ def summary(views: Sequence[str], recording: Recording, options: Options) -> str
     if not {"brief", "cost"}.intersection(views):
         parts.append(instrumentation_lines(recording))
     if recording.died:
-        parts.insert(0, ["", *wrapped(safe(recording.died))])
+        parts.insert(0, ["", *wrap_text(safe(recording.died))])
     return "\n".join("\n".join(lines).rstrip("\n") + "\n" for lines in parts if lines)
 
 

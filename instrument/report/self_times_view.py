@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from instrument.recording.distributions import percentiles
 from instrument.recording.paths import KIND
 from instrument.recording.spans import Site, is_interruption, is_operator
-from instrument.recording.tally import Records, Tally, total_of
+from instrument.recording.tally import Records, Tally, sum_all_lines
 from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
@@ -52,10 +52,10 @@ from instrument.trace.indices import (
     NONE,
     Members,
     are_at_or_above,
-    by_first_sight,
     nearest,
     nearest_above,
-    numbered,
+    number_by_first_sight,
+    number_combinations,
     topmost_rows,
 )
 
@@ -278,12 +278,12 @@ def class_of(site: Site) -> str:
 
 
 def _make_view(of: str, recording: Recording, options: Options) -> SelfTimes:
-    tally = recording.tally.corrected().merged() if options.corrected else recording.totals(merged=True)
+    tally = recording.tally.correct_self_times().merge_threads() if options.corrected else recording.totals(merged=True)
     table = _FunctionTable(of, tally, options)
     times, counts = (table.functions[:, FunctionSums._fields.index(name)].tolist() for name in ("time_ns", "lines"))
     # A function without calls of others has no report, unless it is the only one.
     shown = [number for number in range(1, len(times)) if counts[number] > 1 or len(times) == 2]
-    most = len(shown) if options.bound is None else options.bound
+    most = len(shown) if options.row_limit is None else options.row_limit
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
     left_ns = times[0] - sum(times[number] for number in shown)
     together = [0] if len(times) > 2 else []
@@ -293,7 +293,7 @@ def _make_view(of: str, recording: Recording, options: Options) -> SelfTimes:
 
 def _lines_without_interruptions(tally: Tally) -> Records:
     """Return the tally lines except those of interruptions, whose time is already in the interrupted lines."""
-    of_others = tally.tree.by_site(is_interruption)
+    of_others = tally.tree.map_sites(is_interruption)
     is_interrupting = np.array([*of_others, False], dtype=np.bool_)[tally.site_of[tally.lines["node"]]]
     return np.asarray(tally.lines[~is_interrupting]) if is_interrupting.any() else tally.lines
 
@@ -350,17 +350,17 @@ class _FunctionTable:
         nodes, parents, site_of = lines["node"], tally.parents, tally.site_of
         self._nodes, self._parents = nodes.tolist(), parents.tolist()
         self._site_of: list[int] = site_of.tolist()
-        keys = np.asarray(tally.tree.keys(), dtype=np.int64)
-        kinds = np.array(tally.tree.by_site(KIND)[: len(keys)], dtype=np.str_)
+        keys = np.asarray(tally.tree.first_site_by_key(), dtype=np.int64)
+        kinds = np.array(tally.tree.map_sites(KIND)[: len(keys)], dtype=np.str_)
         # The number of keys per label, for the keys of the lines and of their parents.
         used = np.unique(keys[site_of[are_at_or_above(parents, nodes)]]).tolist()
-        self._same = Counter(map(tally.tree.by_site(_site_label).__getitem__, used))
+        self._same = Counter(map(tally.tree.map_sites(_site_label).__getitem__, used))
         self._names: dict[int, str] = {}
         self._is_request = (kinds == "request").tolist()
         # The row that a site's lines share, or a row for each line.
         rows = np.arange(len(nodes))
         if of != "instances":
-            row_of_site = keys if of == "ops" else np.asarray(tally.tree.numbered(class_of), dtype=np.int64)
+            row_of_site = keys if of == "ops" else np.asarray(tally.tree.number_sites(class_of), dtype=np.int64)
             rows = row_of_site[site_of[nodes]]
         function_of, root_of = _find_functions(parents, (kinds == "request")[site_of])
         its_function, its_root = function_of[nodes], root_of[nodes]
@@ -370,7 +370,7 @@ class _FunctionTable:
         is_around = (its_root != nodes) & is_called[its_root]
         in_same = is_around & (key_of_node[function_of[its_root]] == key_of_node[its_function])
         # Each line counts in its function, and once more in number 0, all functions together.
-        numbers, firsts = by_first_sight(key_of_node[its_function])
+        numbers, firsts = number_by_first_sight(key_of_node[its_function])
         number = np.concatenate([numbers + 1, np.zeros(len(nodes), dtype=np.int64)])
         is_own = np.concatenate([(its_function == nodes) & ~in_same, (its_function == nodes) & ~is_around])
         is_work = np.concatenate([np.isin(kinds, WORKING)[site_of[nodes]]] * 2) & ~is_own
@@ -444,7 +444,7 @@ class _FunctionTable:
     def _call_times(self, group: Group) -> tuple[int | None, int | None, int | None]:
         """Return the median, the 99th percentile and the maximum of a row's calls."""
         at = self._lines_of_group[group.number]
-        total = total_of(self._lines[at])
+        total = sum_all_lines(self._lines[at])
         if not total.calls:
             return None, None, None
         histogram = self._histogram([self._nodes[line] for line in at.tolist()], None)
@@ -458,7 +458,7 @@ class _FunctionTable:
         sum_ns = calls = instances = 0
         groups = self._groups[sums.first : sums.first + sums.rows]
         for group in (Group._make(row.tolist()) for row in groups):
-            if len(shown) == self._options.bound:
+            if len(shown) == self._options.row_limit:
                 break
             if group.time_ns < self._options.least_ns:
                 continue
@@ -501,7 +501,7 @@ def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tu
     own_ns = np.concatenate([self_ns[runs] - waited[runs], waited[waits]])
     is_waiting = np.arange(len(own_ns)) >= len(runs)
     line_numbers = np.concatenate([runs, waits])
-    of_group, firsts = numbered(number[line_numbers], rows[line_numbers], is_waiting.astype(np.int64))
+    of_group, firsts = number_combinations(number[line_numbers], rows[line_numbers], is_waiting.astype(np.int64))
     on_device = (lines["device_ns"][line_numbers] > 0) & ~is_waiting
     ones = np.ones(len(line_numbers), dtype=np.int64)
     parts = np.stack([ones, own_ns, lines["calls"][line_numbers], on_device, is_waiting], axis=1)

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from instrument.profile.model import PREPARING
-from instrument.recording.distributions import bucket, percentiles
+from instrument.recording.distributions import bucket_of, percentiles
 from instrument.recording.spans import FIRSTS, FirstCall, ImportTime, Site, Startup
 from instrument.recording.tally import Row, Tally, Totals
 from instrument.report.section import Section, View
 from instrument.report.table import (
     LINE,
     Ratio,
-    bounded,
+    bound_rows,
     in_unit,
     name_of_site,
     remaining_row,
     safe,
     share,
     shorten,
-    wrapped,
+    wrap_text,
 )
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Columns
@@ -176,7 +176,7 @@ class StartupView(View):
         return [f"Time unit: {self._options.unit}"]
 
     def nothing(self) -> list[str]:
-        return [] if self.is_known else wrapped(UNKNOWN)
+        return [] if self.is_known else wrap_text(UNKNOWN)
 
     def sections(self) -> list[Section]:
         if not self.is_known:
@@ -229,7 +229,7 @@ class StartupView(View):
         if self.request is None:
             return ["No request has ended."]
         unit, ran = self._options.unit, shorten(safe(self.ran_last), LINE // 4)
-        why = wrapped(f"First request: {FIRSTS[self.request.why]}") if self.request.why else []
+        why = wrap_text(f"First request: {FIRSTS[self.request.why]}") if self.request.why else []
         older = "Older calls than the rings still hold may have begun after it too, and are on the way here."
         return [
             *why,
@@ -302,8 +302,8 @@ def startup(recording: Recording, options: Options) -> StartupView:
         imports=None if facts.imports is None else _import_rows(imports, imports_ns, options),
         imports_ns=imports_ns,
         imports_in_spans_ns=in_spans_ns,
-        preparations=bounded(_find_preparations(rows), options, lambda row: row.total_ns or 0, _sum_preparations),
-        warm_ups=bounded(
+        preparations=bound_rows(_find_preparations(rows), options, lambda row: row.total_ns or 0, _sum_preparations),
+        warm_ups=bound_rows(
             longest, options, attrgetter("extra_ns"),
             lambda rows: remaining_row(rows, ("calls", "extra_ns"), name=f"(remaining {len(rows)})"),
         ),
@@ -313,15 +313,15 @@ def startup(recording: Recording, options: Options) -> StartupView:
 
 def _find_warm_ups(firsts: Mapping[tuple[object, ...], FirstCall], tally: Tally) -> dict[tuple[object, ...], WarmUp]:
     """Return the first call and the later calls of each site with several calls, by the site's key."""
-    places = tally.lines_by([site.key for site in tally.tree.sites])
+    places = tally.lines_by_key([site.key for site in tally.tree.sites])
     warm_ups = {}
     for key, first in firsts.items():
-        of_all = tally.total(places.get(key, ()))
+        of_all = tally.total_of_lines(places.get(key, ()))
         if of_all.calls < 2 or _preparing_phase(first.site) is not None:
             continue
-        histogram = tally.histogram(tally.nodes(places[key]))
+        histogram = tally.histogram(tally.nodes_of_lines(places[key]))
         # A first call with device time beyond its host time is in another bucket: then one call too many counts.
-        index = bucket(first.total_ns)
+        index = bucket_of(first.total_ns)
         if index in histogram:
             histogram[index] -= 1
         median_ns = percentiles(histogram, (0.5,), of_all.calls - 1, of_all.min_ns, of_all.max_ns)[0] or 0
@@ -372,7 +372,7 @@ def _find_preparations(rows: Iterable[Row]) -> list[Preparation]:
 def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -> tuple[Imports, ...]:
     """Return the rows of packages that the options allow, the package whose own modules took the longest first."""
 
-    def rest(rows: Sequence[Imports]) -> Imports:
+    def sum_omitted(rows: Sequence[Imports]) -> Imports:
         ratio, sums = share(sum(row.self_ns for row in rows), all_ns), ("entries", "self_ns", "in_spans_ns", "late_ns")
         return remaining_row(rows, sums, package=f"(remaining {len(rows)})", ratio=ratio)
 
@@ -382,7 +382,7 @@ def _import_rows(imports: Iterable[ImportTime], all_ns: int, options: Options) -
         for row in imports
     ]  # fmt: skip
     rows.sort(key=lambda row: (-row.self_ns, row.package))
-    return bounded(rows, options, attrgetter("self_ns"), rest)
+    return bound_rows(rows, options, attrgetter("self_ns"), sum_omitted)
 
 
 def _sum_preparations(rows: Sequence[Preparation]) -> Preparation:
@@ -419,12 +419,12 @@ def _late_times(trace: Columns, request_ns: int) -> dict[str, int]:
     """Return the time of the kept spans of loading and compiling that began after the first request."""
     phases = [_preparing_phase(site) for site in trace.sites]
     # Spans in a request, or in a loading or compiling span that counts itself.
-    around = trace.of_sites(
+    around = trace.are_of_sites(
         [site.kind == "request" or bool(phase) for site, phase in zip(trace.sites, phases, strict=True)]
     )
     is_within = nearest_above(trace.parent, around) != NONE
     late = (trace.start_ns >= request_ns) & ~trace.clipped & ~is_within
     return {
-        WORDS[name]: sum(trace.total_ns[late & trace.of_sites([phase == name for phase in phases])].tolist())
+        WORDS[name]: sum(trace.total_ns[late & trace.are_of_sites([phase == name for phase in phases])].tolist())
         for name in PREPARING
     }

@@ -72,7 +72,7 @@ def where_of(site: Site) -> str:
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
-def columns(text: str) -> int:
+def column_width(text: str) -> int:
     """Return the width of a text in terminal columns: two for a wide East Asian character, 0 for a combining mark."""
     if text.isascii():
         return len(text)
@@ -87,7 +87,7 @@ def _columns_of(char: str) -> int:
 
 def shorten(text: str, limit: int) -> str:
     """Return the text in at most `limit` columns. The middle of a longer text is replaced by `...`."""
-    if columns(text) <= limit:
+    if column_width(text) <= limit:
         return text
     room = limit - 3
     if room < 1:
@@ -150,7 +150,7 @@ def _shorten_to_indices(texts: Sequence[str], partings: Sequence[int], limit: in
             parting -= 1
         begin = _first_columns(text[:parting], limit // 4) + "..."
         remainder = text[parting:]
-        shown[text] = begin + shorten(remainder, limit - columns(begin)) if remainder else shorten(text, limit)
+        shown[text] = begin + shorten(remainder, limit - column_width(begin)) if remainder else shorten(text, limit)
     return shown
 
 
@@ -163,27 +163,27 @@ def _first_columns(text: str, limit: int) -> str:
     return text
 
 
-def wrapped(text: str) -> list[str]:
+def wrap_text(text: str) -> list[str]:
     """Return a text as lines of at most `LINE` columns, with indented continuation lines. A longer word is cut."""
     words = text.lstrip()
     indent = " " * (len(text) - len(words))
     lines, line = list[str](), indent
     for word in words.split(" "):
-        if columns(line) + 1 + columns(word) <= LINE or line.isspace():
+        if column_width(line) + 1 + column_width(word) <= LINE or line.isspace():
             line += " " * (line != indent and not line.isspace()) + word
         else:
             lines.append(line)
             line = f"{indent}  {word}"
-        while columns(line) > LINE:
+        while column_width(line) > LINE:
             first = _first_columns(line, LINE)
             lines.append(first)
             line = f"{indent}  {line[len(first) :]}"
     return [part.rstrip() for part in (*lines, line)]
 
 
-def number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     """Return a number with four significant digits. Integers keep all of their digits."""
-    return compact(value, WHOLE_DIGITS)
+    return compact_number(value, WHOLE_DIGITS)
 
 
 def six_digits(value_ns: float | None, unit: str = "s") -> str:
@@ -195,10 +195,10 @@ def in_unit(value_ns: float | None, unit: str) -> str:
     """Return a time in a unit with four significant digits. Integers keep all of their digits."""
     if value_ns is None:
         return MISSING
-    return number(round(value_ns) if unit == "ns" else value_ns / UNITS[unit])
+    return number_text(round(value_ns) if unit == "ns" else value_ns / UNITS[unit])
 
 
-def compact(value: float | None, room: int = 7, digits: int = 4) -> str:
+def compact_number(value: float | None, room: int = 7, digits: int = 4) -> str:
     """Return a number with `digits` significant digits in at most `room` columns. Integers keep all digits that fit.
 
     With `room` at least `digits + 3`, any value from 1e-99 to 1e99 fits.
@@ -243,7 +243,7 @@ class Ratio(property):
 
 def percent(part: float, base: float) -> str:
     fraction = share(part, base)
-    return MISSING if fraction is None else f"{number(100 * fraction)}%"
+    return MISSING if fraction is None else f"{number_text(100 * fraction)}%"
 
 
 def tenths(part: float | None, base: float) -> str:
@@ -261,7 +261,7 @@ def title(text: str) -> list[str]:
 
 
 def section_title(text: str) -> list[str]:
-    blanks, dashes = max(27 - columns(text), 0), "-" * DASHES
+    blanks, dashes = max(27 - column_width(text), 0), "-" * DASHES
     return [f"{dashes}{' ' * (blanks // 2)}{text}{' ' * (blanks - blanks // 2)}{dashes}", ""]
 
 
@@ -269,9 +269,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
     """Return the lines of a table, the header first. `least_widths` are the minimum widths of the columns."""
     lines = [header, *rows]
     by_column = zip(least_widths, zip(*lines, strict=True), strict=True)
-    widths = [max(least, max(map(columns, cells)) + GAP) for least, cells in by_column]
+    widths = [max(least, max(map(column_width, cells)) + GAP) for least, cells in by_column]
     padded = [
-        [cell + " " * (width - columns(cell)) for cell, width in zip(line, widths, strict=True)] for line in lines
+        [cell + " " * (width - column_width(cell)) for cell, width in zip(line, widths, strict=True)] for line in lines
     ]
     return ["".join(cells).rstrip() for cells in padded]
 
@@ -279,7 +279,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Se
 def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_width: int) -> list[str]:
     """Return the lines of a table whose first column contains names. Texts are shortened to fit into `LINE` columns."""
     escaped = [[safe(name) or "(no name)", *cells] for name, *cells in rows]
-    widths = [max(least_width, max(map(columns, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
+    widths = [max(least_width, max(map(column_width, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
     for column, width in enumerate(widths[1:], 1):
         if (excess := sum(widths) - LINE) > 0 and width > TEXT_LEAST:
             widths[column] = max(width - excess, TEXT_LEAST)
@@ -291,18 +291,18 @@ def named_table(header: Sequence[str], rows: Sequence[Sequence[str]], least_widt
     return table(header, fitting, [0, *widths[1:]])
 
 
-def bounded(
+def bound_rows(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
     """Return the rows that the options allow, in the given order, followed by a row that sums up the omitted ones."""
-    heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.bound]
+    heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.row_limit]
     if len(heavy) == len(lines):
         return tuple(lines)
     shown = set(map(id, heavy))
     return (*heavy, make_rest([line for line in lines if id(line) not in shown]))
 
 
-def adding(*sums: str) -> Callable[[Sequence[Any]], Any]:
+def row_adder(*sums: str) -> Callable[[Sequence[Any]], Any]:
     """Return a function that adds up some fields of the omitted rows and returns them as one row."""
     return partial(remaining_row, sums=sums)
 

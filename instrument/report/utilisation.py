@@ -23,13 +23,13 @@ from instrument.report.section import NO_EVENTS
 from instrument.report.table import Ratio, share
 from instrument.report.view import Recording
 from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.indices import NONE, Groups, distinct, places_of
+from instrument.trace.indices import NONE, Groups, find_distinct, index_rows
 from instrument.trace.intervals import (
     Union,
-    clipped,
+    clip_intervals,
+    do_overlap,
     lengths_by_group,
     measure_overlap,
-    overlap,
     shared_ns,
     union,
     union_by_group,
@@ -214,17 +214,17 @@ def measure_utilisation(recording: Recording) -> Utilisation:
     window = first, max(first, last)
     owner = recording.once(request_of_spans)
     whole, cut = requests_within(trace, owner, window)
-    is_request = trace.of_kind("request")
-    in_flight = union(*clipped(trace.start_ns[is_request], trace.end_ns[is_request], window))
+    is_request = trace.are_of_kind("request")
+    in_flight = union(*clip_intervals(trace.start_ns[is_request], trace.end_ns[is_request], window))
     intervals = trace.device
     is_timed = intervals.timed
-    is_inside = overlap(intervals.start_ns, intervals.end_ns, window)
+    is_inside = do_overlap(intervals.start_ns, intervals.end_ns, window)
     devices = list[DeviceUse]()
     with_device = np.zeros(len(trace), dtype=np.bool_)
-    for device in distinct(intervals.device).tolist():
+    for device in find_distinct(intervals.device).tolist():
         of_device = intervals.device == device
-        outside, inside = int((of_device & is_timed & ~is_inside).sum()), intervals.only(of_device).within(window)
-        work = inside.only(inside.timed)
+        outside, inside = int((of_device & is_timed & ~is_inside).sum()), intervals.select(of_device).clip_to(window)
+        work = inside.select(inside.timed)
         if not outside and not len(work):
             continue
         busy = work.union()
@@ -247,7 +247,7 @@ def measure_utilisation(recording: Recording) -> Utilisation:
 
 def request_of_spans(recording: Recording) -> Int32s:
     """Return, for each span, the row of the topmost request at or above it."""
-    return recording.columns.owners(recording.columns.of_kind("request"))
+    return recording.columns.topmost_wanted_rows(recording.columns.are_of_kind("request"))
 
 
 def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[Int64s, int]:
@@ -261,15 +261,15 @@ def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[In
 
 def _request_work(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _RequestWork:
     """Return a device's work for each complete request that used the device."""
-    places = places_of(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
+    places = index_rows(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
     has = places != NONE
     places = places[has]
     starts = np.maximum(work.start_ns[has], trace.start_ns[whole[places]])
     ends = np.minimum(work.end_ns[has], trace.end_ns[whole[places]])
     own_ns = lengths_by_group(places, starts, ends, len(whole))
-    used = distinct(places)
+    used = find_distinct(places)
     rows = whole[used]
-    return _RequestWork(rows, own_ns[used], busy.within(trace.start_ns[rows], trace.end_ns[rows]))
+    return _RequestWork(rows, own_ns[used], busy.length_within(trace.start_ns[rows], trace.end_ns[rows]))
 
 
 def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
@@ -277,7 +277,7 @@ def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     intervals = trace.device
     first_of = np.full(len(trace), NONE, dtype=np.int64)
     first_of[intervals.row[::-1]] = np.arange(len(intervals))[::-1]
-    has_asked = trace.of_sites([site.device for site in trace.sites]) | (first_of != NONE)
+    has_asked = trace.are_of_sites([site.device for site in trace.sites]) | (first_of != NONE)
     is_untimed = has_asked.copy()
     is_untimed[intervals.row[intervals.timed]] = False
     rows = np.flatnonzero(is_untimed)
@@ -302,16 +302,16 @@ def _device_use(
     trace: Columns, device: int, work: DeviceIntervals, busy: Union, window: Interval, in_flight: Union
 ) -> DeviceUse:
     """Return the use of a device in the window, without labels and endpoints."""
-    is_copy = trace.of_kind("copy")[work.row]
+    is_copy = trace.are_of_kind("copy")[work.row]
     compute, copies = (union(work.start_ns[mask], work.end_ns[mask]) for mask in (~is_copy, is_copy))
     hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], busy.length_ns()
     in_flight_ns = in_flight.length_ns()
     starved_ns = in_flight_ns - shared_ns(busy, in_flight)
-    streams = {stream: work.only(work.stream == stream) for stream in distinct(work.stream).tolist()}
+    streams = {stream: work.select(work.stream == stream) for stream in find_distinct(work.stream).tolist()}
     unions = {stream: intervals.union() for stream, intervals in streams.items()}
     overlap_ns, most_streams = measure_overlap(list(unions.values()))
     is_launching = np.array([label == "launch-bound" for label in work.labels], dtype=np.bool_)[work.label]
-    surely_busy = work.only(~is_launching).union()
+    surely_busy = work.select(~is_launching).union()
     uncertain_ns = work.uncertainty_ns
     return DeviceUse(
         device=device,
@@ -340,7 +340,9 @@ def _device_use(
 
 def _label_uses(intervals: DeviceIntervals) -> tuple[LabelUse, ...]:
     groups = Groups(intervals.label, len(intervals.labels))
-    columns = zip(intervals.labels, groups.sizes().tolist(), groups.sums(intervals.total_ns).tolist(), strict=True)
+    columns = zip(
+        intervals.labels, groups.count_members().tolist(), groups.sum_by_group(intervals.total_ns).tolist(), strict=True
+    )
     uses = [LabelUse(label, count, None if label in UNTIMED else took_ns) for label, count, took_ns in columns if count]
     return tuple(sorted(uses, key=lambda use: (-use.intervals, use.label)))
 
@@ -352,9 +354,9 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
     call = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(work.row)))
     took_ns = lengths_by_group(call, work.start_ns, work.end_ns, len(begins))
     name_of_call = of_site[trace.site[work.row[begins]]]
-    sums_ns = Groups(name_of_call, len(keys)).sums(took_ns).tolist()
+    sums_ns = Groups(name_of_call, len(keys)).sum_by_group(took_ns).tolist()
     names, starts, ends = union_by_group(of_site[trace.site[work.row]], work.start_ns, work.end_ns)
-    all_busy_ns = Groups(names, len(keys)).sums(ends - starts).tolist()
+    all_busy_ns = Groups(names, len(keys)).sum_by_group(ends - starts).tolist()
     uses = []
     for number, (name, kind) in enumerate(keys):
         lengths = array("q", np.sort(took_ns[name_of_call == number]).tobytes())
@@ -370,7 +372,10 @@ def _endpoint_uses(trace: Columns, work: _RequestWork) -> tuple[EndpointUse, ...
     """Return the requests by endpoint, the largest sum of wall times first."""
     names, of_site = trace.numbered_sites(attrgetter("name"))
     groups = Groups(of_site[trace.site[work.rows]], len(names))
-    columns = groups.sizes(), *(groups.sums(column) for column in (trace.total_ns[work.rows], *work[1:]))
+    columns = (
+        groups.count_members(),
+        *(groups.sum_by_group(column) for column in (trace.total_ns[work.rows], *work[1:])),
+    )
     first_places = groups.least(np.arange(len(work.rows)), len(work.rows)).tolist()
     endpoints = [
         (place, EndpointUse(name, requests, wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns))

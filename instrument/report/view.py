@@ -54,7 +54,7 @@ class Options:
     most: int | None = None
 
     @property
-    def bound(self) -> int | None:
+    def row_limit(self) -> int | None:
         """The maximum number of rows of a table, None for all."""
         return self.most if self.rows is None else self.rows
 
@@ -151,7 +151,7 @@ class Recording:
     died: str = ""
 
     @cached_property
-    def _made(self) -> dict[object, Any]:
+    def _results(self) -> dict[object, Any]:
         return {}
 
     @cached_property
@@ -160,10 +160,12 @@ class Recording:
 
     def totals(self, *, merged: bool = False) -> Tally:
         """Return the tally by thread, or the sums over all threads if `merged` is True."""
-        if merged not in self._made:
+        if merged not in self._results:
             make = self.make_totals
-            self._made[merged] = make(merged) if make is not None else self.tally.merged() if merged else self.tally
-        tally: Tally = self._made[merged]
+            self._results[merged] = (
+                make(merged) if make is not None else self.tally.merge_threads() if merged else self.tally
+            )
+        tally: Tally = self._results[merged]
         return tally
 
     @cached_property
@@ -182,14 +184,14 @@ class Recording:
 
     def once(self, make: Callable[[Recording], Made]) -> Made:
         """Return the result of `make` for this recording. It is computed once and shared by all views."""
-        if make not in self._made:
-            self._made[make] = make(self)
-        result: Made = self._made[make]
+        if make not in self._results:
+            self._results[make] = make(self)
+        result: Made = self._results[make]
         return result
 
     def put(self, make: Callable[[Recording], Made | None], result: Made) -> None:
         """Set the result that `once` returns for `make`."""
-        self._made[make] = result
+        self._results[make] = result
 
     @cached_property
     def startup(self) -> Startup | None:

@@ -192,7 +192,7 @@ def note_file(folder: Path, pid: int, started: int) -> Path:
     return folder / f"{pid}-{started}{NOTE_SUFFIX}"
 
 
-def unreported(folder: Path) -> list[int]:
+def find_unreported(folder: Path) -> list[int]:
     """Return the ids of ended processes of the run whose end no agent has reported."""
     pids = []
     for path in paths_in(folder, f"*{NOTE_SUFFIX}"):
@@ -202,7 +202,7 @@ def unreported(folder: Path) -> list[int]:
     return sorted(pids)
 
 
-def unsent(folder: Path) -> int:
+def read_unsent(folder: Path) -> int:
     """Return how many spans of ended processes may be unsent, as a file of the agent says."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())

@@ -25,9 +25,9 @@ __all__ = [
     "dataclass",
     "field",
     "fields",
+    "fields_of",
     "late_pattern",
     "late_patterns",
-    "members",
     "replace",
 ]
 
@@ -177,7 +177,7 @@ else:
 
     def replace(thing: Any, /, **changes: Any) -> Any:
         """Return a copy of a dataclass with other values."""
-        same = {name: getattr(thing, name) for name, fact in members(thing) if fact.init and name not in changes}
+        same = {name: getattr(thing, name) for name, fact in fields_of(thing) if fact.init and name not in changes}
         return type(thing)(**same, **changes)
 
     def asdict(thing: Any) -> Any:
@@ -186,10 +186,10 @@ else:
             return {name: asdict(value) for name, value in thing.items()}
         if type(thing) in (tuple, list):
             return type(thing)(map(asdict, thing))
-        return {name: asdict(getattr(thing, name)) for name, _ in facts} if (facts := members(thing)) else thing
+        return {name: asdict(getattr(thing, name)) for name, _ in facts} if (facts := fields_of(thing)) else thing
 
 
-def members(thing: Any) -> list[tuple[str, Field[Any]]]:
+def fields_of(thing: Any) -> list[tuple[str, Field[Any]]]:
     """Return the names and fields of a dataclass or of its instance, an empty list for anything else."""
     cls: Any = thing if isinstance(thing, type) else type(thing)
     facts: Any = vars(cls).get("_all_members")
@@ -220,7 +220,7 @@ class _LateFields:
         kinds: dict[str, str] = {}
         for base in cls.__mro__[::-1]:
             kinds |= getattr(base, "__annotations__", {})
-        declared = [(name, kinds[name], member) for name, member in members(cls)]
+        declared = [(name, kinds[name], member) for name, member in fields_of(cls)]
         documented = {"__doc__": cls.__doc__ or cls.__name__}  # without, its signature is read and its text parsed
         twin: Any = dataclasses.make_dataclass(cls.__name__, declared, namespace=documented, **self._options)
         cls.__dataclass_fields__, cls.__dataclass_params__ = twin.__dataclass_fields__, twin.__dataclass_params__
@@ -274,7 +274,7 @@ def _compile_init(cls: Any, kw_only: bool) -> Any:
     """Compile an `__init__` for a class. It can also set the fields of a frozen class."""
     names: dict[str, Any] = {"_set": object.__setattr__, "_missing": MISSING}
     parameters, lines = ["self", *["*"][:kw_only]], []
-    for name, member in members(cls):
+    for name, member in fields_of(cls):
         value = parameter = name
         if member.default is not MISSING:
             names[f"_of_{name}"] = member.default
@@ -294,14 +294,14 @@ def _compile_init(cls: Any, kw_only: bool) -> Any:
 
 
 def _repr(self: Any) -> str:
-    shown = (f"{name}={getattr(self, name)!r}" for name, member in members(self) if member.repr)
+    shown = (f"{name}={getattr(self, name)!r}" for name, member in fields_of(self) if member.repr)
     return f"{type(self).__qualname__}({', '.join(shown)})"
 
 
 def _compared_values(self: Any) -> Any:
     cls = type(self)
     if cls._compared_values is None:
-        names = [name for name, member in members(cls) if member.compare]
+        names = [name for name, member in fields_of(cls) if member.compare]
         cls._compared_values = staticmethod(attrgetter(*names) if names else lambda _: ())
     return cls._compared_values(self)
 

@@ -263,7 +263,7 @@ def connections_of(
     )
 
 
-def listens() -> bool:
+def has_listening_socket() -> bool:
     """Return True if this process listens at a port. This examines the process's descriptors, because reading the
     system's tables costs more."""
     with suppress(OSError):

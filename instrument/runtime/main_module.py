@@ -317,16 +317,16 @@ class Watch:
         """Report new names before a line of the body runs."""
         is_past = line > self._plan.last
         if is_past or line in self._plan.stops:
-            self.report()
+            self.report_names()
         if is_past:
             self.end()
 
     def report_at_end(self) -> None:
         """Report new names after the body has run."""
-        self.report()
+        self.report_names()
         self.end()
 
-    def report(self) -> None:
+    def report_names(self) -> None:
         """Report the module if its names have changed since the last report."""
         module = self._module_of(self._names)
         if module is None or _snapshot(self._names) == self._seen:

@@ -18,7 +18,7 @@ from instrument.recorder.core import calls_by_site
 from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board
-from instrument.recording.spans import Cost, OwnNotes, Site, never_called
+from instrument.recording.spans import Cost, OwnNotes, Site, describe_uncalled
 from instrument.runtime.cheap_start import LazyModule, dataclass, field
 from instrument.runtime.faults import FAULTS, logger
 from instrument.sessions.handover import Handover
@@ -153,7 +153,7 @@ class SessionDiagnostics:
         if self.timing is not None:
             counts.update(self.timing.losses())
         counts.update(self.gauges.losses())
-        counts["spans overwritten before the steps in them were counted"] = self.windows.lost
+        counts["spans overwritten before the steps in them were counted"] = self.windows.lost_rows
         if self.exporter is not None:
             counts.update(metrics.losses() if (metrics := self.handover.metrics()) is not None else {})
             self.exporter.counts()  # takes in what was just offered
@@ -169,7 +169,7 @@ class SessionDiagnostics:
         False, rules whose modules this process has not imported are left out, because the run's first process reports
         them. Rules of a preset that do not apply to this program, such as copies without a device, are always left out.
         """
-        verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.marks())
+        verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.read_marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
         idle = self.selection.idle_preset_rules()
         notes = [
@@ -179,7 +179,7 @@ class SessionDiagnostics:
             and not (verdict.rule in idle and verdict.state in ("waiting", "partly"))
         ]
         if uncalled := _uncalled_targets(verdict for verdict in verdicts if verdict.rule not in idle):
-            notes.append(never_called(uncalled))
+            notes.append(describe_uncalled(uncalled))
         notes.extend(f"{event}: {count} times" for event, count in self.recorder.counts().items())
         notes.extend(FAULTS.notes_of_rules())
         notes.extend(f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.counts().items())
@@ -205,7 +205,7 @@ class SessionDiagnostics:
     def unmet_text(self) -> str:
         """Return a sentence on requests or jobs that arrived but were not recorded, "" if there are none."""
         self.selection.attach_family("requests")
-        verdicts = drop_recorded_elsewhere(self.verdicts(of_all=False), board.marks())
+        verdicts = drop_recorded_elsewhere(self.verdicts(of_all=False), board.read_marks())
         return "; ".join(str(verdict) for verdict in verdicts if verdict.state == "unmet")
 
     def own_notes(self, *, of_all: bool = True) -> OwnNotes:
@@ -216,7 +216,7 @@ class SessionDiagnostics:
         unmet = (verdict for verdict in verdicts if verdict.state == "unmet" or _is_idle_rule(verdict))
         waiting += [(board.called_mark(verdict.rule), str(verdict)) for verdict in unmet]
         idle = self.selection.idle_preset_rules()
-        own_verdicts = drop_recorded_elsewhere(verdicts, board.marks())
+        own_verdicts = drop_recorded_elsewhere(verdicts, board.read_marks())
         uncalled = sorted(_uncalled_targets(verdict for verdict in own_verdicts if verdict.rule not in idle))
         listed = uncalled if len(uncalled) <= MOST_UNCALLED else []
         return OwnNotes(tuple(sorted(marks_of(verdicts))), tuple(waiting), tuple(listed))

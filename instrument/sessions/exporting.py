@@ -18,7 +18,7 @@ from instrument.profile.model import Otlp
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.export_checkpoint import SENT
 from instrument.recording.spans import Span
-from instrument.recording.trace_context import noted
+from instrument.recording.trace_context import encode_remote
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, dataclass
 from instrument.runtime.faults import FAULTS
@@ -116,22 +116,22 @@ class Exporting:
             self._exporter.after_fork_in_child()
             self._exporter.own.origin = self._recorded.origin()
         self.handover.after_fork_in_child()
-        self.choose()
+        self.choose_exporter()
 
     def prepare(self) -> None:
         """Choose whether the agent or this process exports, and import the modules, before anything is recorded."""
         if self._exporter is not None:
             self._exporter.prepare()
-            self.choose()
+            self.choose_exporter()
             if self.handover.own is not None and self.handover.is_here:
                 self.handover.own.prepare()
-            RECORDER.remote_parent = lambda: noted(otlp.current_parent())
+            RECORDER.remote_parent = lambda: encode_remote(otlp.current_parent())
         elif self._recorded.profile.export.parquet is not None and not self._is_left_to_agent():
             self._begin_reading()
 
     # ---------------------------------------------------------------- who exports
 
-    def join(self) -> bool:
+    def join_agent(self) -> bool:
         """Join the run's agent, if there is one. Return False if the profile says `agent: off`."""
         account = self._recorded.account
         if self._facts.asks_agent_alone and not self._facts.has_agent():
@@ -143,7 +143,7 @@ class Exporting:
             account.complain(f"{problem}; the recording of this process ends with it", log=False)
         return True
 
-    def choose(self) -> None:
+    def choose_exporter(self) -> None:
         """Leave the export to the agent if there is an agent or this process can start one. The choice is final, even
         if the agent ends."""
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
@@ -158,14 +158,14 @@ class Exporting:
         return self._recorded.profile.agent != "off" and self._membership.has_agent()
 
     @property
-    def reading(self) -> OwnExport | None:
+    def own_reader(self) -> OwnExport | None:
         """The reader of this process's own recording, None if the agent reads it or the export has ended."""
         reader = self.handover.own if self.handover.is_here else None
         return reader if reader is not None and not reader.is_over else None
 
     def _read_own(self, read: Callable[[], bool]) -> bool:
         """Return the result of `read()`, which reads more rows. After an error, end the export and return True."""
-        reader = self.reading
+        reader = self.own_reader
         if reader is None or RECORDER.memory_fd < 0:
             return True
         try:
@@ -183,7 +183,7 @@ class Exporting:
         self._facts.publish_resource()
         self._facts.publish_counts()
         joined = self._membership.joins if is_joined else 0
-        self._gauge_watch.look()
+        self._gauge_watch.send_updates()
         self._facts.publish_verdicts()
         if joined != self._announced_join and joined and self._recorded.selection.has_requests():
             self._announced_join = joined
@@ -203,7 +203,7 @@ class Exporting:
         settings = self._recorded.profile.export.otlp
         return self._exporter is not None and settings is not None and settings.endpoint == endpoint
 
-    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+    def spans_to_send(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans of a window that the session's export will not send, so that the caller can send them.
 
         The export sends the spans of an open request when the request ends. If the agent exports, it sends all spans of
@@ -221,11 +221,11 @@ class Exporting:
                 "agent sends those that `capture` keeps"
             )
         with self.lock.acquired():
-            reader = self.reading
+            reader = self.own_reader
             if reader is None:
                 return list(spans)
-            self._read_own(reader.look)
-            return reader.unsent(spans)
+            self._read_own(reader.read_rows)
+            return reader.choose_unsent(spans)
 
     def count_loss(self, reason: str, count: int) -> None:
         with self.lock.acquired():
@@ -236,7 +236,7 @@ class Exporting:
     def must_read(self) -> bool:
         """Return True if a thread of this process must read the recording while the service runs."""
         recorded = self._recorded
-        is_read = self.reading is not None or recorded.profile.schedule is not None
+        is_read = self.own_reader is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.are_used
 
     def read_recorded(self, timeout_s: float = -1, *, meters: bool = False) -> None:
@@ -249,11 +249,11 @@ class Exporting:
                 self._exporter.own.look_at_clock()
             recorded.ticks.check(time.monotonic_ns())
             recorded.budget.step()
-            recorded.windows.look()
-            if (reader := self.reading) is not None:
+            recorded.windows.read_new_rows()
+            if (reader := self.own_reader) is not None:
                 self._facts.publish_resource()
                 self._facts.publish_counts(at_once=meters)
-                self._read_own(partial(reader.look, meters=meters))
+                self._read_own(partial(reader.read_rows, meters=meters))
             while cut:
                 window, origin = cut.popleft()
                 self._saving.write_window(*window, origin)
@@ -300,9 +300,9 @@ class Exporting:
             if not is_acquired:
                 return None
             metered = None
-            if (reader := self.reading) is not None:
+            if (reader := self.own_reader) is not None:
                 self._facts.publish_counts(at_once=True)
-                self._read_own(reader.look)
+                self._read_own(reader.read_rows)
                 self._read_own(reader.meter)
                 metered = reader.metered
             now_ns = time.monotonic_ns()
@@ -322,7 +322,7 @@ class Exporting:
         self.read_recorded(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
-        if (reader := self.reading) is not None:
+        if (reader := self.own_reader) is not None:
             self._flush_here(reader, end)
         elif not self.handover.is_here:
             return self.flush_by_agent(end)[0]
@@ -380,12 +380,12 @@ class Exporting:
         """Return True if the agent has sent or dropped all metrics up to the time `asked_ns`."""
         if not (self._facts.asks_for_metrics or self._recorded.gauges.are_wanted):
             return True
-        metered = self.handover.metered()
+        metered = self.handover.agent_metrics()
         return metered is not None and metered.settled_ns >= asked_ns
 
     # ---------------------------------------------------------------- the end
 
-    def await_last_agent(self) -> None:
+    def replace_lost_agent(self) -> None:
         """Start another agent if the run has lost its agent. If that fails, count the unexported spans as lost."""
         if self.handover.is_here or not rows_recorded() or self._membership.is_agent_there():
             return
@@ -396,7 +396,7 @@ class Exporting:
 
     def read_remaining(self, end: float) -> None:
         """Export the remaining rows until the time `end`, if this process reads its own recording."""
-        if (reader := self.reading) is not None:
+        if (reader := self.own_reader) is not None:
             self._read_own(partial(reader.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:

@@ -57,14 +57,14 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
     safe_service = re.sub(r"[^\w.-]+", "_", service).encode()[:96].decode(errors="ignore").lstrip(".")
     values = {"service": safe_service or "service", "run": run, "pid": str(pid), "window": str(window)}
 
-    def value(match: re.Match[str]) -> str:
+    def fill_field(match: re.Match[str]) -> str:
         name = match[1]
         if name not in values:
             names = ", ".join(f"{{{key}}}" for key in values)
             raise TraceError(f"the path {template!r} has the unknown field {{{name}}}; allowed: {names}")
         return values[name]
 
-    name = re.sub(r"\{(.*?)\}", value, template)
+    name = re.sub(r"\{(.*?)\}", fill_field, template)
     try:
         os.fsencode(name)
     except UnicodeEncodeError:  # by an ASCII locale; the file has the name that it has by others
@@ -103,7 +103,7 @@ def _is_alive(pid: int) -> bool:
     return pid > 0 and Path(f"/proc/{pid}").exists()
 
 
-def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
+def save_trace(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None) -> Path:
     """Write a trace as a recording if the path ends in `.npz`, else as Chrome JSON. Raises `TraceError`."""
     if os.fspath(path).endswith(".npz"):
         from instrument.trace import file  # numpy, which a service that writes none does without
@@ -112,7 +112,7 @@ def save(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
     return chrome.dump(path, trace, tally)
 
 
-def write(stream: TextIO, text: str, limit_ns: int) -> None:
+def write_to_stream(stream: TextIO, text: str, limit_ns: int) -> None:
     """Write a text to a standard stream. Raises `TimeoutError` if the stream is a pipe and full for `limit_ns`."""
     if stream not in (sys.__stdout__, sys.__stderr__):
         stream.write(text)  # the host's own
@@ -188,7 +188,7 @@ class Destination:
         if to in STREAMS:
             stream = sys.stderr if to == "stderr" else sys.stdout
             if stream is not None:
-                write(stream, text, limit_ns)
+                write_to_stream(stream, text, limit_ns)
             return None
         path = self.path(to)
         with file_writing.replacing(path) as file:
@@ -221,7 +221,7 @@ def why_no_files() -> str:
         return WITHOUT_NUMPY
 
 
-def prepare() -> None:
+def import_writers() -> None:
     """Import all modules that writing needs before a thread of ours imports them. A child that is forked during an
     import would inherit a half-done import."""
     try:
@@ -232,7 +232,7 @@ def prepare() -> None:
         pass  # `why_no_files` reports it, or what is written
 
 
-def templates(export: Export) -> tuple[str, ...]:
+def path_templates(export: Export) -> tuple[str, ...]:
     """Return the path templates of the files to which windows are written."""
     return tuple(settings.path for settings in (export.chrome, export.recording) if settings is not None)
 
@@ -257,7 +257,7 @@ class Saving:
     def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
         """Write the spans of a window to the profile's  `origin` is the process's identity at the window's
         end."""
-        session, place = self._session, self.place()
+        session, place = self._session, self.destination()
         export = session.profile.export
         if not asks_for_files(export) or why_no_files():  # which has been reported
             return
@@ -268,7 +268,7 @@ class Saving:
             trace = replace(trace, cost=session.cost())
             tally: Tally | None = session.tally()
         else:
-            tally = self._counted(trace)
+            tally = self._count_totals(trace)
         paths = []
         for settings, dump in ((export.chrome, chrome.dump), (export.recording, file.dump)):
             try:
@@ -282,7 +282,7 @@ class Saving:
             self.newest = tuple(paths)
             self._make_room()
 
-    def _counted(self, trace: Trace) -> Tally | None:
+    def _count_totals(self, trace: Trace) -> Tally | None:
         """Return the totals of a window, None without numpy. Readers of the file then count the spans themselves."""
         try:
             from instrument.report.view import Recording
@@ -294,13 +294,15 @@ class Saving:
     def _make_room(self) -> None:
         """Remove the oldest files of this service until the rest fits into `limits.disk`. Count them as lost."""
         profile, export = self._session.profile, self._session.profile.export
-        written = [*templates(export)]
+        written = [*path_templates(export)]
         written += [export.summary.to] if export.summary is not None and export.summary.to not in STREAMS else []
         paths = [path for path in (*self.newest, self._summary) if path is not None]
-        removed = self.place().make_room(written, [self.folder / path for path in paths], profile.limits.disk_bytes)
+        removed = self.destination().make_room(
+            written, [self.folder / path for path in paths], profile.limits.disk_bytes
+        )
         self._session.account.count_loss("files removed to stay within limits.disk", removed)
 
-    def place(self) -> Destination:
+    def destination(self) -> Destination:
         is_first = environment.is_first_of_run() and not self._is_child
         return Destination(self.folder, self._session.profile.service, self.run, is_first=is_first)
 
@@ -316,7 +318,7 @@ class Saving:
     def write_report(self, settings: Summary, text: str, limit_ns: int) -> None:
         """Write a report where the profile prints its summary, within `limit_ns`."""
         try:
-            self._summary = self.place().write_text(settings.to, text, limit_ns)
+            self._summary = self.destination().write_text(settings.to, text, limit_ns)
         except (OSError, ValueError) as error:
             # A standard error that takes nothing does not take the complaint either.
             message = f"the summary could not be written to {settings.to}: {error}"
@@ -330,11 +332,11 @@ class Saving:
         is_wanted = export.summary is not None or asks_for_files(export)
         if asks_for_files(export) and self._session.profile.schedule is not None:
             with count_library_threads():
-                prepare()
+                import_writers()
         problem = why_no_files() if is_wanted else ""
         if problem:
             self._session.account.complain(f"export: {problem}")
 
     def dump(self, path: str | os.PathLike[str]) -> Path:
         """Write the current spans and totals to a recording (`.npz`) or a Chrome trace. Raises `TraceError`."""
-        return save(path, self._session.trace(), self._session.tally())
+        return save_trace(path, self._session.trace(), self._session.tally())

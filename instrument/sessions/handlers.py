@@ -130,7 +130,7 @@ class Window:
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write this window as a recording (`.npz`) or a Chrome trace (`.json`, `.json.gz`). Raises `TraceError`."""
-        return files.save(path, self.trace, self.tally())
+        return files.save_trace(path, self.trace, self.tally())
 
 
 Handler = Callable[[Window], object]
@@ -270,7 +270,7 @@ class _CollectorHandler:
         spans = [span for span in trace.spans if not (span.clipped and span.span_id in self._sent_open)]
         self._sent_open = {span.span_id for span in trace.spans if span.clipped and span.end_ns == trace.end_ns}
         if is_shared:
-            spans = session.exporting.unsent(spans)
+            spans = session.exporting.spans_to_send(spans)
         if not spans:
             return
         exporter = self._exporter
@@ -407,7 +407,7 @@ def _trace_of(session: Session, stretch: Stretch, steps: Sequence[Step]) -> Trac
             f"window {index}: spans of its first {lost_ns / 1e6:.1f} ms were overwritten by newer ones and are not "
             "counted; raise limits.ring or record fewer steps"
         )
-    late = trace.columns.untimed()
+    late = trace.columns.count_untimed()
     timing = session.account.timing
     if late and timing is not None and not timing.is_settled(trace.end_ns):
         notes.append(

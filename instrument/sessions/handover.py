@@ -108,7 +108,7 @@ class OwnExport:
 
     # ---------------------------------------------------------------- while it records
 
-    def look(self, *, meters: bool = False) -> bool:
+    def read_rows(self, *, meters: bool = False) -> bool:
         """Read more rows and pass sampled spans to the exporter. With `meters`, also send metrics that are not due.
 
         Return True if rows are left.
@@ -119,7 +119,7 @@ class OwnExport:
         """Have the exporter send all rows recorded so far. Return False if it had no space for all."""
         return self._run is None or self._run.send_now(self._run.members[0])
 
-    def unsent(self, spans: Sequence[Span]) -> list[Span]:
+    def choose_unsent(self, spans: Sequence[Span]) -> list[Span]:
         """Return the given spans that this export will not send. Open requests will be sent when they end. Raises
         `ExportError` if rows could not be read because the exporter's queue stayed full."""
         run, end = self._run, time.monotonic() + UNREAD_LIMIT_S
@@ -135,7 +135,7 @@ class OwnExport:
                     "ones; those that `capture` keeps are sent later"
                 )
             time.sleep(FULL_RETRY_S)
-        return run.members[0].unsent(spans)
+        return run.members[0].select_unsent(spans)
 
     def meter(self) -> bool:
         """Read the current metrics for a scrape into `metered`. Return False."""
@@ -276,8 +276,8 @@ class Handover:
 
     def _metered_rows(self) -> int:
         """Return how many of the recorded rows have been counted in metrics, by any process."""
-        state = self.metered()
-        ended_rows = self._read(lambda place: place.head().number("ended_rows"), 0)
+        state = self.agent_metrics()
+        ended_rows = self._read(lambda place: place.read_head().number("ended_rows"), 0)
         return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
@@ -286,17 +286,17 @@ class Handover:
 
         def read(place: ExportCheckpoint) -> Progress:
             progress = place.read()
-            is_of_now = progress.generation == place.head().generation
+            is_of_now = progress.generation == place.read_head().generation
             return progress if is_of_now else Progress(before=progress.unreported())
 
         return self._read(read, Progress())
 
-    def metered(self) -> MeterState | None:
+    def agent_metrics(self) -> MeterState | None:
         """Return the metrics that the agent has counted from this session, None for none."""
 
         def read(place: ExportCheckpoint) -> MeterState | None:
             state = place.read_meter()
-            return state if state is not None and state.generation == place.head().generation else None
+            return state if state is not None and state.generation == place.read_head().generation else None
 
         return self._read(read, None)
 
@@ -305,10 +305,10 @@ class Handover:
         exporter = self._exporter
         if exporter is None:
             return None
-        metrics, state = exporter.new_metrics(environment.metrics_variables()), self.metered()
+        metrics, state = exporter.new_metrics(environment.metrics_variables()), self.agent_metrics()
         if state is not None:
             with suppress(*DAMAGED):
-                metrics.go_on(state.delivered)
+                metrics.restore_state(state.delivered)
         return metrics
 
     def losses(self) -> Mapping[str, int]:
@@ -392,7 +392,7 @@ class GaugeWatch:
         if claim is not None:
             claim.close()
 
-    def look(self) -> None:
+    def send_updates(self) -> None:
         """Send the agent new readings of torch's memory, and changed GPUs. The control thread calls this regularly."""
         if not self._has_begun or self._has_stopped or not self._gauges.are_wanted or RECORDER.memory_fd < 0:
             return

@@ -29,7 +29,7 @@ from instrument.runtime.threads import Thread
 from instrument.sessions import files
 from instrument.sessions.exporting import Exporting
 from instrument.sessions.files import Saving
-from instrument.sessions.membership import Membership, target_of
+from instrument.sessions.membership import Membership, file_of_descriptor
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 
@@ -58,7 +58,7 @@ UNSENT = "agent: up to %d spans of processes that had ended are perhaps not expo
 
 def _can_agent_report() -> bool:
     """Return True if standard error is a file or a terminal, which the agent can open once this process has ended."""
-    return target_of(2).startswith("/")
+    return file_of_descriptor(2).startswith("/")
 
 
 @dataclass(eq=False)
@@ -159,8 +159,10 @@ class Leaving:
         """Send the last spans, write the last window, say goodbye to the agent, and print the summary."""
         recorded, exporting = self._recorded, self._exporting
         self._report()
-        is_first = self._saving.place().is_first
-        is_due = RECORDER.calls or recorded.account.unmet_text() or (is_first and board.RECORDED not in board.marks())
+        is_first = self._saving.destination().is_first
+        is_due = (
+            RECORDER.calls or recorded.account.unmet_text() or (is_first and board.RECORDED not in board.read_marks())
+        )
         if is_due:
             FAULTS.attempt("last window", partial(self._deliver, deadline))
         exporting.finish(has_delivered=bool(is_due))
@@ -185,7 +187,7 @@ class Leaving:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, STALLED_AGENT_S)[1]
                     exporting.handover.note_undelivered(count, is_reported=_can_agent_report())
             self._wait_for_collector(deadline)
-        elif exporting.reading is not None and exporting.reading.dataset is not None:
+        elif exporting.own_reader is not None and exporting.own_reader.dataset is not None:
             exporting.read_remaining(time.monotonic() + deadline.left_s())
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
@@ -258,5 +260,5 @@ class Leaving:
         a process is a parent of workers. Its own report would say that nothing was recorded, although its workers
         recorded calls."""
         called = calls_by_site(RECORDER)
-        other_marks = board.marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
+        other_marks = board.read_marks() - marks_of(self._recorded.account.verdicts(of_all=False)) - {board.RECORDED}
         return bool(called and other_marks) and all(site == COLLECTION for site in called)

@@ -82,7 +82,7 @@ class Membership:
             **self._facts(),
             "pid": os.getpid(),
             "started": clock.start_ticks(clock.STAT),
-            "stderr": target_of(2),
+            "stderr": file_of_descriptor(2),
             "image": environment.program_of().hex(),
         }
         try:
@@ -110,7 +110,7 @@ class Membership:
             self._memory_identity = identity
         return [memory] if identity == self._memory_identity else []
 
-    def is_heard(self) -> bool:
+    def is_agent_listening(self) -> bool:
         """Return True if an agent listens, even if this process has not joined it."""
         return bool(self.path) and agent_socket.has_listener(Path(self.path))
 
@@ -179,9 +179,9 @@ class Membership:
 
     def next_message(self) -> Mapping[str, Any] | None:
         """Return the agent's next message, {} if none has arrived, None if the agent has ended."""
-        return self._put_aside.pop(0) if self._put_aside else self._received()
+        return self._put_aside.pop(0) if self._put_aside else self._receive_message()
 
-    def _received(self) -> Mapping[str, Any] | None:
+    def _receive_message(self) -> Mapping[str, Any] | None:
         connection = self._connection()
         if connection is None:
             return None
@@ -217,12 +217,14 @@ class Membership:
             folder = Path(self.path).parent
             with suppress(OSError):  # nobody hears it; who comes later need not miss this process
                 agent_socket.note_file(folder, os.getpid(), clock.start_ticks(clock.STAT)).unlink()
-            unsent = agent_socket.unsent(folder)
-            return {"unheard": True, "unreported": agent_socket.unreported(folder), "unsent": unsent}
+            unsent = agent_socket.read_unsent(folder)
+            return {"unheard": True, "unreported": agent_socket.find_unreported(folder), "unsent": unsent}
         answer = (
             {}
             if save is None
-            else self._answer(max(ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S) if self._has_begun_agent else ANSWER_LIMIT_S)
+            else self._await_answer(
+                max(ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S) if self._has_begun_agent else ANSWER_LIMIT_S
+            )
         )
         if answer is None:
             answer = {"unheard": True}
@@ -231,12 +233,12 @@ class Membership:
                 save(str(answer["save"]))
                 self.send({"saved": True})
             if answer.get("wait"):
-                answer = self._answer(deadline.earlier(LEAST_S).last_s()) or {"late": True}
+                answer = self._await_answer(deadline.earlier(LEAST_S).last_s()) or {"late": True}
             return answer
         finally:
             self.close()
 
-    def _answer(self, wait_s: float) -> Mapping[str, Any] | None:
+    def _await_answer(self, wait_s: float) -> Mapping[str, Any] | None:
         """Return the agent's next answer to the goodbye, None if none arrives within `wait_s`."""
         message = self.await_message("goodbye", wait_s)
         answer = message and message["goodbye"]
@@ -250,7 +252,7 @@ class Membership:
             readable.register(descriptor, select.POLLIN)
             if not readable.poll(1000 * left_s):
                 break
-            message = self._received()
+            message = self._receive_message()
             if message is None:
                 break
             if name in message:
@@ -278,7 +280,7 @@ class Membership:
         self._descriptor.close()
 
 
-def target_of(descriptor: int) -> str:
+def file_of_descriptor(descriptor: int) -> str:
     """Return the path or the pipe that a descriptor of this process refers to, "" if unknown."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())

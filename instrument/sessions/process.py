@@ -79,7 +79,9 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
         chosen = source
     else:
         of_run = None if profile is not None else agent_socket.shared_file(shared_profile.NAME)
-        chosen = (shared_profile.read(of_run, str(source)) if of_run is not None else None) or load_profile(source)
+        chosen = (
+            shared_profile.read_shared_profile(of_run, str(source)) if of_run is not None else None
+        ) or load_profile(source)
     is_read = chosen is not source
     is_reported = is_read and chosen.exports_nothing and environment.INIT_FOLDER not in os.environ
     for remark in chosen.remarks if is_read and "INSTRUMENT_RUN_PID" not in os.environ else ():
@@ -379,7 +381,7 @@ def _before_fork() -> None:
     """Wait for the end of a reload on another thread, and make the board that the run's processes share."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
-        session.leaving.undos.append(board.make())
+        session.leaving.undos.append(board.make_board())
     _forking.is_main_thread = get_native_id() == os.getpid()
     is_acquired = session is not None and session.generations.lock.acquire(timeout=FORK_WAIT_S)
     _forking.session = session if is_acquired else None

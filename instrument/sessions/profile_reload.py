@@ -152,7 +152,7 @@ def with_start_settings(profile: Profile, now: Profile) -> Profile:
     )
 
 
-def refusals(profile: Profile, in_force: Profile) -> tuple[str, ...]:
+def refused_settings(profile: Profile, in_force: Profile) -> tuple[str, ...]:
     """Return a sentence per setting of `FIXED_SETTINGS` that differs between two profiles, with the reason."""
     from instrument.profile.keys import setting
 
@@ -261,7 +261,7 @@ class Generations:
             undone: list[str] = []
             if next_profile != session.profile:
                 attached, undone = change_rules(session.selection, session.profile, next_profile)
-            refused = session.account.refused = refusals(new_profile, next_profile)
+            refused = session.account.refused = refused_settings(new_profile, next_profile)
             self.file = file
             self._apply(next_profile)
             return Reload(session.generation, session.digest, tuple(attached), tuple(undone), refused)
@@ -287,8 +287,8 @@ class Generations:
             self._engines.append(package)
             self._add_rules(to)
         preset, mark = ENGINES[package], board.attached_mark(f"engine {package}")
-        if len(to.functions) > len(now.functions) and mark not in board.marks():
-            board.put([mark])
+        if len(to.functions) > len(now.functions) and mark not in board.read_marks():
+            board.add_marks([mark])
             logger.warning(
                 "instrument: the service imports %s, so the rules of the preset %s apply, too (`instrument check "
                 "--preset %s` prints them; `engines: off` leaves them out)",

@@ -25,7 +25,7 @@ from typing import Any
 
 from instrument.device.gauges import Host
 from instrument.errors import ProfileError, StateError, TargetError
-from instrument.instrumentors.loaders import Waiting, listen, loader
+from instrument.instrumentors.loaders import Waiting, listen_to_waits, loader
 from instrument.native import OFF
 from instrument.profile.keys import load
 from instrument.profile.model import EVERYTHING, STATES, TRACER_OPTIONS, Profile, Schedule
@@ -145,7 +145,7 @@ class Profiler:
         self.failures = 0
         self._steps: deque[Step] = deque(maxlen=MOST_STEPS)
         self._failing = Lock()
-        self._backlog = Backlog(self._fail)
+        self._backlog = Backlog(self._count_failure)
         self._delivered: list[weakref.ref[Window]] = []
         self._pid = os.getpid()
         self._is_over = False
@@ -163,12 +163,12 @@ class Profiler:
             if self._is_running:
                 raise StateError("the Profiler already runs; call stop() first, or create another one")
             if not self._timer_only:
-                session = join(self._profile, state=self._state, tracer_option=self._tracer_option)
+                session = join_or_begin_session(self._profile, state=self._state, tracer_option=self._tracer_option)
                 try:
                     self._windows = Windows(self._guard_schedule(self._schedule)) if session else None
                 except BaseException:
                     if session is not None:
-                        leave(session)
+                        leave_session(session)
                     raise
                 self._session = session
                 if session is not None:
@@ -177,7 +177,7 @@ class Profiler:
                     atexit.register(self.stop)  # before the session's own end, which was registered earlier
             self._begin()
             self._is_running = True
-            self._unlisten = listen(self._wait)
+            self._unlisten = listen_to_waits(self._count_wait)
             if self._windows is not None and self._session is not None:
                 self._torch = torch_profiler_for(self._session, self._torch_options, self._state)
                 self._host = Host() if records_everything(self._session) else None
@@ -189,7 +189,7 @@ class Profiler:
     def _prepare(self, windows: Windows) -> bool:
         """Start torch.profiler and read gauges, if a window is about to begin. Return True if these took time."""
         if self._torch is not None:
-            self._torch.look()
+            self._torch.stop_at_limit()
             if windows.state is State.READY:
                 self._torch.prepare()
             elif windows.is_due:
@@ -227,7 +227,7 @@ class Profiler:
                 problem = error
             if step == 0:
                 raise problem
-            self._fail(f"the schedule of a Profiler failed at step {step}, which is closed", problem)
+            self._count_failure(f"the schedule of a Profiler failed at step {step}, which is closed", problem)
             return State.CLOSED
 
         return state_of
@@ -363,7 +363,7 @@ class Profiler:
                 session.onlookers.remove(self._end_with_session)
             if self.failures > 1:
                 session.account.complain(f"on_trace_ready or the schedule of a Profiler failed {self.failures} times")
-            leave(session)
+            leave_session(session)
 
     def _make_window(
         self, session: Session, windows: Windows, bounds: tuple[int, int, int], last_step: int, *, partial: bool = False
@@ -376,7 +376,7 @@ class Profiler:
         stretch = session.take(start_ns, end_ns, index)
         steps = list(self._steps)
         self._steps.clear()
-        if partial and stretch.has_begun_since(self._step_ns):
+        if partial and stretch.has_span_since(self._step_ns):
             thread_id = steps[-1].thread_id if steps else threading.get_native_id()
             steps.append(Step(last_step, self._step_ns, end_ns, thread_id, clipped=True))
         elif partial:
@@ -407,11 +407,11 @@ class Profiler:
                 try:
                     handler(window)
                 except Exception as error:
-                    self._fail(f"on_trace_ready failed for {window}", error)
+                    self._count_failure(f"on_trace_ready failed for {window}", error)
         finally:
             self._is_delivering = False
 
-    def _fail(self, event: str, error: Exception) -> None:
+    def _count_failure(self, event: str, error: Exception) -> None:
         """Count an error of the user's code in `failures`. Note and log the first one."""
         with self._failing:
             self.failures += 1
@@ -438,7 +438,7 @@ class Profiler:
         kind = SizedLoaderItems if hasattr(batches, "__len__") else LoaderItems
         return kind(loader(batches, name), self)
 
-    def _wait(self, thread_id: int, waited_ns: int, of: object) -> None:
+    def _count_wait(self, thread_id: int, waited_ns: int, of: object) -> None:
         waited, reader = self._waited, _ANY_THREAD if of is self else thread_id
         waited[reader] = waited.get(reader, 0) + waited_ns
 
@@ -453,7 +453,7 @@ class Profiler:
 
     def benchmark(self) -> LoopTimes:
         """Return the times of the steps since the start, without the first `SKIPPED_STEPS`."""
-        return self._benchmark.loop()
+        return self._benchmark.loop_times()
 
     def summary(
         self,
@@ -470,7 +470,7 @@ class Profiler:
         errors are those of `Window.summary`. Before the first window has ended, the text has only the benchmark.
         """
         window, names = self.window, ("events", "benchmark") if views is None else views
-        steps = self._benchmark if skip_first is None else self._benchmark.skipping(skip_first)
+        steps = self._benchmark if skip_first is None else self._benchmark.without_first_steps(skip_first)
         if window is not None:
             recording = window._recording(torch_trace)
             recording.put(running_steps, steps)
@@ -549,7 +549,7 @@ _guests: dict[Session, int] = {}
 _guests_lock = threading.RLock()
 
 
-def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | None) -> Session | None:
+def join_or_begin_session(profile: Profile | str | os.PathLike[str] | None, **overrides: str | None) -> Session | None:
     """Return the running session for a loop, else begin one. Return None with `INSTRUMENT=off`."""
     if OFF:
         return None
@@ -580,7 +580,7 @@ def join(profile: Profile | str | os.PathLike[str] | None, **overrides: str | No
         return running
 
 
-def leave(session: Session) -> None:
+def leave_session(session: Session) -> None:
     """Leave a session. If a loop began it and no other loop uses it, end it."""
     with _guests_lock:
         if session not in _guests:

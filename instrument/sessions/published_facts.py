@@ -19,7 +19,7 @@ from instrument.runtime import environment, process_context
 from instrument.runtime.cheap_start import LazyModule, asdict, replace
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.sessions import files
-from instrument.sessions.files import Saving, templates
+from instrument.sessions.files import Saving, path_templates
 from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
@@ -79,16 +79,16 @@ class PublishedFacts:
 
     def publish(self) -> None:
         """Write the current values into the recording."""
-        RECORDER.write_facts(self.read())
+        RECORDER.write_facts(self.gather_facts())
 
-    def read(self) -> Mapping[str, Any]:
+    def gather_facts(self) -> Mapping[str, Any]:
         recorded, profile = self._recorded, self._recorded.profile
         exporter = recorded.exporter
         facts: dict[str, Any] = {"origin": asdict(recorded.origin()), "gpus": [asdict(gpu) for gpu in self._gpus]}
         facts["notes"], facts["own_notes"] = self._notes, self._own_notes
         is_read = self.has_agent() and self.wants_agent  # and not only once a scrape has asked for it
         facts["is_awaited"] = exporter is not None or is_read
-        if exporter is not None or self.is_metered_elsewhere:
+        if exporter is not None or self.has_metrics_reader:
             capture, spans_per_request = profile.capture, profile.limits.spans_per_request
             if exporter is None and capture.to is None and profile.export.parquet is None:
                 capture = Capture(sample=0.0, errors=False)
@@ -145,7 +145,7 @@ class PublishedFacts:
         profile = self._recorded.profile
         otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
         parquet = self._recorded.dataset()
-        if not (self.is_metered_elsewhere and self.has_agent()):
+        if not (self.has_metrics_reader and self.has_agent()):
             return None
         has_otlp = otlp is not None and self._recorded.handover.has_agent
         return {
@@ -158,7 +158,7 @@ class PublishedFacts:
     # ---------------------------------------------------------------- metrics
 
     @property
-    def is_metered_elsewhere(self) -> bool:
+    def has_metrics_reader(self) -> bool:
         """True if this process or an agent counts metrics from the recording."""
         if self._recorded.exporter is not None or self.is_scraped:
             return True
@@ -190,7 +190,7 @@ class PublishedFacts:
     def publish_marks(self) -> None:
         """Write the marks that identify functions with metrics. A call soon after the last does nothing."""
         began_ns = time.monotonic_ns()
-        if not self.is_metered_elsewhere or began_ns < self._marks_until_ns:
+        if not self.has_metrics_reader or began_ns < self._marks_until_ns:
             return
         if any(rule.metrics or rule.gen_ai for rule in self._recorded.profile.functions):
             self._publish_counts(self._books or export_facts.MeteredFacts(0))
@@ -198,7 +198,7 @@ class PublishedFacts:
 
     def publish_counts(self, *, at_once: bool = False) -> None:
         now_ns = time.monotonic_ns()
-        if not self.is_metered_elsewhere:
+        if not self.has_metrics_reader:
             return
         if not (at_once or now_ns - self._books_ns >= COUNTS_INTERVAL_NS):
             self.publish_marks()
@@ -210,14 +210,14 @@ class PublishedFacts:
         self._publish_counts(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
 
     def _publish_counts(self, books: MeteredFacts) -> None:
-        calls, streams = self._marks(lambda rule: rule.metrics), self._marks(lambda rule: rule.gen_ai)
+        calls, streams = self._marks_of_rules(lambda rule: rule.metrics), self._marks_of_rules(lambda rule: rule.gen_ai)
         if self._recorded.profile.requests:
             calls = (*calls, meter.mark_of(BLOCKED_LOOP))
         before, self._books = self._books, replace(books, calls=calls, streams=streams)
         if self._books != before:
             self.publish()
 
-    def _marks(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
+    def _marks_of_rules(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
         """Return the marks of the targets of the rules that `is_wanted` selects. Metrics identify functions by
         marks."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
@@ -276,8 +276,10 @@ class PublishedFacts:
             "is_first": "INSTRUMENT_RUN_PID" in os.environ and environment.is_first_of_run(),
             "records": self._has_begun(),
             "folder": str(saving.folder),
-            "captures": str(saving.folder / saving.place().path(recording.path)),
-            "files": [str(saving.folder / saving.place().path(path)) for path in templates(session.profile.export)],
+            "captures": str(saving.folder / saving.destination().path(recording.path)),
+            "files": [
+                str(saving.folder / saving.destination().path(path)) for path in path_templates(session.profile.export)
+            ],
             "disk_bytes": session.profile.limits.disk_bytes,
             "report": self._report_of_run(),
             "asks_for_requests": bool(session.profile.requests),
@@ -301,7 +303,7 @@ class PublishedFacts:
 
     def save(self, path: str) -> None:
         """Save the whole recording, for the report of the run."""
-        files.save(path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally())
+        files.save_trace(path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally())
 
     def _report_of_run(self) -> dict[str, Any] | None:
         """Return the views and options of the run's report, None if the profile prints no summary to a stream."""

@@ -39,8 +39,8 @@ from instrument.recording.trace_context import (
     OWN_TRACE_FLAGS,
     REMOTE,
     RemoteParent,
+    encode_remote,
     is_sampled,
-    noted,
     remote_of,
     state_of_share,
 )
@@ -139,7 +139,7 @@ class Recorded:
         self.gauges.after_fork_in_child(begins=False)
         self.begin()
 
-    def follow(self, profile: Profile) -> None:
+    def apply_settings(self, profile: Profile) -> None:
         """Apply the settings of another profile, whose rules are attached."""
         self.windows.change(profile, time.monotonic_ns())
         if profile.budget != self.profile.budget:
@@ -187,7 +187,7 @@ class Recorded:
         """Return trace id, span id, flags and trace state of a span. The trace is the remote caller's, else our own."""
         ids, remote = self.ids(), remote_of(remote_value)
         may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
-        if may_be_below and not any(RECORDER.paths().by_site(is_request)):
+        if may_be_below and not any(RECORDER.paths().map_sites(is_request)):
             remote = self._remote
         if remote is not None:
             return remote.trace_id, ids.span_id(span_id), remote.flags, remote.state
@@ -198,7 +198,7 @@ class Recorded:
         )
         if ids.run or self._remote is not None:  # its exporter must keep the trace id, which others know now
             annotate = RECORDER.annotate_request if root_id & REQUEST_BIT else RECORDER.annotate_innermost
-            annotate({REMOTE: noted(parent)})
+            annotate({REMOTE: encode_remote(parent)})
         return trace_id, ids.span_id(span_id), parent.flags, parent.state
 
     def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
@@ -216,7 +216,7 @@ class Recorded:
 
     def origin(self) -> Origin:
         """Return the identity of this process, with a new pair of readings of the monotonic and the wall clock."""
-        monotonic_ns, realtime_ns = clock.pair()
+        monotonic_ns, realtime_ns = clock.read_clocks()
         return Origin(
             pid=os.getpid(),
             service=self.profile.service,
@@ -249,7 +249,7 @@ class Recorded:
         return self.charge_probes(RECORDER.tally())
 
     def charge_probes(self, tally: Tally) -> Tally:
-        tally.charge(lambda site: self.costs.cost_of(site).outside_ns)
+        tally.charge_probes(lambda site: self.costs.cost_of(site).outside_ns)
         return tally
 
     def trace(
@@ -270,7 +270,7 @@ class Recorded:
         if are_steps_found and self.loop.is_unused:
             trace = with_steps(trace, steps_of_batches(trace.columns))
         else:
-            trace = with_steps(trace, self.loop.within(max(first, trace.held_from_ns), last))
+            trace = with_steps(trace, self.loop.steps_within(max(first, trace.held_from_ns), last))
         if start_ns is None and end_ns is None:
             trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
         return trace
@@ -321,7 +321,7 @@ class Recorded:
 
     def startup(self) -> Startup:
         """Return the startup of the process, which is known even after the rings have overwritten its spans."""
-        by_node, tree = RECORDER.mapped().firsts(), RECORDER.paths()
+        by_node, tree = RECORDER.mapped().first_calls(), RECORDER.paths()
         by_site: dict[Site, tuple[int, int]] = {}
         for node, call in by_node.items():
             by_site[tree.site(node)] = min(call, by_site.get(tree.site(node), call))
@@ -332,7 +332,7 @@ class Recorded:
         if self.profile.startup != "auto":
             return facts
         first = facts.first_request
-        return replace(facts, imports=self.imports.packages(None if first is None else first.start_ns))
+        return replace(facts, imports=self.imports.times_by_package(None if first is None else first.start_ns))
 
     def sites_of(self, rules: Set[str]) -> set[Site]:
         """Return the sites (instrumented functions) of the named rules."""
@@ -345,7 +345,7 @@ class Recorded:
         return view.Recording(
             self.tally,
             self.trace if torch_trace is None else lambda: chrome.join(self.trace(), chrome.read(torch_trace).trace),
-            make_totals=_totals,
+            make_totals=_read_totals,
             make_cost=lambda: self.account.cost(window_ns),
             losses=self.account.losses(),
             notes=tuple(self.account.notes()),
@@ -376,21 +376,25 @@ class Recorded:
         Views of totals take 5 ms for 1,500 call paths, and 30 ms for the maximum of 16,384. The first call also reads
         each path and site, 1 us each. With `threads` apart, each thread adds 30 us per row and 1 us per call path.
         """
-        return report.summary(self._views(views, options), self.recording(torch_trace), self._options(options))
+        return report.summary(
+            self._chosen_views(views, options), self.recording(torch_trace), self._report_options(options)
+        )
 
     def views(
         self, views: Sequence[str] | None = None, *, torch_trace: str | os.PathLike[str] | None = None, **options: Any
     ) -> dict[str, View]:
         """Return views as objects with numbers, by name. Options and errors are those of `summary`."""
-        return report.make_views(self._views(views, options), self.recording(torch_trace), self._options(options))
+        return report.make_views(
+            self._chosen_views(views, options), self.recording(torch_trace), self._report_options(options)
+        )
 
-    def _views(self, names: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
+    def _chosen_views(self, names: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
         if names is not None:
             return names
         of_profile = (self.profile.export.summary or Summary()).views
         return report.default_views(options) if of_profile == Summary().views else of_profile
 
-    def _options(self, options: Mapping[str, Any]) -> view.Options:
+    def _report_options(self, options: Mapping[str, Any]) -> view.Options:
         of_profile = self.options_of_profile()
         return view.Options.of({**of_profile, **{name: value for name, value in options.items() if value is not None}})
 
@@ -411,10 +415,10 @@ class Recorded:
         }
 
 
-def _totals(merged: bool) -> Tally:
+def _read_totals(merged: bool) -> Tally:
     """Return the totals of all calls without histograms, which is faster than the tally."""
     totals = RECORDER.mapped().totals()
-    return totals.merged() if merged else totals
+    return totals.merge_threads() if merged else totals
 
 
 def _caller_in_environment() -> str:
@@ -435,27 +439,27 @@ def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tu
     first of all requests.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
-    named_call = _earliest(call for call in calls.values() if call.site in sites)
+    named_call = _earliest_call(call for call in calls.values() if call.site in sites)
     if named_call is not None:
         return named_call, "named"
     plain = Startup(0, firsts=tuple(calls.values())).first_request
     above = {node: call for node in calls if (call := _request_above(node, calls, tree)) is not None}
-    at_work = [node for node, call in above.items() if not _is_probe(call.site)]
+    at_work = [node for node, call in above.items() if not _is_health_probe(call.site)]
     if at_work:
         node = min(at_work, key=lambda node: calls[node].start_ns)
         work, request = calls[node], above[node]
         if not request.start_ns <= work.start_ns <= request.start_ns + request.total_ns:
             request = FirstCall(request.site, work.start_ns, 0)
     else:
-        requests = (call for call in calls.values() if call.site.kind == "request" and not _is_probe(call.site))
-        earliest = _earliest(requests)
+        requests = (call for call in calls.values() if call.site.kind == "request" and not _is_health_probe(call.site))
+        earliest = _earliest_call(requests)
         if earliest is None:
             return None, ""
         request = earliest
     return (None, "") if plain is None or request.start_ns <= plain.start_ns else (request, "passed")
 
 
-def _earliest(calls: Iterable[FirstCall]) -> FirstCall | None:
+def _earliest_call(calls: Iterable[FirstCall]) -> FirstCall | None:
     return min(calls, key=lambda call: call.start_ns, default=None)
 
 
@@ -470,5 +474,5 @@ def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) ->
     return request
 
 
-def _is_probe(site: Site) -> bool:
+def _is_health_probe(site: Site) -> bool:
     return HEALTH_PROBES.search(site.name) is not None

@@ -222,11 +222,11 @@ class Session:
         metered = self._facts.asks_for_metrics or recorded.gauges.are_wanted
         is_left = RECORDER.memory_fd >= 0 and bool(RECORDER.facts.get("is_awaited"))
         unread = self.handover.await_reader(
-            rows_recorded(), metered=metered, is_left=lambda: is_left and self._membership.is_heard()
+            rows_recorded(), metered=metered, is_left=lambda: is_left and self._membership.is_agent_listening()
         )
         if unread:
             self.account.count_loss(UNREAD, unread)
-        RECORDER.begin(limits.ring_bytes, self._facts.read(), folder, limits.disk_bytes)
+        RECORDER.begin(limits.ring_bytes, self._facts.gather_facts(), folder, limits.disk_bytes)
         if RECORDER.no_memory:
             why = f"what this process records ends with it, and no other process can read it: {RECORDER.no_memory}"
             self.account.complain(f"limits.ring_dir: {why}" if folder else why, log=bool(folder))
@@ -239,7 +239,7 @@ class Session:
             self._undo(self.leaving.deadline())
             raise
         if self.is_of_run and environment.is_first_of_run():
-            self.leaving.undos.append(board.make())
+            self.leaving.undos.append(board.make_board())
         if not self.is_of_run:  # else once it records, for it may never do
             FAULTS.attempt("process context", self._facts.publish_context)
         self.leaving.undos.append(process_context.withdraw)
@@ -282,7 +282,7 @@ class Session:
 
     def _join_run(self) -> None:
         """Join the run's agent, if there is one."""
-        if self.exporting.join():
+        if self.exporting.join_agent():
             self.control.go_on()
             if self.threads.have_begun:  # before it had joined, or as it did
                 self._report_recording()
@@ -305,7 +305,7 @@ class Session:
         """Report the rules that have targets and calls in this process to the other processes of the run."""
         if self.is_of_run or self._forked:
             marks = [board.RECORDED] if RECORDER.calls or self.threads.has_met_span else []
-            board.put([*marks_of(self.verdicts(of_all=False)), *marks])
+            board.add_marks([*marks_of(self.verdicts(of_all=False)), *marks])
 
     def reload(self, profile: Profile | str | os.PathLike[str] | None = None) -> Reload:
         """Change to another profile: a path, a `Profile`, or None to read the current file again.
@@ -329,7 +329,7 @@ class Session:
             if profile == before:
                 self.recorded.profile = profile  # it may be in another file now
                 return
-            self.recorded.follow(profile)
+            self.recorded.apply_settings(profile)
             if profile.export != before.export:
                 self._saving.prepare_files()
             self._facts.publish()
@@ -397,7 +397,7 @@ class Session:
             FAULTS.attempt("books of the metrics", partial(self._facts.publish_counts, at_once=True))
             if self.profile.export.parquet is not None:  # whose rows of processes have the notes
                 FAULTS.attempt("last notes", partial(self._facts.publish_verdicts, at_once=True))
-            FAULTS.attempt("another agent", self.exporting.await_last_agent)
+            FAULTS.attempt("another agent", self.exporting.replace_lost_agent)
             FAULTS.attempt("last look at the spans", partial(self.exporting.read_recorded, meters=True))
             self.recorded.end_ns = time.monotonic_ns()
             FAULTS.attempt("board of the run", self.mark_board)

@@ -46,11 +46,11 @@ def steps_of_batches(trace: Columns) -> list[Step]:
     batch without a backward pass, as in an evaluation, is in no step. The last step ends with its optimizer. Steps are
     numbered from 0. A trace with spans of steps or requests has no derived steps.
     """
-    if trace.of_kind("step", "request").any():
+    if trace.are_of_kind("step", "request").any():
         return []
-    fetches = _calls_by_thread(trace, trace.of_kind("loader"))
+    fetches = _calls_by_thread(trace, trace.are_of_kind("loader"))
     passes = _calls_by_thread(
-        trace, trace.of_sites([_phase(site) in ("backward", "optimizer") for site in trace.sites])
+        trace, trace.are_of_sites([_phase(site) in ("backward", "optimizer") for site in trace.sites])
     )
     return [
         step
@@ -115,7 +115,7 @@ def with_steps(trace: Trace, steps: Sequence[Step]) -> Trace:
         by_thread.setdefault(step.thread_id, []).append(step)
     among = _StepInserter(trace.columns)
     for thread_id, thread_steps in by_thread.items():
-        among.put(thread_id, thread_steps)
+        among.insert_steps(thread_id, thread_steps)
     return trace.with_columns(among.trace([step for thread_steps in by_thread.values() for step in thread_steps]))
 
 
@@ -127,9 +127,9 @@ class _StepInserter:
         self._parent_id, self._self_ns = trace.parent_id.copy(), trace.self_ns.copy()
         self._root_of = np.zeros(len(trace), dtype=np.int64)  # the step around each former root, 0 for none
         self._made: list[tuple[Int64s, Int64s, Int64s, Int64s]] = []
-        self._is_request = trace.of_kind("request")
+        self._is_request = trace.are_of_kind("request")
 
-    def put(self, thread_id: int, steps: Sequence[Step]) -> None:
+    def insert_steps(self, thread_id: int, steps: Sequence[Step]) -> None:
         """Insert the steps of a thread between its spans."""
         trace = self._trace
         rows = np.flatnonzero((trace.thread_id == thread_id) & (trace.task_id == 0))
@@ -137,7 +137,7 @@ class _StepInserter:
         begins_ns = np.array([step.start_ns for step in steps], dtype=np.int64)
         finishes_ns = np.array([step.end_ns for step in steps], dtype=np.int64)
         covers = np.searchsorted(begins_ns, starts), np.searchsorted(finishes_ns, ends, side="right")
-        outer = self._innermost(rows, *covers, len(steps))
+        outer = self._find_innermost(rows, *covers, len(steps))
         has_outer = outer != NONE
         step_id = np.fromiter(itertools.islice(_IDS, len(steps)), np.int64, len(steps))
         parent_id = np.where(has_outer, trace.span_id[outer], 0) if len(trace) else np.zeros(len(steps), np.int64)
@@ -161,7 +161,7 @@ class _StepInserter:
         self._self_ns[outer[has_outer]] = np.maximum(self._self_ns[outer[has_outer]], 0)
         self._made.append((step_id, parent_id, root_id, self_ns))
 
-    def _innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
+    def _find_innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
         """Return the innermost span around each of `count` steps, else `NONE`. Each row contains the steps from its
         `first`, up to but not including its `last`."""
         trace = self._trace

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument import chrome
 from instrument.errors import InstrumentError, ProfileError
-from instrument.instrumentors.functions import replace as replaced
+from instrument.instrumentors.functions import replace_attribute as replaced
 from instrument.recording.spans import (
     FLOPS,
     OPERATORS,
@@ -167,7 +167,7 @@ def _set_device_times(trace: Trace, operators: list[Span]) -> None:
     launchers = _innermost_open(
         operators, [kernel.thread_id for kernel in work], [kernel.launched_ns for kernel in work]
     )
-    overlapped = _overlapped(work)
+    overlapped = _find_overlapped(work)
     intervals_by_id: dict[int, list[DeviceInterval]] = {}
     for number, (place, kernel) in enumerate(zip(launchers, work, strict=True)):
         if place is not None:
@@ -195,15 +195,15 @@ def _innermost_open(spans: Sequence[Span], thread_ids: Sequence[int], times_ns: 
     """Return the innermost span that was open on each thread at the time with the same index, None if none was open."""
     import numpy as np  # which a service imports when torch.profiler has seen something, and else not
 
-    from instrument.trace.self_times import innermost
+    from instrument.trace.self_times import find_innermost
     from instrument.trace.trace import columns_of_spans
 
     points = (np.array(column, dtype=np.int64) for column in (thread_ids, times_ns))
-    rows = innermost(columns_of_spans(spans), np.ones(len(spans), dtype=np.bool_), *points)
+    rows = find_innermost(columns_of_spans(spans), np.ones(len(spans), dtype=np.bool_), *points)
     return [None if row < 0 else spans[row] for row in rows.tolist()]
 
 
-def _overlapped(work: Sequence[Kernel]) -> set[int]:
+def _find_overlapped(work: Sequence[Kernel]) -> set[int]:
     """Return the indices of kernels that overlapped a kernel of another stream. `work` is in order of time."""
     overlapped: set[int] = set()
     latest: dict[int, int] = {}
@@ -325,7 +325,7 @@ class TorchProfiler:
     def prepare(self) -> None:
         """Load torch.profiler before a window begins. The first call takes a second or two."""
         with self._lock:
-            if self._prepared is not None or self._running is not None or self._is_broken or not is_there():
+            if self._prepared is not None or self._running is not None or self._is_broken or not is_torch_imported():
                 return
             began_ns = time.monotonic_ns()
             if not _holding.acquire(blocking=False):
@@ -356,7 +356,7 @@ class TorchProfiler:
             try:
                 prepared.start_trace()
                 record = TorchRecord()
-                record.mark()
+                record.write_marks()
                 self._undo = self._watch(prepared)
             except Exception as error:
                 self._give_up("start", error)
@@ -365,11 +365,11 @@ class TorchProfiler:
             record.begin_ns = time.monotonic_ns()
             record.starting_ns = record.begin_ns - began_ns + self._prepared_ns
             if not self._is_bound:
-                self._timer = threading.Timer(self._limit_s, self.look)
+                self._timer = threading.Timer(self._limit_s, self.stop_at_limit)
                 self._timer.daemon = True
                 self._timer.start()
 
-    def look(self) -> None:
+    def stop_at_limit(self) -> None:
         """Stop torch.profiler within a window if it has run for its time limit."""
         with self._lock:
             record = self._record
@@ -454,7 +454,7 @@ class TorchProfiler:
         record.end_ns, record.cut = time.monotonic_ns(), why
         key = self._options.record_shapes, self._options.profile_memory
         try:
-            record.mark()
+            record.write_marks()
             with_ns = 0 if key in _operator_ns else _measure_operators_ns()
             running.stop_trace()
             if with_ns:
@@ -495,7 +495,7 @@ class TorchRecord:
         self._marks: list[tuple[int, int]] = []
         self._folder = ""
 
-    def mark(self) -> None:
+    def write_marks(self) -> None:
         """Write marks into torch's trace, each between two readings of our clock."""
         profiler = sys.modules["torch"]._C._profiler
         for _ in range(MARKS):
@@ -557,7 +557,7 @@ class TorchRecord:
         return (least + most) // 2
 
 
-def is_there() -> bool:
+def is_torch_imported() -> bool:
     """Return True if torch is completely imported."""
     torch = sys.modules.get("torch")
     return hasattr(torch, "profiler") and hasattr(torch, "autograd")

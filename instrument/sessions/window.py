@@ -86,7 +86,7 @@ class Loop:
         """Remove a loop that has ended, but keep its steps."""
         self._orders.pop(loop, None)
 
-    def within(self, start_ns: int, end_ns: int) -> list[Step]:
+    def steps_within(self, start_ns: int, end_ns: int) -> list[Step]:
         """Return the steps that overlap an interval, cut to the interval. Cut steps are `clipped`."""
         steps: list[Step] = []
         for _, step in reversed(self._steps.copy()):
@@ -246,7 +246,7 @@ class Stretch(NamedTuple):
         """The time from which on no span of the interval is missing, 0 if none is missing."""
         return self.snapshot.held_from_ns(self.start_ns, self.end_ns)
 
-    def has_begun_since(self, at_ns: int) -> bool:
+    def has_span_since(self, at_ns: int) -> bool:
         """Return True if a span began in the interval after `at_ns`."""
         return self.snapshot.has_begun(at_ns, self.end_ns)
 
@@ -273,7 +273,7 @@ class WindowReader:
         self._lost_before = 0
         self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
-    def look(self) -> None:
+    def read_new_rows(self) -> None:
         """Read the new rows, and put the windows that have ended into `cut`."""
         for end_ns in sorted(self._window_ends()):
             self._cut_off(self._windows.step(end_ns))
@@ -301,10 +301,10 @@ class WindowReader:
     def change(self, profile: Profile, now_ns: int) -> None:
         """Change to the schedule of another profile. If the schedules differ, end the open window."""
         if profile.schedule != self._schedule:
-            self.look()
+            self.read_new_rows()
             self._schedule = profile.schedule
             self._cut_off(self._windows.change(profile.schedule, now_ns))
-            self._lost_before = self.lost
+            self._lost_before = self.lost_rows
             self._cursor = None if profile.schedule is None else self._recorder.cursor()
 
     def stop(self, end_ns: int) -> Cut | None:
@@ -312,6 +312,6 @@ class WindowReader:
         return self._windows.stop(end_ns)
 
     @property
-    def lost(self) -> int:
+    def lost_rows(self) -> int:
         """The number of rows that the rings overwrote before this reader could count their steps."""
         return self._lost_before + (0 if self._cursor is None else self._cursor.lost)

@@ -31,17 +31,17 @@ from instrument.trace.indices import (
     NONE,
     Groups,
     Members,
-    distinct,
-    firsts_of,
+    find_distinct,
+    find_group_starts,
+    index_rows,
     mask_of,
     nearest_above,
-    numbered,
-    places_of,
+    number_combinations,
 )
 from instrument.trace.intervals import FARTHEST, Union, Unions, measure_overlap, union_by_group
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, compute_portion, divide_own_and_waiting
-from instrument.trace.self_times import turns
+from instrument.trace.self_times import compute_turns
 
 BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
 """The ways to wait for other requests: in a queue, in a batch, between batches, and for a blocked event loop."""
@@ -64,18 +64,18 @@ class Lanes:
     @classmethod
     def of(cls, trace: Columns, joined: Joined) -> Lanes:
         """Return the lanes of a trace. An instant counts for the batch or the blocked loop that began last."""
-        batches = distinct(joined.served.batch)
-        blocked = np.flatnonzero(trace.of_sites([is_blocked_loop(site) for site in trace.sites]))
+        batches = find_distinct(joined.served.batch)
+        blocked = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
         rows = np.concatenate([batches, blocked]).astype(np.int64)
         requests = np.full(len(rows), NONE, dtype=np.int64)
         requests[len(batches) :] = joined.of[find_blocking_rows(trace, blocked)]
-        threads = distinct(trace.thread_id[rows])
+        threads = find_distinct(trace.thread_id[rows])
         lanes = np.searchsorted(threads, trace.thread_id[rows])
-        ranks = places_of(np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows])), len(rows))[:-1]
-        place, starts, ends = turns(lanes, trace.start_ns[rows], trace.end_ns[rows], ranks)
+        ranks = index_rows(np.lexsort((trace.span_id[rows], -trace.end_ns[rows], trace.start_ns[rows])), len(rows))[:-1]
+        place, starts, ends = compute_turns(lanes, trace.start_ns[rows], trace.end_ns[rows], ranks)
         return cls(threads, Unions(lanes[place], starts, ends), rows[place], place >= len(batches), requests[place])
 
-    def of_threads(self, thread_id: Int64s) -> Int64s:
+    def lanes_of_threads(self, thread_id: Int64s) -> Int64s:
         """Return the index of each thread's lane, `NONE` for a thread without one."""
         if not len(self.threads):
             return np.full(len(thread_id), NONE, dtype=np.int64)
@@ -109,13 +109,13 @@ class Account:
         self.lanes = lanes = Lanes.of(trace, joined)
         served = joined.served
         # The members of each piece: the pairs of its batch, or the request that blocks the loop.
-        self._batches = distinct(served.batch)
+        self._batches = find_distinct(served.batch)
         self._of_pair = np.searchsorted(self._batches, served.batch)
-        self._sums = Groups(self._of_pair, len(self._batches)).sums(served.weight).astype(np.int64)
+        self._sums = Groups(self._of_pair, len(self._batches)).sum_by_group(served.weight).astype(np.int64)
         places = np.searchsorted(self._batches, lanes.row).clip(max=max(len(self._batches) - 1, 0))
         self._of_piece = np.where(lanes.is_blocked, NONE, places)
 
-    def bill(self, parts: Ledger) -> Bill:
+    def compute_bill(self, parts: Ledger) -> Bill:
         """Return the bill. `parts` is the ledger of the requests."""
         count, group = self._count, self._group
         charged = np.zeros((len(WAYS), count, count + 1), dtype=np.int64)
@@ -123,20 +123,20 @@ class Account:
         for way, name in ((BEHIND, QUEUE), (BETWEEN, STALL)):
             waits = self._charged_turns
             waits = waits[self._turns.part[waits] == self._turns.names.index(name)]
-            lanes, starts, lengths = self.lanes.of_threads(threads[waits]), *self._select_intervals(waits)
+            lanes, starts, lengths = self.lanes.lanes_of_threads(threads[waits]), *self._select_intervals(waits)
             waiting = group[self._turns.request[waits]]
             ran, blocked = (
                 self._measure_runs(waiting, lanes, starts, starts + lengths, blocked=is_so) for is_so in (False, True)
             )
             charged[way] += ran
             charged[BLOCKED] += blocked
-            charged[way, :, count] += Groups(waiting, count).sums(lengths) - (ran + blocked).sum(axis=1)
+            charged[way, :, count] += Groups(waiting, count).sum_by_group(lengths) - (ran + blocked).sum(axis=1)
         charged[SHARED] = self._charge_batches(parts.given_ns)
         of_work = self._charge_blocked_work()
         charged[BLOCKED] += of_work
         waits_of_ledger = [place for place, name in enumerate(parts.names) if name in (QUEUE, STALL, WAITING)]
         rows = np.flatnonzero(np.isin(parts.part, waits_of_ledger) & self._is_charged[parts.request])
-        waited_ns = Groups(group[parts.request[rows]], count).sums(parts.time_ns[rows])
+        waited_ns = Groups(group[parts.request[rows]], count).sum_by_group(parts.time_ns[rows])
         return Bill(charged, np.asarray(waited_ns + of_work.sum(axis=1), dtype=np.int64))
 
     def _select_intervals(self, rows: Int64s) -> tuple[Int64s, Int64s]:
@@ -173,7 +173,7 @@ class Account:
         group. `waiting` has the group of each interval."""
         pieces, upto = self.lanes.pieces, np.zeros((self._count, self._count + 1), dtype=np.int64)
         some = np.flatnonzero(lanes != NONE)
-        firsts, stops = pieces.reached(lanes[some], starts[some], ends[some])
+        firsts, stops = pieces.overlapping_ranges(lanes[some], starts[some], ends[some])
         has_work = firsts < stops
         some, firsts, last = some[has_work], firsts[has_work], stops[has_work] - 1
         if not len(some) or (blocked and not self.lanes.is_blocked.any()):
@@ -193,7 +193,7 @@ class Account:
             amounts = compute_portion(head, weights_up_to[firsts], sums[firsts]) + compute_portion(
                 tail, weights_up_to[last], sums[last]
             )
-            upto[:, number] = groups.sums(amounts + before[between] - before[firsts + 1])
+            upto[:, number] = groups.sum_by_group(amounts + before[between] - before[firsts + 1])
         return np.diff(upto, axis=1, prepend=0)
 
     def _charge_batches(self, given_ns: Int64s) -> NDArray[np.int64]:
@@ -207,8 +207,10 @@ class Account:
         upto = np.zeros((self._count, self._count + 1), dtype=np.int64)
         for number, weights in self._sum_weights():
             weights_up_to = weights[batch] - weight * (own_group <= number)
-            upto[:, number] = groups.sums(compute_portion(waited_ns, weights_up_to, np.maximum(other_weights, 1)))
-        upto[:, self._count] = groups.sums(waited_ns)  # nobody, where a request had the batch for itself
+            upto[:, number] = groups.sum_by_group(
+                compute_portion(waited_ns, weights_up_to, np.maximum(other_weights, 1))
+            )
+        upto[:, self._count] = groups.sum_by_group(waited_ns)  # nobody, where a request had the batch for itself
         return np.diff(upto, axis=1, prepend=0)
 
     def _charge_blocked_work(self) -> NDArray[np.int64]:
@@ -218,7 +220,7 @@ class Account:
         if not lanes.is_blocked.any():
             return np.zeros((self._count, self._count + 1), dtype=np.int64)
         roots = self._joined.rows
-        lane_of = lanes.of_threads(self._trace.thread_id[roots])
+        lane_of = lanes.lanes_of_threads(self._trace.thread_id[roots])
         is_own = lanes.is_blocked & (lanes.blocker != NONE)
         is_own &= lane_of[lanes.blocker] == lanes.pieces.groups
         stretches = union_by_group(lanes.blocker[is_own], lanes.pieces.starts[is_own], lanes.pieces.ends[is_own])
@@ -233,7 +235,7 @@ class Account:
         ):
             group = self._group[request]
             work += sign * self._measure_runs(group, lane_of[request], begins, ends, blocked=True)
-            own_ns = Groups(group, self._count).sums(stretches.within(request, begins, ends))
+            own_ns = Groups(group, self._count).sum_by_group(stretches.length_within(request, begins, ends))
             work[np.arange(self._count), np.arange(self._count)] -= sign * own_ns.astype(np.int64)
         return work
 
@@ -269,11 +271,11 @@ class Engine:
         is_main = _are_main_batches(trace, served.batch)
         pairs = np.flatnonzero((served.request != NONE) & is_main[served.batch])
         pairs = pairs[np.lexsort((trace.start_ns[served.batch[pairs]], served.request[pairs]))]
-        first = firsts_of(served.request[pairs])
+        first = find_group_starts(served.request[pairs])
         self._place = served.request[pairs[first]]
         begins = trace.start_ns[served.batch[pairs[first]]]
         is_queue = np.flatnonzero(all_turns.part == all_turns.names.index(QUEUE))
-        queued = Groups(all_turns.request[is_queue], len(joined.rows)).sums(all_turns.length_ns[is_queue])
+        queued = Groups(all_turns.request[is_queue], len(joined.rows)).sum_by_group(all_turns.length_ns[is_queue])
         self._queue_ns = queued[self._place].astype(np.int64)
         self._latency_ns = int(self._queue_ns.min(initial=FARTHEST))
         self._arrival = begins - self._queue_ns + self._latency_ns
@@ -281,12 +283,12 @@ class Engine:
         order = np.argsort(self._arrival, kind="stable")
         order = order[np.cumsum((last - first)[order]) <= MOST_PAIRS]
         self._place, self._queue_ns, self._arrival = self._place[order], self._queue_ns[order], self._arrival[order]
-        batches = distinct(served.batch[is_main[served.batch]])
-        names, _ = numbered(trace.site[batches])
+        batches = find_distinct(served.batch[is_main[served.batch]])
+        names, _ = number_combinations(trace.site[batches])
         of_pair = np.searchsorted(batches, served.batch).clip(max=max(len(batches) - 1, 0))
         members = np.flatnonzero(is_main[served.batch])
         by_batch = Groups(of_pair[members], len(batches))
-        sizes, weights = by_batch.sizes(), by_batch.sums(served.weight[members])
+        sizes, weights = by_batch.count_members(), by_batch.sum_by_group(served.weight[members])
         of_names = Groups(names, int(names.max(initial=-1)) + 1).members()
         self._costs = [_Costs(sizes[rows], weights[rows], trace.total_ns[batches[rows]]) for rows in of_names]
         ratios = np.ones(len(batches))

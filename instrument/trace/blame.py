@@ -25,18 +25,18 @@ from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import (
     NONE,
     Groups,
-    distinct,
+    find_distinct,
     find_last_up_to,
+    index_rows,
     mask_of,
     nearest,
     nearest_above,
-    numbered,
-    places_of,
+    number_combinations,
     rows_of,
 )
 from instrument.trace.intervals import Union, union
 from instrument.trace.joined import THOUSANDTHS, Joined, Served
-from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, timeline
+from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, list_moments
 
 BETWEEN = (QUEUE, STALL)
 """The parts in which a request waits for the threads of its batches."""
@@ -80,13 +80,13 @@ def typical_times(ledger: Ledger, places: Int64s) -> dict[str, int]:
     return typical
 
 
-def blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
+def find_blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typical: Mapping[str, int]) -> Blame | None:
     """Return the blame of a slow request, None if no part is longer than typical."""
     times = ledger.parts_of(place)
     part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
     if part is None or times[part] <= typical.get(part, 0):
         return None
-    moments = timeline(trace, joined, place)
+    moments = list_moments(trace, joined, place)
     excess_ns = times[part] - typical.get(part, 0)
     cause = _find_collection(trace, joined, place, part, moments, excess_ns)
     cause = cause or _find_cause(trace, joined, ledger, place, part, moments)
@@ -97,7 +97,7 @@ def _find_collection(
     trace: Columns, joined: Joined, place: int, part: str, moments: Sequence[Moment], excess_ns: int
 ) -> Cause | None:
     """Return the garbage collections as the cause if they took at least half of the excess time, else None."""
-    is_collected = trace.of_sites([is_collection(site) for site in trace.sites])
+    is_collected = trace.are_of_sites([is_collection(site) for site in trace.sites])
     if not is_collected.any():
         return None
     parts = (SHARE, WAITING) if part in (SHARE, WAITING) else (part,)
@@ -117,7 +117,7 @@ def _find_cause(
     turns = [(index, moment) for index, moment in enumerate(moments) if moment.part == part]
     times = union(*(np.array([edge[at] for _, edge in turns], dtype=np.int64) for at in (1, 2)))
     # Requests and coroutines are no candidates: they may only wait for the span below that takes the time.
-    works = trace.of_sites([site.kind != "request" and not site.suspends for site in trace.sites])
+    works = trace.are_of_sites([site.kind != "request" and not site.suspends for site in trace.sites])
     on_threads = np.isin(trace.thread_id, list(_find_threads(trace, joined, place, part, turns, moments)))
     other_cause = _find_longest(trace, joined, place, times, works & on_threads & (joined.of != place))
     rows = np.array(sorted({moment.row for _, moment in turns if moment.row != NONE}), dtype=np.int64)
@@ -159,11 +159,11 @@ def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_w
     rows = rows[~is_candidate[trace.parent[rows]]]
     if not len(rows):
         return None
-    rows = rows[times.within(trace.start_ns[rows], trace.end_ns[rows]) > 0]
+    rows = rows[times.length_within(trace.start_ns[rows], trace.end_ns[rows]) > 0]
     groups: dict[tuple[str, str], list[int]] = {}
     for row, (name, shown) in zip(rows.tolist(), _name_spans(trace, rows), strict=True):
         served = _find_request(joined, shown)
-        groups.setdefault((name, called(trace, joined, NONE if served == place else served)), []).append(row)
+        groups.setdefault((name, name_request(trace, joined, NONE if served == place else served)), []).append(row)
     if not groups:
         return None
     sums = {key: _measure_runs(trace, times, np.array(named_rows)) for key, named_rows in groups.items()}
@@ -174,7 +174,7 @@ def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_w
 def _measure_runs(trace: Columns, times: Union, rows: Int64s) -> int:
     """Return how long the spans ran within the given times. Overlapping spans count once."""
     ran = union(trace.start_ns[rows], trace.end_ns[rows])
-    return int(times.within(ran.starts, ran.ends).sum())
+    return int(times.length_within(ran.starts, ran.ends).sum())
 
 
 def _name_spans(trace: Columns, rows: Int64s) -> list[tuple[str, int]]:
@@ -200,7 +200,7 @@ def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
     candidates = candidates[np.isin(trace.thread_id[candidates], trace.thread_id[blocked_rows])]
     number_of_row = np.array([numbers.get(name, NONE) for name in names], dtype=np.int64)
     threads = np.concatenate([trace.thread_id[candidates], trace.thread_id[blocked_rows]])
-    groups, _ = numbered(
+    groups, _ = number_combinations(
         threads - threads.min(initial=0), np.concatenate([of_site[trace.site[candidates]], number_of_row]) + 1
     )
     order = np.lexsort((trace.start_ns[candidates], groups[: len(candidates)]))
@@ -249,13 +249,13 @@ def _find_batch_cause(
             first, last = np.searchsorted(served.batch, [row, row + 1])
             other_pairs = [at for at in range(int(first), int(last)) if served.request[at] != place]
             main = max(other_pairs, key=lambda at: int(ledger.given_ns[at]), default=None)
-            request = "" if main is None else called(trace, joined, int(served.request[main])) or served.key[main]
+            request = "" if main is None else name_request(trace, joined, int(served.request[main])) or served.key[main]
         by_name[name, request] = by_name.get((name, request), 0) + of_part(pair)
     (name, request), ran_ns = max(by_name.items(), key=lambda item: (item[1], item[0]))
     return Cause(name, request, ran_ns)
 
 
-def called(trace: Columns, joined: Joined, place: int) -> str:
+def name_request(trace: Columns, joined: Joined, place: int) -> str:
     """Return the first key of a request, else its endpoint; "" for `NONE`."""
     if place == NONE:
         return ""
@@ -319,13 +319,13 @@ class StepCosts:
     """The index of each row's step, `NONE` outside of steps. The array ends with an additional `NONE`."""
 
 
-def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
+def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
     """Return the steps of a trace with the parts of their lengths."""
     is_batch = mask_of(served.batch, len(trace))
     rows = np.flatnonzero(is_batch & (nearest_above(trace.parent, is_batch) == NONE))
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     is_step = mask_of(rows, len(trace))
-    place = places_of(rows, len(trace))
+    place = index_rows(rows, len(trace))
     step_of = np.append(place[nearest(trace.parent, is_step)], NONE).astype(np.int64)
     spent_ns, first_cells, sites = _measure_paths(trace, rows, step_of)
     members, weight, largest, heaviest, heavy = _measure_loads(served, place, len(rows), requests)
@@ -335,7 +335,7 @@ def step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
     load_ns, heavy_ns, padding_ns = length_ns.copy(), np.zeros(len(rows)), np.zeros(len(rows))
     excess_ns = np.zeros(spent_ns.shape)
     of_name = of_site[trace.site[rows]] if len(rows) else rows
-    for name in distinct(of_name).tolist():
+    for name in find_distinct(of_name).tolist():
         steps = np.flatnonzero(of_name == name)
         loads = np.stack([np.ones(len(steps)), members[steps], weight[steps]])
         expected = _fit_expected(loads, spent_ns[steps], length_ns[steps])
@@ -368,12 +368,12 @@ def _measure_paths(trace: Columns, rows: Int64s, step_of: Int64s) -> tuple[Float
     inner = np.flatnonzero(step_of[:-1] != NONE)
     step_row = rows[step_of[inner]] if len(rows) else inner
     on_line = (trace.thread_id[inner] == trace.thread_id[step_row]) & (trace.task_id[inner] == trace.task_id[step_row])
-    is_work = trace.of_sites([not is_interruption(site) for site in trace.sites])
+    is_work = trace.are_of_sites([not is_interruption(site) for site in trace.sites])
     inner = inner[on_line & is_work[inner]]
     sums = np.bincount(trace.site[inner], trace.self_ns[inner], minlength=len(trace.sites))
     sites = np.argsort(-sums, kind="stable")[: min(PATHS, CELLS // max(len(rows), 1))]
     sites = sites[sums[sites] > 0]
-    path_of = places_of(sites, len(trace.sites))[trace.site[inner]]
+    path_of = index_rows(sites, len(trace.sites))[trace.site[inner]]
     path_of = np.where(path_of == NONE, len(sites), path_of)
     shape = len(rows), len(sites) + 1
     cells = step_of[inner] * shape[1] + path_of
@@ -449,7 +449,7 @@ def _is_nearer(length_ns: Floats, first_ns: Floats, second_ns: Floats, is_uneven
     return bool(errors[0] < PADS * errors[1])
 
 
-def cells_of(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
+def select_loads(costs: StepCosts, steps: Int64s, request: int) -> tuple[Floats, Floats]:
     """Return the load of the given steps and the time of their heavy members, as one request sees them.
 
     If the request itself is the heavy member, that time counts as load.

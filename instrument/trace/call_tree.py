@@ -27,17 +27,17 @@ from instrument.trace.indices import (
     NONE,
     Groups,
     are_at_or_above,
-    by_level,
     count_ancestors,
     counted,
-    least_below,
+    index_rows,
+    least_number_below,
     mask_of,
     nearest,
-    numbered,
-    places_of,
+    number_combinations,
+    rows_by_level,
 )
-from instrument.trace.intervals import clipped, overlap, union_by_group
-from instrument.trace.layout import in_order
+from instrument.trace.intervals import clip_intervals, do_overlap, union_by_group
+from instrument.trace.layout import order_by_start
 from instrument.trace.self_times import waiting_times
 
 
@@ -54,7 +54,10 @@ class NodeTimes:
     def of(cls, groups: Groups, lengths_ns: NDArray[Any]) -> NodeTimes:
         """Summarise one length per call by node. `groups` has the node of each call."""
         return cls(
-            groups.sizes(), groups.sums(lengths_ns), groups.most(lengths_ns, 0), groups.least(lengths_ns, FARTHEST_NS)
+            groups.count_members(),
+            groups.sum_by_group(lengths_ns),
+            groups.most(lengths_ns, 0),
+            groups.least(lengths_ns, FARTHEST_NS),
         )
 
 
@@ -100,7 +103,7 @@ def call_tree(
     With a `window`, times are clipped to it. A node without a call in the window exists only for the nodes below it.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
-    counted = overlap(trace.start_ns, trace.end_ns, (first, last))
+    counted = do_overlap(trace.start_ns, trace.end_ns, (first, last))
     is_included = counted if counted.all() else are_at_or_above(trace.parent, np.flatnonzero(counted))
     level = trace.level
     if among is not None:
@@ -116,9 +119,9 @@ def call_tree(
     inside = nearest(around.astype(np.int32), below) != NONE
     host, first_row, first_ns = _measure_host(trace, counted, node_of, (first, last), count)
     device, streams = _measure_device(trace, counted, on_line, node_of, is_of | below, inside, (first, last), count)
-    first_below = least_below(parent.tolist(), first_row.tolist())
+    first_below = least_number_below(parent.tolist(), first_row.tolist())
     old = np.array(sorted(range(count), key=first_below.__getitem__), dtype=np.int64)
-    new_of = places_of(old, count)
+    new_of = index_rows(old, count)
     return CallPaths(
         parent=np.where(parent[old] == NONE, NONE, new_of[parent[old]]) if count else parent,
         site=trace.site[some_row[old]].astype(np.int64),
@@ -142,8 +145,8 @@ def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bo
     parents: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     some_rows: list[Int64s] = [np.zeros(0, dtype=np.int64)]
     count = 0
-    threads = np.where(on_line, 0, numbered(trace.thread_id)[0] + 1) if len(trace) else node_of
-    for rows in by_level(level):
+    threads = np.where(on_line, 0, number_combinations(trace.thread_id)[0] + 1) if len(trace) else node_of
+    for rows in rows_by_level(level):
         rows = rows[is_included[rows]]
         if not len(rows):
             break
@@ -151,7 +154,7 @@ def _number_nodes(trace: Columns, level: Int32s, is_included: Bools, on_line: Bo
         if len(rows) == 1:  # a chain may have thousands of levels
             numbers, firsts = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
         else:
-            numbers, firsts = numbered(above - above.min(), trace.site[rows], threads[rows])
+            numbers, firsts = number_combinations(above - above.min(), trace.site[rows], threads[rows])
         node_of[rows] = numbers + count
         parents.append(above[firsts])
         some_rows.append(rows[firsts])
@@ -165,7 +168,7 @@ def _measure_host(
     """Return the host times, the first row and the earliest begin of each node."""
     calls = np.flatnonzero(counted)
     groups = Groups(node_of[calls], count)
-    starts, ends = clipped(trace.start_ns[calls], trace.end_ns[calls], window)
+    starts, ends = clip_intervals(trace.start_ns[calls], trace.end_ns[calls], window)
     first_row, first_ns = groups.least(calls, len(trace)), groups.least(starts, FARTHEST_NS)
     return NodeTimes.of(groups, ends - starts), first_row, first_ns
 
@@ -181,13 +184,15 @@ def _measure_device(
         nothing = np.zeros(0, dtype=np.int64)
         return NodeTimes.of(Groups(nothing, count), nothing), []
     nodes = node_of[work.row]
-    is_kept = work.timed & counted[work.row] & (is_timed | inside)[nodes] & overlap(work.start_ns, work.end_ns, window)
+    is_kept = (
+        work.timed & counted[work.row] & (is_timed | inside)[nodes] & do_overlap(work.start_ns, work.end_ns, window)
+    )
     rows, nodes = work.row[is_kept], nodes[is_kept]
     starts, ends = np.maximum(work.start_ns[is_kept], first), np.minimum(work.end_ns[is_kept], last)
     streams = _measure_streams(nodes, work.device[is_kept], work.stream[is_kept], ends - starts)
     is_call = (node_of != NONE) & is_timed[node_of]
     around = np.where(on_line, trace.parent, np.int32(NONE))
-    calls, lengths_ns = lengths_below(around, is_call, rows, starts, ends)
+    calls, lengths_ns = device_lengths_below(around, is_call, rows, starts, ends)
     is_counted = counted[calls]
     return NodeTimes.of(Groups(node_of[calls[is_counted]], count), lengths_ns[is_counted]), streams
 
@@ -195,13 +200,13 @@ def _measure_device(
 def _measure_streams(nodes: Int64s, devices: Int64s, streams: Int64s, lengths_ns: Int64s) -> list[StreamTimes]:
     if not len(nodes):
         return []
-    keys, firsts = numbered(nodes, devices, streams)
+    keys, firsts = number_combinations(nodes, devices, streams)
     times = NodeTimes.of(Groups(keys, len(firsts)), lengths_ns)
     columns = (nodes[firsts], devices[firsts], streams[firsts], *(getattr(times, name) for name in times.__slots__))
     return [StreamTimes(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
-def lengths_below(
+def device_lengths_below(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
     """Return the calls with intervals at or below them on their track, and the length of the intervals' union.
@@ -216,7 +221,7 @@ def lengths_below(
     owner, starts, ends = owner[has_owner], starts[has_owner], ends[has_owner]
     # The forest of the calls that have intervals, numbered from 0.
     calls = np.flatnonzero(are_at_or_above(up, owner))
-    number_of = places_of(calls, len(around)).astype(np.int32)
+    number_of = index_rows(calls, len(around)).astype(np.int32)
     up, owner = number_of[up[calls]], number_of[owner]
     has_intervals = np.bincount(owner, minlength=len(calls)) > 0
     children = np.bincount(up[up != NONE], minlength=len(calls))
@@ -273,7 +278,7 @@ class _Paths:
         self._below: dict[tuple[int, int], int] = {}
         self._known_sites: set[int] = set()
 
-    def below(self, parent: int, site: int) -> int:
+    def node_below(self, parent: int, site: int) -> int:
         """Return the node for a call of a site below a parent node. A recursive call gets the node that its site
         already has on the path."""
         node = self._below.get((parent, site))
@@ -299,7 +304,7 @@ class _Paths:
         self.depth.append(1 if parent == NONE else self.depth[parent] + 1)
         return len(self.site) - 1
 
-    def all(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
+    def all_paths(self, sites: Sequence[Site]) -> list[tuple[Site, ...]]:
         """Return the path of each node, the topmost site first."""
         paths: list[tuple[Site, ...]] = []
         for site, parent in zip(self.site, self.parent, strict=True):
@@ -311,7 +316,7 @@ def paths_of_rows(trace: Columns) -> tuple[Int64s, list[tuple[Site, ...]]]:
     """Return the number of each row's call path, and the sites of each path, the topmost first."""
     paths = _Paths(None)
     node_of = _fold_nodes(trace, paths)
-    return node_of, paths.all(trace.sites)
+    return node_of, paths.all_paths(trace.sites)
 
 
 def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_links: int | None = None) -> Tally:
@@ -321,7 +326,7 @@ def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_
         return Tally()
     paths = _Paths(limit_links)
     node_of = _fold_nodes(trace, paths)
-    cell_of, rows = numbered(node_of, numbered(trace.thread_id)[0])
+    cell_of, rows = number_combinations(node_of, number_combinations(trace.thread_id)[0])
     nodes = node_of[rows]
     if limit_links is not None and int(np.array(paths.depth)[nodes].sum()) > limit_links:
         raise ValueError(_TOO_DEEP)
@@ -331,8 +336,8 @@ def tally_of(trace: Columns, threads: Mapping[int, str] | None = None, *, limit_
     buckets["line"] = np.argsort(order)[buckets["line"]]
     lines, names = lines[order], dict(threads or {})
     labels = {thread: names.get(thread, f"thread {thread}") for thread in dict.fromkeys(lines["thread_id"].tolist())}
-    every, used = paths.all(trace.sites), dict.fromkeys(lines["node"].tolist())
-    lines["node"] = places_of(np.array(list(used), dtype=np.int64), len(every))[lines["node"]]
+    every, used = paths.all_paths(trace.sites), dict.fromkeys(lines["node"].tolist())
+    lines["node"] = index_rows(np.array(list(used), dtype=np.int64), len(every))[lines["node"]]
     return Tally.of_paths([every[node] for node in used], lines, buckets, labels)
 
 
@@ -341,13 +346,13 @@ def _fold_nodes(trace: Columns, paths: _Paths) -> Int64s:
     by_key: dict[tuple[object, ...], int] = {}
     places = np.array([by_key.setdefault(site.key, number) for number, site in enumerate(trace.sites)], dtype=np.int64)
     node_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is the parent of roots
-    for rows in by_level(trace.level):
+    for rows in rows_by_level(trace.level):
         above, sites = node_of[trace.parent[rows]], places[trace.site[rows]]
         if len(rows) == 1:  # a chain may have thousands of levels
-            node_of[rows[0]] = paths.below(int(above[0]), int(sites[0]))
+            node_of[rows[0]] = paths.node_below(int(above[0]), int(sites[0]))
             continue
-        numbers, some = numbered(above + 1, sites)
-        nodes = map(paths.below, above[some].tolist(), sites[some].tolist())
+        numbers, some = number_combinations(above + 1, sites)
+        nodes = map(paths.node_below, above[some].tolist(), sites[some].tolist())
         node_of[rows] = np.fromiter(nodes, np.int64, len(some))[numbers]
     return node_of[:-1]
 
@@ -394,14 +399,14 @@ def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple
     elapsed_ns[inner] = trace.total_ns[inner]
     moved = np.zeros(len(trace), dtype=np.int64)
     copied = trace.attributes.having("bytes")
-    copied = copied[trace.of_kind("copy")[copied]]
+    copied = copied[trace.are_of_kind("copy")[copied]]
     moved[copied] = [
         value if isinstance(value, int) and 0 <= value <= LARGEST_COPY_BYTES else 0
         for value in trace.attributes.values("bytes", copied)
     ]
     cancelled = np.zeros(len(trace), dtype=np.bool_)
     cancelled[trace.attributes.having(OUTCOME)] = True
-    cancelled &= trace.of_kind("request") & (trace.error == NONE)
+    cancelled &= trace.are_of_kind("request") & (trace.error == NONE)
     groups, outer = Groups(cells, count), ~inner
     lines = np.zeros(count, TOTALS)
     sums = {
@@ -415,8 +420,8 @@ def _sum_cells(trace: Columns, cells: Int64s, count: int, inner: Bools) -> tuple
         "cancelled": cancelled,
     }
     for name, column in sums.items():
-        lines[name] = groups.sums(column).clip(-LARGEST, LARGEST)
-    lines["calls"] = groups.sizes()
+        lines[name] = groups.sum_by_group(column).clip(-LARGEST, LARGEST)
+    lines["calls"] = groups.count_members()
     lines["min_ns"], lines["max_ns"] = groups.least(elapsed_ns, 0), groups.most(elapsed_ns, 0)
     lines["first_ns"] = groups.least(trace.start_ns, 0)
     buckets = np.searchsorted(_STARTS, elapsed_ns, side="right") - 1
@@ -432,15 +437,15 @@ def _measure_rows(trace: Columns) -> tuple[Int64s, Int64s]:
         before = np.maximum(np.minimum(ends, trace.start_ns[rows]) - starts, 0)
         after = np.maximum(ends - np.maximum(starts, trace.end_ns[rows]), 0)
         groups = Groups(rows, len(trace))
-        device_ns[:] = groups.sums(ends - starts)
-        elapsed_ns += groups.sums(before + after).astype(np.int64)
+        device_ns[:] = groups.sum_by_group(ends - starts)
+        elapsed_ns += groups.sum_by_group(before + after).astype(np.int64)
     return device_ns, elapsed_ns
 
 
 def _order_cells(trace: Columns, cells: Int64s, count: int) -> list[int]:
     """Return the cells in depth-first order. Siblings are ordered by begin, then the longest first, then by id."""
-    rank = places_of(in_order(trace), len(trace))
-    by_depth, parent = by_level(trace.level), trace.parent
+    rank = index_rows(order_by_start(trace), len(trace))
+    by_depth, parent = rows_by_level(trace.level), trace.parent
     sizes = np.ones(len(trace) + 1, dtype=np.int64)  # the number of rows at and below each
     for rows in reversed(by_depth[1:]):
         if len(rows) == 1:

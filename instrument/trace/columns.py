@@ -18,8 +18,8 @@ from instrument.recording.mapped import INTERVALS
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.recording.trace_context import LINK, RemoteParent
-from instrument.trace.indices import NONE, count_ancestors, mask_of, places_of, rows_of, sort_stably
-from instrument.trace.intervals import Union, clipped, lengths_by_group, overlap, union
+from instrument.trace.indices import NONE, count_ancestors, index_rows, mask_of, rows_of, sort_stably
+from instrument.trace.intervals import Union, clip_intervals, do_overlap, lengths_by_group, union
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -46,7 +46,7 @@ class Attributes(Protocol):
     def values(self, name: str, rows: Int64s) -> list[AttributeValue | None]:
         """Return the value of an attribute in each given row, None for a row without it."""
 
-    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+    def distinct_sets(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
         """Return the index of each row's set of attributes among the distinct sets, `NONE` for a row without
         attributes, and these sets."""
         numbers = np.full(len(rows), NONE, dtype=np.int64)
@@ -109,7 +109,7 @@ class ComposedAttributes(Attributes):
             composed_rows = np.flatnonzero(self._part == number)
             rows_in_part = self._own[composed_rows]
             count = max(int(rows_in_part.max(initial=0)), int(rows_of_part.max(initial=0))) + 1
-            places = places_of(rows_in_part, count)[rows_of_part]
+            places = index_rows(rows_in_part, count)[rows_of_part]
             composed.append(composed_rows[places[places != NONE]])
         return np.sort(np.concatenate(composed))
 
@@ -122,13 +122,13 @@ class ComposedAttributes(Attributes):
                 values[place] = value if name != LINK or value is None else self._relink(number, value)
         return values
 
-    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+    def distinct_sets(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
         numbers = np.full(len(rows), NONE, dtype=np.int64)
         sets: list[Mapping[str, AttributeValue]] = []
         of_rows = self._part[rows]
         for number, part in enumerate(self._parts):
             places = np.flatnonzero(of_rows == number)
-            numbers_of_part, sets_of_part = part.distinct(self._own[rows[places]])
+            numbers_of_part, sets_of_part = part.distinct_sets(self._own[rows[places]])
             numbers[places] = np.where(numbers_of_part == NONE, NONE, numbers_of_part + len(sets))
             sets += [self._relink_attributes(number, attributes) for attributes in sets_of_part]
         return numbers, sets
@@ -174,7 +174,7 @@ class DeviceIntervals:
         """The length of each interval."""
         return self.end_ns - self.start_ns
 
-    def only(self, is_wanted: NDArray[Any]) -> DeviceIntervals:
+    def select(self, is_wanted: NDArray[Any]) -> DeviceIntervals:
         """Return the intervals for which `is_wanted` is True, or the intervals with these indices."""
         columns = {item.name: getattr(self, item.name)[is_wanted] for item in fields(self) if item.name != "labels"}
         return DeviceIntervals(**columns, labels=self.labels)
@@ -182,12 +182,12 @@ class DeviceIntervals:
     def ordered(self) -> DeviceIntervals:
         """Return the intervals ordered by row, without those of no row. Intervals of a row keep their order."""
         order = sort_stably(self.row, int(self.row.max(initial=0)) + 1)
-        return self.only(order[self.row[order] != NONE])
+        return self.select(order[self.row[order] != NONE])
 
-    def within(self, window: Interval) -> DeviceIntervals:
+    def clip_to(self, window: Interval) -> DeviceIntervals:
         """Return the intervals clipped to a window, without those outside of it."""
-        inner = self.only(overlap(self.start_ns, self.end_ns, window))
-        start_ns, end_ns = clipped(inner.start_ns, inner.end_ns, window)
+        inner = self.select(do_overlap(self.start_ns, self.end_ns, window))
+        start_ns, end_ns = clip_intervals(inner.start_ns, inner.end_ns, window)
         return replace(inner, start_ns=start_ns, end_ns=end_ns)
 
     def union(self) -> Union:
@@ -252,11 +252,11 @@ class Columns:
         """The length of each host interval."""
         return self.end_ns - self.start_ns
 
-    def of_kind(self, *kinds: str) -> Bools:
+    def are_of_kind(self, *kinds: str) -> Bools:
         """Return an array over the rows, True for spans of one of the kinds."""
-        return self.of_sites([site.kind in kinds for site in self.sites])
+        return self.are_of_sites([site.kind in kinds for site in self.sites])
 
-    def of_sites(self, is_wanted: Sequence[bool]) -> Bools:
+    def are_of_sites(self, is_wanted: Sequence[bool]) -> Bools:
         """Return an array over the rows, True for spans of the sites for which `is_wanted` is True."""
         mask: Bools = np.array([*is_wanted, False], dtype=np.bool_)[self.site]
         return mask
@@ -276,13 +276,13 @@ class Columns:
         """Return the number of rows with device intervals."""
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
-    def untimed(self) -> int:
+    def count_untimed(self) -> int:
         """Return the number of rows without device intervals although their site has device times."""
-        is_missing = self.of_sites([site.device for site in self.sites])
+        is_missing = self.are_of_sites([site.device for site in self.sites])
         is_missing[self.device.row] = False
         return int(np.count_nonzero(is_missing))
 
-    def only(self, is_wanted: Bools) -> Columns:
+    def select(self, is_wanted: Bools) -> Columns:
         """Return the rows for which `is_wanted` is True, without attributes."""
         return self.take(np.flatnonzero(is_wanted))
 
@@ -297,12 +297,12 @@ class Columns:
         """Return some rows in this order, without attributes and remote parents, with changed columns."""
         device = self.device
         if len(device):
-            device = replace(device, row=places_of(rows, len(self))[device.row].astype(np.int32)).ordered()
+            device = replace(device, row=index_rows(rows, len(self))[device.row].astype(np.int32)).ordered()
         nothing: dict[str, Any] = {"attributes": AttributesOfRows({}), "remote": {}, "device": device}
         columns = {name: getattr(self, name)[rows] for name in _BY_ROW if name not in changes}
         return Columns(sites=self.sites, errors=self.errors, **(nothing | columns | changes))
 
-    def owners(self, is_wanted: Bools) -> Int32s:
+    def topmost_wanted_rows(self, is_wanted: Bools) -> Int32s:
         """Return the topmost wanted row at or above each row, `NONE` without one. A wanted root is taken even if the
         parents in between were not kept."""
         rows = np.arange(len(self), dtype=np.int32)
@@ -321,7 +321,7 @@ class Columns:
     def device_times(self, rows: Int64s) -> tuple[Int64s, Bools]:
         """Return the device time of each given row in ns, and True for each row with a measured interval."""
         device = self.device
-        numbers = places_of(rows, len(self))[device.row]
+        numbers = index_rows(rows, len(self))[device.row]
         is_given = numbers != NONE
         lengths_ns = lengths_by_group(numbers[is_given], device.start_ns[is_given], device.end_ns[is_given], len(rows))
         timed = mask_of(numbers[is_given & device.timed], len(rows))
@@ -354,11 +354,11 @@ def _refuse_unsound(trace: Columns) -> None:
     if any(len(column) != count for column in columns) or any(len(column) != len(work) for column in inner):
         raise ValueError("its columns are of different lengths; it is damaged")
     for starts, ends in ((trace.start_ns, trace.end_ns), (work.start_ns, work.end_ns)):
-        if not lie_within(starts, -FARTHEST_NS, FARTHEST_NS) or not lie_within(ends, -FARTHEST_NS, FARTHEST_NS):
+        if not are_in_range(starts, -FARTHEST_NS, FARTHEST_NS) or not are_in_range(ends, -FARTHEST_NS, FARTHEST_NS):
             raise ValueError("it has a time out of range; it is damaged")
         if (ends < starts).any():
             raise ValueError("a span in it ends before it begins; it is damaged")
-    if not lie_within(trace.active_ns, -FARTHEST_NS, FARTHEST_NS) or not lie_within(
+    if not are_in_range(trace.active_ns, -FARTHEST_NS, FARTHEST_NS) or not are_in_range(
         trace.self_ns, -FARTHEST_NS, FARTHEST_NS
     ):
         raise ValueError("it has a duration out of range; it is damaged")
@@ -366,14 +366,14 @@ def _refuse_unsound(trace: Columns) -> None:
         (trace.site, 0, len(trace.sites)), (trace.error, NONE, len(trace.errors)), (work.label, 0, len(work.labels)),
         (work.row, 0, count),
     )  # fmt: skip
-    if not all(lie_within(*table) for table in tables) or (work.row[1:] < work.row[:-1]).any():
+    if not all(are_in_range(*table) for table in tables) or (work.row[1:] < work.row[:-1]).any():
         raise ValueError("it refers to a row that does not exist; it is damaged")
     # A duplicate id has one row for both. `np.unique` would take thirty times as long.
     if (rows_of(trace.span_id, trace.span_id) != np.arange(count)).any():
         raise ValueError("two spans in it have one id; it is damaged")
 
 
-def lie_within(column: NDArray[Any], first: int, end: int) -> bool:
+def are_in_range(column: NDArray[Any], first: int, end: int) -> bool:
     """Return True if all numbers are at least `first` and less than `end`."""
     return not len(column) or bool(first <= column.min() and column.max() < end)
 

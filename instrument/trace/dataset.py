@@ -23,14 +23,14 @@ from instrument.errors import InstrumentError
 from instrument.recording.spans import AttributeValue, Origin
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, Groups, firsts_of, numbered, ranked, rows_of
+from instrument.trace.indices import NONE, Groups, find_group_starts, number_combinations, rank_distinct, rows_of
 from instrument.trace.joined import THOUSANDTHS, Joined
-from instrument.trace.ledger import SUB_REQUESTS, device_ledger, ledger
+from instrument.trace.ledger import SUB_REQUESTS, compute_device_ledger, compute_ledger
 from instrument.trace.metadata import Sites
 from instrument.trace.request_trees import INPUT_TOKENS, OUTPUT_TOKENS
-from instrument.trace.stages import stages
+from instrument.trace.stages import find_stages
 from instrument.trace.tables import PARTS
-from instrument.trace.text import clean, encode_numbers, safe
+from instrument.trace.text import encode_numbers, make_safe, remove_surrogates
 from instrument.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ UInt64s = NDArray[np.uint64]
 Values = Mapping[str, Any]
 
 
-def pyarrow() -> ModuleType:
+def import_pyarrow() -> ModuleType:
     """Import pyarrow. Raises `InstrumentError`, which names the package extra, if it is not installed."""
     try:
         return import_module("pyarrow")
@@ -55,22 +55,22 @@ def pyarrow() -> ModuleType:
 
 
 @cache
-def definition() -> Mapping[str, Any]:
+def read_definition() -> Mapping[str, Any]:
     """Return the definition of the dataset: its version, the columns of each table, and the columns of all tables."""
     document: Mapping[str, Any] = json.loads(Path(__file__).with_name("dataset.json").read_text("utf-8"))
     return document
 
 
 @cache
-def schema(table: str) -> Any:
+def arrow_schema(table: str) -> Any:
     """Return the Arrow schema of a table."""
-    columns = definition()["process"] | definition()["tables"][table]["columns"]
-    return pyarrow().schema([(name, arrow_type(kind)) for name, (kind, _) in columns.items()])
+    columns = read_definition()["process"] | read_definition()["tables"][table]["columns"]
+    return import_pyarrow().schema([(name, arrow_type(kind)) for name, (kind, _) in columns.items()])
 
 
 def arrow_type(kind: str) -> Any:
     """Return the Arrow type for a type that the definition names."""
-    arrow = pyarrow()
+    arrow = import_pyarrow()
     if kind.startswith("map<"):
         return arrow.map_(*map(arrow_type, kind[4:-1].split(",")))
     if kind.startswith("binary("):
@@ -84,15 +84,15 @@ def arrow_type(kind: str) -> Any:
 
 def make_texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
     """Return an Arrow array with the name at each index in `numbers`, NULL for the index `NONE`."""
-    arrow = pyarrow()
+    arrow = import_pyarrow()
     indices = arrow.array(numbers.astype(np.int64), mask=numbers == NONE)
-    cleaned = arrow.array([name if name is None else clean(name) for name in names], arrow.string())
+    cleaned = arrow.array([name if name is None else remove_surrogates(name) for name in names], arrow.string())
     return cleaned.take(indices)
 
 
-def ids_of(*halves: UInt64s) -> Any:
+def make_ids(*halves: UInt64s) -> Any:
     """Return ids of 64 or 128 bits as fixed-size bytes, the most significant first. An id of 0 is NULL."""
-    arrow, parts = pyarrow(), np.stack(halves, axis=1)
+    arrow, parts = import_pyarrow(), np.stack(halves, axis=1)
     is_given = np.packbits(parts.any(axis=1), bitorder="little").tobytes()
     data = parts.astype(">u8").tobytes()
     buffers = [arrow.py_buffer(is_given), arrow.py_buffer(data)]
@@ -101,7 +101,7 @@ def ids_of(*halves: UInt64s) -> Any:
 
 def make_maps(items: Sequence[Mapping[str, Any] | None], kind: Any) -> Any:
     """Return mappings as an Arrow array, sorted by name. An empty mapping is NULL."""
-    return pyarrow().array([sorted(item.items()) if item else None for item in items], kind)
+    return import_pyarrow().array([sorted(item.items()) if item else None for item in items], kind)
 
 
 ATTRIBUTES = ("attributes_text", "attributes_int", "attributes_real", "attributes_bool", "attributes_json")
@@ -110,7 +110,7 @@ ATTRIBUTES = ("attributes_text", "attributes_int", "attributes_real", "attribute
 
 def make_attribute_columns(trace: Columns, rows: Int64s) -> Values:
     """Return the attributes of rows and of their sites, as a column for each type of value."""
-    numbers, sets = trace.attributes.distinct(rows)
+    numbers, sets = trace.attributes.distinct_sets(rows)
     pairs, places = np.unique(np.stack([trace.site[rows], numbers]), axis=1, return_inverse=True)
     typed: dict[str, list[dict[str, Any]]] = {name: [] for name in ATTRIBUTES}
     for site, number in pairs.T.tolist():
@@ -119,10 +119,10 @@ def make_attribute_columns(trace: Columns, rows: Int64s) -> Values:
         for name, value in items.items():
             if name != LINK:
                 kind, stored = choose_column(value)
-                by_type[kind][clean(str(name))] = stored
+                by_type[kind][remove_surrogates(str(name))] = stored
         for name, values in by_type.items():
             typed[name].append(values)
-    types = schema("spans")
+    types = arrow_schema("spans")
     return {name: make_maps(values, types.field(name).type).take(places.reshape(-1)) for name, values in typed.items()}
 
 
@@ -133,14 +133,14 @@ def _is_int64(value: object) -> bool:
 def choose_column(value: AttributeValue) -> tuple[str, Any]:
     """Return the name of the column for an attribute's value, and the value to store in it."""
     if isinstance(value, str):
-        return "attributes_text", clean(value)
+        return "attributes_text", remove_surrogates(value)
     if isinstance(value, bool):
         return "attributes_bool", value
     if _is_int64(value):
         return "attributes_int", value
     if isinstance(value, float):
         return "attributes_real", None if value != value else value
-    return "attributes_json", encode_numbers(safe(value, finite=False))
+    return "attributes_json", encode_numbers(make_safe(value, finite=False))
 
 
 class SpanKeys(NamedTuple):
@@ -154,7 +154,7 @@ class SpanKeys(NamedTuple):
 
     def of(self, rows: Int64s) -> Values:
         """Return the id columns of the given rows."""
-        return {"trace_id": ids_of(self.high[rows], self.low[rows]), "span_id": ids_of(self.span[rows])}
+        return {"trace_id": make_ids(self.high[rows], self.low[rows]), "span_id": make_ids(self.span[rows])}
 
 
 class DatasetProcess(NamedTuple):
@@ -176,12 +176,12 @@ class DatasetProcess(NamedTuple):
         """The values of the columns that all tables have."""
         origin = self.facts.origin
         return {
-            "service_name": clean(origin.service),
-            "service_version": clean(origin.version) or None,
-            "run": clean(origin.run),
-            "host": clean(origin.host),
+            "service_name": remove_surrogates(origin.service),
+            "service_version": remove_surrogates(origin.version) or None,
+            "run": remove_surrogates(origin.run),
+            "host": remove_surrogates(origin.host),
             "process": process_name(origin),
-            "profile_digest": clean(origin.digest),
+            "profile_digest": remove_surrogates(origin.digest),
             "clock_bound_ns": origin.wall_error_ns or None,
             "clock_offset_ns": self.offset_ns,
         }
@@ -190,12 +190,12 @@ class DatasetProcess(NamedTuple):
 def process_name(origin: Origin) -> str:
     """Return a name that no other process of any host or run has. It consists of the boot or host, the pid and the
     start time."""
-    return clean(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
+    return remove_surrogates(f"{origin.boot or origin.host}/{origin.pid}/{origin.start_ticks}")
 
 
-def table(name: str, columns: Values, process: Int64s, members: Sequence[DatasetProcess]) -> Any:
+def make_table(name: str, columns: Values, process: Int64s, members: Sequence[DatasetProcess]) -> Any:
     """Return columns as a table. `process` has the index of each row's process among `members`."""
-    arrow, types = pyarrow(), schema(name)
+    arrow, types = import_pyarrow(), arrow_schema(name)
     identities = [member.identity for member in members]
     arrays = []
     for field in types:
@@ -240,24 +240,24 @@ class TraceRows:
     ) -> None:
         self.trace, self.process, self.members, self.keys = trace, process, members, keys
         self._joined, self._base_ns, self._thread_id, self._device = joined, base_ns, thread_id, device
-        self._ledger, self._device_ledger = ledger(trace, joined), device_ledger(trace, joined)
+        self._ledger, self._device_ledger = compute_ledger(trace, joined), compute_device_ledger(trace, joined)
 
     def _make_table(self, name: str, rows: Int64s, start_ns: Int64s, columns: Values) -> Any:
         """Return a table with the ids of some rows, and with times that count from 1970."""
         process = self.process[rows]
         times = {"start_unix_ns": start_ns + self._base_ns[process]}
-        return table(name, {**self.keys.of(rows), **times, **columns}, process, self.members)
+        return make_table(name, {**self.keys.of(rows), **times, **columns}, process, self.members)
 
     def _name_sites(self, rows: Int64s) -> Any:
         return make_texts(self.trace.site[rows], [site.name for site in self.trace.sites])
 
-    def spans(self, rows: Int64s) -> Any:
+    def make_spans(self, rows: Int64s) -> Any:
         """Return the table of the spans in the given rows."""
         trace, sites, site = self.trace, self.trace.sites, self.trace.site[rows]
         codes = [f"{place.module}:{place.qualname}" if place.qualname else None for place in sites]
         columns = {
-            "parent_span_id": ids_of(self.keys.parent[rows]),
-            "root_span_id": ids_of(self.keys.root[rows]),
+            "parent_span_id": make_ids(self.keys.parent[rows]),
+            "root_span_id": make_ids(self.keys.root[rows]),
             "duration_ns": trace.total_ns[rows],
             "children_ns": trace.total_ns[rows] - trace.self_ns[rows],
             "waiting_ns": trace.total_ns[rows] - trace.active_ns[rows],
@@ -280,7 +280,7 @@ class TraceRows:
             link = self.trace.attributes[int(rows[place])][LINK]
             if isinstance(link, (list, tuple)) and len(link) == 2 and all(map(_is_int64, link)):
                 links[place] = self._link_of(int(rows[place]), tuple(link))
-        return {"link_trace_id": ids_of(links[:, 0], links[:, 1]), "link_span_id": ids_of(links[:, 2])}
+        return {"link_trace_id": make_ids(links[:, 0], links[:, 1]), "link_span_id": make_ids(links[:, 2])}
 
     def _link_of(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
         """Return the two halves of the trace id and the span id of a linked span, 0 if it is unknown. `link` has the
@@ -290,25 +290,25 @@ class TraceRows:
 
     def _name_threads(self, rows: Int64s) -> Values:
         threads = self._thread_id[rows]
-        places, firsts = numbered(self.process[rows], ranked(threads)[1])
+        places, firsts = number_combinations(self.process[rows], rank_distinct(threads)[1])
         pairs = zip(self.process[rows][firsts].tolist(), threads[firsts].tolist(), strict=True)
         names = [self.members[process].facts.threads.get(thread) or None for process, thread in pairs]
         return {"thread_id": threads, "thread": make_texts(places, names)}
 
-    def requests(self, places: Int64s, is_complete: Bools) -> Any:
+    def make_requests(self, places: Int64s, is_complete: Bools) -> Any:
         """Return the table of the requests with the given indices. `is_complete` has a value for each row of the
         trace."""
-        trace, parts, keys, arrow = self.trace, self._ledger, self._joined.keys, pyarrow()
-        rows, device, types = self._joined.rows[places], self._device_ledger, schema("requests")
+        trace, parts, keys, arrow = self.trace, self._ledger, self._joined.keys, import_pyarrow()
+        rows, device, types = self._joined.rows[places], self._device_ledger, arrow_schema("requests")
         times = parts.times_by_part(_PARTS, len(self._joined.rows))
         phases: dict[int, dict[str, int]] = {}
         numbers = zip(parts.request.tolist(), parts.part.tolist(), parts.time_ns.tolist(), strict=True)
         for place, part, time_ns in numbers:
             if (name := parts.names[part]) not in _PARTS:
-                phases.setdefault(place, {})[clean(name)] = time_ns
+                phases.setdefault(place, {})[remove_surrogates(name)] = time_ns
         lengths = {
             item.place: (_measure_length(item.prefill), _measure_length(item.decode))
-            for item in stages(trace, self._joined)
+            for item in find_stages(trace, self._joined)
         }
         of_places = [lengths.get(place, (None, None)) for place in places.tolist()]
         columns = {
@@ -318,7 +318,7 @@ class TraceRows:
                 for name, attribute in _TOKENS.items()
             },
             "name": self._name_sites(rows),
-            "key": [clean(keys[at][0]) if at in keys else None for at in places.tolist()],
+            "key": [remove_surrogates(keys[at][0]) if at in keys else None for at in places.tolist()],
             "duration_ns": trace.total_ns[rows],
             "error": make_texts(trace.error[rows], trace.errors),
             "phases_ns": make_maps([phases.get(place) for place in places.tolist()], types.field("phases_ns").type),
@@ -330,40 +330,40 @@ class TraceRows:
         }
         return self._make_table("requests", rows, trace.start_ns[rows], columns)
 
-    def batches(self, rows: Int64s) -> Any:
+    def make_batches(self, rows: Int64s) -> Any:
         """Return the table of the batches in the given rows."""
         served, count = self._joined.served, len(self.trace)
         groups = Groups(served.batch, count)
         columns = {
             "name": self._name_sites(rows),
             "duration_ns": self.trace.total_ns[rows],
-            "own_ns": groups.sums(self._ledger.given_ns)[rows].astype(np.int64),
+            "own_ns": groups.sum_by_group(self._ledger.given_ns)[rows].astype(np.int64),
             "device_ns": self._device_ledger.batch_ns[rows],
             "members": np.bincount(served.batch, minlength=count)[rows],
-            "weight": groups.sums(served.weight)[rows].astype(np.float64) / THOUSANDTHS,
+            "weight": groups.sum_by_group(served.weight)[rows].astype(np.float64) / THOUSANDTHS,
         }
         return self._make_table("batches", rows, self.trace.start_ns[rows], columns)
 
-    def batch_members(self, pairs: Int64s) -> Any:
+    def make_batch_members(self, pairs: Int64s) -> Any:
         """Return the table of the given pairs of a batch and a request. The pairs of a batch are consecutive."""
         served = self._joined.served
         rows, places = served.batch[pairs], served.request[pairs]
         requests = np.append(self._joined.rows, 0)[places]
         high, low, span = (np.where(places == NONE, np.uint64(0), ids[requests]) for ids in self.keys[:3])
-        firsts = firsts_of(served.batch)
+        firsts = find_group_starts(served.batch)
         columns = {
             "name": self._name_sites(rows),
             "position": pairs - firsts[np.searchsorted(firsts, pairs, side="right") - 1] if len(firsts) else pairs,
-            "key": [clean(served.key[pair]) for pair in pairs.tolist()],
+            "key": [remove_surrogates(served.key[pair]) for pair in pairs.tolist()],
             "weight": served.weight[pairs] / THOUSANDTHS,
             "share_ns": self._ledger.given_ns[pairs],
             "device_share_ns": self._device_ledger.given_ns[pairs],
-            "request_trace_id": ids_of(high, low),
-            "request_span_id": ids_of(span),
+            "request_trace_id": make_ids(high, low),
+            "request_span_id": make_ids(span),
         }
         return self._make_table("members", rows, self.trace.start_ns[rows], columns)
 
-    def intervals(self, places: Int64s) -> Any:
+    def make_intervals(self, places: Int64s) -> Any:
         """Return the table of the device intervals with the given indices."""
         device, numbers = self.trace.device, self._device[places]
         rows = device.row[places].astype(np.int64)
@@ -390,7 +390,7 @@ class TraceRows:
 class NumberedIds(Protocol):
     """Converts the numbers of a process's spans to ids."""
 
-    def many(self, numbers: UInt64s, part: int, /) -> UInt64s:
+    def make_ids(self, numbers: UInt64s, part: int, /) -> UInt64s:
         """Return 64-bit ids: span ids if `part` is 0, the upper half of the roots' trace ids if 1, and the lower half
         if 2."""
 
@@ -404,7 +404,7 @@ class ConsecutiveIds:
         digest = blake2b(text, digest_size=24).digest()
         self._seeds = [np.uint64(int.from_bytes(digest[at : at + 8], "big") | 1 << 40) for at in (0, 8, 16)]
 
-    def many(self, numbers: UInt64s, part: int) -> UInt64s:
+    def make_ids(self, numbers: UInt64s, part: int) -> UInt64s:
         """Return ids as `NumberedIds` describes."""
         ids: UInt64s = numbers * np.uint64(part != 1) + self._seeds[part]
         return ids
@@ -427,7 +427,7 @@ def make_keys(
         ids = np.zeros(len(numbers), dtype=np.uint64)
         for member, (first, end) in zip(members, pairwise(bounds), strict=True):
             if len(rows := order[first:end]):
-                ids[rows] = member.numbered.many(numbers[rows].astype(np.uint64), part)
+                ids[rows] = member.numbered.make_ids(numbers[rows].astype(np.uint64), part)
         return ids
 
     def outer_ids(ids: Int64s, part: int) -> UInt64s:

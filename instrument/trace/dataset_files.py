@@ -22,11 +22,11 @@ from instrument.errors import TraceError
 from instrument.recording.spans import AttributeValue, Gpu, Origin, Sample
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import AttributesOfRows, Columns, DeviceIntervals, Int64s
-from instrument.trace.dataset import ATTRIBUTES, SpanKeys, UInt64s, definition, pyarrow, schema
+from instrument.trace.dataset import ATTRIBUTES, SpanKeys, UInt64s, arrow_schema, import_pyarrow, read_definition
 from instrument.trace.file import Saved
 from instrument.trace.indices import NONE, count_ancestors, rows_of, topmost_rows
 from instrument.trace.metadata import read_site
-from instrument.trace.text import clean, convert_lists
+from instrument.trace.text import convert_lists, remove_surrogates
 from instrument.trace.trace import SpanViews, Trace
 
 FILE_BYTES = 128 << 20
@@ -46,7 +46,7 @@ PLAIN = frozenset({
 
 def make_folder_path(service: str, hour: int) -> str:
     """Return the path of the folder for a service's rows that began in `hour`, counted from 1970."""
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", clean(service))[:NAME_LENGTH] or "_"
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", remove_surrogates(service))[:NAME_LENGTH] or "_"
     return time.strftime(f"service=s-{name}/date=d%Y-%m-%d/hour=h%H", time.gmtime(hour * 3600))
 
 
@@ -55,7 +55,7 @@ class Folder:
     `TraceError`."""
 
     def __init__(self, path: str) -> None:
-        pyarrow()
+        import_pyarrow()
         from pyarrow import fs
 
         self.is_local = "://" not in path
@@ -107,7 +107,7 @@ class _OpenFile:
         self.part = f"{directory}{slash}.{base}.part"
         self.rows = 0
         self._sink = folder.create(self.part)
-        types = schema(table)
+        types = arrow_schema(table)
         self._writer = parquet.ParquetWriter(
             self._sink, types, compression="zstd", compression_level=6,
             use_dictionary=[field.name for field in types if field.name not in PLAIN],
@@ -185,8 +185,8 @@ class DatasetWriter:
 
     def close(self) -> list[str]:
         """Complete and rename all files. Return their names."""
-        for table in set(definition()["tables"]) - self._tables if self._fills and self._last_folder else ():
-            self._write(table, self._last_folder, schema(table).empty_table())
+        for table in set(read_definition()["tables"]) - self._tables if self._fills and self._last_folder else ():
+            self._write(table, self._last_folder, arrow_schema(table).empty_table())
         for place in list(self._open):
             file = self._open.pop(place)
             self._closed.append(file)
@@ -250,7 +250,7 @@ def processes_in(tables: Mapping[str, Any]) -> list[ReadProcess]:
 
 def _convert_types(name: str, table: Any) -> Any:
     """Return a table with the columns and types of the definition. A missing column becomes NULLs."""
-    arrow, types = pyarrow(), schema(name)
+    arrow, types = import_pyarrow(), arrow_schema(name)
     columns = [
         table.column(field.name).cast(field.type)
         if field.name in table.column_names
@@ -288,7 +288,9 @@ def _set_offset(table: Any, offset_ns: int) -> Any:
     """Return the rows of a process with one offset between its two clocks for all rows. They may differ because the
     wall clock was set."""
     starts = _read_ints(table, "start_unix_ns") - _read_ints(table, "clock_offset_ns") + offset_ns
-    return table.set_column(table.schema.get_field_index("start_unix_ns"), "start_unix_ns", pyarrow().array(starts))
+    return table.set_column(
+        table.schema.get_field_index("start_unix_ns"), "start_unix_ns", import_pyarrow().array(starts)
+    )
 
 
 def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) -> ReadProcess:

@@ -19,14 +19,22 @@ from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import KEY
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s
-from instrument.trace.dataset import DatasetProcess, SpanKeys, TraceRows, make_keys, pyarrow, schema, table
+from instrument.trace.dataset import (
+    DatasetProcess,
+    SpanKeys,
+    TraceRows,
+    arrow_schema,
+    import_pyarrow,
+    make_keys,
+    make_table,
+)
 from instrument.trace.decisions import OPEN, Decisions, RememberedTraces
 from instrument.trace.indices import NONE, rows_of
 from instrument.trace.joined import join
 from instrument.trace.merge import Merged
 from instrument.trace.merged_facts import restore_numbers
 from instrument.trace.request_trees import grafted, make_remotes_by_key
-from instrument.trace.text import clean
+from instrument.trace.text import remove_surrogates
 from instrument.trace.trace import MergedProcess, Trace
 from instrument.trace.unsettled import WAITING
 
@@ -65,19 +73,19 @@ class DatasetRows(TraceRows):
         bases = np.full(len(members), base_ns, dtype=np.int64)
         super().__init__(trace, joined, process, members, keys, bases, thread_id, device)
 
-    def tables(self) -> Iterator[tuple[str, Any]]:
+    def make_tables(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and the rows of each table in parts. Every table is yielded at least once."""
         trace, joined = self.trace, self._joined
         first, last = self._facts.coverage
         is_complete = (trace.start_ns >= first) & (trace.end_ns <= last) & ~trace.clipped
         order = np.lexsort((np.arange(len(trace)), trace.start_ns, trace.root_id))
-        yield from self._make_parts("spans", order, self.spans)
+        yield from self._make_parts("spans", order, self.make_spans)
         yield from self._make_parts(
-            "requests", np.arange(len(joined.rows)), partial(self.requests, is_complete=is_complete)
+            "requests", np.arange(len(joined.rows)), partial(self.make_requests, is_complete=is_complete)
         )
-        yield from self._make_parts("batches", np.unique(joined.served.batch), self.batches)
-        yield from self._make_parts("members", np.arange(len(joined.served.batch)), self.batch_members)
-        yield from self._make_parts("intervals", np.arange(len(trace.device)), self.intervals)
+        yield from self._make_parts("batches", np.unique(joined.served.batch), self.make_batches)
+        yield from self._make_parts("members", np.arange(len(joined.served.batch)), self.make_batch_members)
+        yield from self._make_parts("intervals", np.arange(len(trace.device)), self.make_intervals)
         windows = [
             ProcessWindow(number, part.saved.trace, self.members[number].offset_ns, self._facts.apart_ns)
             for number, parts in enumerate(self._parts)
@@ -107,11 +115,11 @@ def make_window_tables(
         uuid_of = {gpu.device: gpu.uuid or None for gpu in facts.gpus}
         for sample in facts.samples:
             if sample.value is not None and sample.value == sample.value:
-                key = number, sample.at_ns + offset_ns, clean(sample.name), sample.device
+                key = number, sample.at_ns + offset_ns, remove_surrogates(sample.name), sample.device
                 unit = GAUGES[sample.name].unit if sample.name in GAUGES else None
                 gauges[key] = uuid_of.get(sample.device), float(sample.value), unit
         begin_ns = facts.start_ns + offset_ns
-        losses += [(number, begin_ns, clean(reason), count) for reason, count in facts.losses.items()]
+        losses += [(number, begin_ns, remove_surrogates(reason), count) for reason, count in facts.losses.items()]
         processes.append((number, *list_window_values(facts, begin_ns, offset_ns, apart_ns)))
     columns: dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]] = {
         "gauges": (("start_unix_ns", "name", "device", "device_uuid", "value", "unit"),
@@ -134,8 +142,9 @@ def list_window_values(facts: Trace, begin_ns: int, offset_ns: int, apart_ns: in
     origin = facts.origin
     held_ns = facts.held_from_ns + offset_ns if facts.held_from_ns else None
     return (
-        begin_ns, facts.end_ns - facts.start_ns, held_ns, origin.pid, origin.boot, clean(origin.profile),
-        origin.generation, origin.recorder, clean(facts.died) or None, apart_ns, list(map(clean, facts.notes)),
+        begin_ns, facts.end_ns - facts.start_ns, held_ns, origin.pid, origin.boot, remove_surrogates(origin.profile),
+        origin.generation, origin.recorder, remove_surrogates(facts.died) or None, apart_ns,
+        list(map(remove_surrogates, facts.notes)),
     )  # fmt: skip
 
 
@@ -144,11 +153,11 @@ def make_table_of_rows(
 ) -> Any:
     """Return a table of rows. The first value of each row is the index of its process among `members`."""
     columns = list(zip(*rows, strict=True)) or [()] * (len(names) + 1)
-    types, arrow = schema(name), pyarrow()
+    types, arrow = arrow_schema(name), import_pyarrow()
     arrays = {
         column: arrow.array(values, types.field(column).type) for column, values in zip(names, columns[1:], strict=True)
     }
-    return table(name, arrays, np.array(columns[0], dtype=np.int64), members)
+    return make_table(name, arrays, np.array(columns[0], dtype=np.int64), members)
 
 
 def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
@@ -209,7 +218,7 @@ class SettledRows(TraceRows):
             trace, decisions.joined, process, members, keys, base_ns, gathered.own_thread, trace.device.device
         )
 
-    def tables(self, is_wanted: Bools) -> Iterator[tuple[str, Any]]:
+    def make_tables(self, is_wanted: Bools) -> Iterator[tuple[str, Any]]:
         """Yield the name and the rows of each table with rows, for the processes in `is_wanted`."""
         trace, joined, of_wanted = self.trace, self._joined, is_wanted[self.process]
         is_new, out = self._is_new & of_wanted, self._out & of_wanted
@@ -218,11 +227,11 @@ class SettledRows(TraceRows):
         batches = np.unique(joined.served.batch)
         whole = np.ones(len(trace), dtype=np.bool_)
         parts: tuple[tuple[str, Int64s, Callable[[Int64s], Any]], ...] = (
-            ("spans", order, self.spans),
-            ("requests", np.flatnonzero(is_new[joined.rows]), lambda places: self.requests(places, whole)),
-            ("batches", batches[is_new[batches]], self.batches),
-            ("members", np.flatnonzero(is_new[joined.served.batch]), self.batch_members),
-            ("intervals", np.flatnonzero(out[trace.device.row]), self.intervals),
+            ("spans", order, self.make_spans),
+            ("requests", np.flatnonzero(is_new[joined.rows]), lambda places: self.make_requests(places, whole)),
+            ("batches", batches[is_new[batches]], self.make_batches),
+            ("members", np.flatnonzero(is_new[joined.served.batch]), self.make_batch_members),
+            ("intervals", np.flatnonzero(out[trace.device.row]), self.make_intervals),
         )
         for name, numbers, part in parts:
             if len(numbers):
@@ -235,7 +244,7 @@ class SettledRows(TraceRows):
             high, low, span = (int(ids[cause]) for ids in self.keys[:3])
             return high, low, span
         numbers, ids = np.array(link, dtype=np.int64).astype(np.uint64), self.members[process].numbered
-        span, high, low = (int(ids.many(numbers, part)[min(part, 1)]) for part in range(3))
+        span, high, low = (int(ids.make_ids(numbers, part)[min(part, 1)]) for part in range(3))
         trace_id = self._unsettled[process].traces.get(link[1], high << 64 | low)
         return trace_id >> 64, trace_id & (1 << 64) - 1, span
 
@@ -262,7 +271,7 @@ def _join_device_intervals(
     trace: Columns, own_id: Int64s, process: Int64s, intervals_of: Sequence[IntervalsOf]
 ) -> DeviceIntervals:
     """Return the device intervals of all rows, including rows settled in earlier rounds."""
-    asking = trace.of_sites([bool(site.device) for site in trace.sites])
+    asking = trace.are_of_sites([bool(site.device) for site in trace.sites])
     parts = []
     for number in np.unique(process[asking]).tolist():
         rows = np.flatnonzero(process == number)

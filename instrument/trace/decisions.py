@@ -19,7 +19,7 @@ from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
 from instrument.recording.trace_context import RemoteParent, is_sampled, state_of_share
 from instrument.trace.columns import AttributesOfRows, Bools, Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.indices import NONE, mask_of, nearest, numbered, rows_of
+from instrument.trace.indices import NONE, mask_of, nearest, number_combinations, rows_of
 from instrument.trace.joined import join
 from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows
 from instrument.trace.request_trees import grafted
@@ -59,7 +59,7 @@ class Gathered:
         for member, part, first in zip(members, parts, starts.tolist(), strict=False):
             _add_details(details, member, part, first)
         parent_id, root_id = self._number_ids_above(parts, starts)
-        thread, _ = numbered(self.member.astype(np.int64), self.own_thread)
+        thread, _ = number_combinations(self.member.astype(np.int64), self.own_thread)
         self.trace = Columns(
             sites=tuple(sites),
             errors=tuple(details.errors),
@@ -229,31 +229,31 @@ class Decisions:
 
     # ---------------------------------------------------------------- requests
 
-    def member(self, row: int) -> UnsettledRows:
+    def member_of(self, row: int) -> UnsettledRows:
         return self.members[int(self.gathered.member[row])]
 
     def _ended_request(self, row: int) -> EndedRequest:
-        member = self.member(row)
+        member = self.member_of(row)
         return member.ended_request(member.rows[self.gathered.place[row]])
 
-    def trace_id(self, root: int) -> int:
+    def sent_trace_id(self, root: int) -> int:
         """Return the trace id that a tree has at a collector."""
         remote = self.found.remote.get(root)
         if remote is not None:
             return remote.trace_id
-        return self.member(root).ids.trace_id(int(self.gathered.own[root]))
+        return self.member_of(root).ids.trace_id(int(self.gathered.own[root]))
 
     def find_absent_caller(self, row: int) -> RemoteParent | None:
         """Return the caller of a row's tree if its root has been settled and released."""
-        member, root_id = self.member(row), int(self.gathered.own_root[row])
+        member, root_id = self.member_of(row), int(self.gathered.own_root[row])
         decided = member.decided.get(root_id)
         if decided is not None:
             return decided.remote
         is_early = not root_id & REQUEST_BIT and int(self.found.start_ns[row]) < member.served_from_ns
         return member.caller if is_early else None
 
-    def span_id(self, row: int) -> int:
-        return self.member(row).ids.span_id(int(self.gathered.own[row]))
+    def sent_span_id(self, row: int) -> int:
+        return self.member_of(row).ids.span_id(int(self.gathered.own[row]))
 
     def _decide_requests(self) -> tuple[set[int], set[int]]:
         """Return the roots of due requests that are kept, and the roots of dropped ones."""
@@ -267,8 +267,8 @@ class Decisions:
             if not self.is_root[unit] or state[unit] in (SETTLED, PASSED):
                 continue
             if state[unit] == OPEN or gathered.trace.end_ns[unit] > self._horizon_ns:
-                if not self.member(unit).is_over:
-                    undue_traces.add(self.trace_id(unit))
+                if not self.member_of(unit).is_over:
+                    undue_traces.add(self.sent_trace_id(unit))
             else:
                 due.append(unit)
         due.sort(key=lambda row: int(gathered.trace.end_ns[row]))
@@ -276,16 +276,16 @@ class Decisions:
         for unit in due:
             ended.setdefault(int(gathered.member[unit]), []).append(self._ended_request(unit))
         for member, requests in ended.items():
-            self.members[member].sampler.look(requests)
+            self.members[member].sampler.update_usual_times(requests)
         kept_roots: set[int] = set()
         passed: set[int] = set()
         standing_out: list[tuple[int, int, int]] = []
         for unit in due:
             self._decide_tree(unit, parts[unit], kept_roots, passed, undue_traces, standing_out)
         for unit in list(passed):  # a part of its trace may have been kept after it was looked at
-            if self.trace_id(unit) in self._remembered.kept:
+            if self.sent_trace_id(unit) in self._remembered.kept:
                 passed.discard(unit)
-                self._keep(unit, kept_roots)
+                self._keep_tree(unit, kept_roots)
         self._keep_before(standing_out, kept_roots, passed)
         return kept_roots, passed
 
@@ -298,7 +298,7 @@ class Decisions:
             return
         served, sampled = self.served, self.are_sampled()
         for row in adopted.tolist():
-            member, unit = self.member(row), int(self.unit[row])
+            member, unit = self.member_of(row), int(self.unit[row])
             is_late = gathered.trace.end_ns[row] > member.adopted_until_ns
             if row in served:
                 states = {int(state[root]) for root in served[row] if root != NONE}
@@ -320,44 +320,44 @@ class Decisions:
         standing_out: list[tuple[int, int, int]],
     ) -> None:
         ended = [
-            (self.member(row).sampler, self._ended_request(row), row)
+            (self.member_of(row).sampler, self._ended_request(row), row)
             for row in parts
             if self.gathered.state[row] != OPEN
         ]
-        is_kept = self._is_sampled(unit) or self.trace_id(unit) in self._remembered.kept
+        is_kept = self._is_sampled(unit) or self.sent_trace_id(unit) in self._remembered.kept
         if is_kept or any(sampler.is_asked_for(request) for sampler, request, _ in ended):
-            self._keep(unit, kept_roots)
+            self._keep_tree(unit, kept_roots)
             return
         for sampler, request, row in ended:
             if sampler.is_notable(request):
-                if sampler.allowance.take(request.end_ns):
-                    if request.root_id not in self.member(row).early:  # what came before those is long gone
+                if sampler.allowance.take_token(request.end_ns):
+                    if request.root_id not in self.member_of(row).early:  # what came before those is long gone
                         standing_out.append((int(self.gathered.member[row]), request.start_ns, request.end_ns))
-                    self._keep(unit, kept_roots)
+                    self._keep_tree(unit, kept_roots)
                 else:
-                    self.member(row).counts[BEYOND_LIMIT] += 1
+                    self.member_of(row).counts[BEYOND_LIMIT] += 1
                     passed.add(unit)
                 return
         for sampler, request, row in ended:
-            if sampler.is_early(request) and not (self.member(row).is_over or self._is_last):
-                self.member(row).early.add(request.root_id)
+            if sampler.is_early(request) and not (self.member_of(row).is_over or self._is_last):
+                self.member_of(row).early.add(request.root_id)
                 return
-        if self._is_last or self.trace_id(unit) not in undue_traces:
+        if self._is_last or self.sent_trace_id(unit) not in undue_traces:
             passed.add(unit)
 
     def _is_sampled(self, unit: int) -> bool:
         """Return True if a request is in the random sample. If it has a caller's trace, the caller has decided."""
         if self._ended_request(unit).remote is not None:
             return False
-        sample = self.member(unit).sampler.capture.sample
-        if not is_sampled(self.trace_id(unit), sample):
+        sample = self.member_of(unit).sampler.capture.sample
+        if not is_sampled(self.sent_trace_id(unit), sample):
             return False
         self.states[unit] = state_of_share(sample)
         return True
 
-    def _keep(self, unit: int, kept_roots: set[int]) -> None:
+    def _keep_tree(self, unit: int, kept_roots: set[int]) -> None:
         kept_roots.add(unit)
-        self._remembered.kept[self.trace_id(unit)] = None
+        self._remembered.kept[self.sent_trace_id(unit)] = None
 
     def _keep_before(
         self, standing_out: Iterable[tuple[int, int, int]], kept_roots: set[int], passed: set[int]
@@ -371,7 +371,7 @@ class Decisions:
                 if gathered.member[unit] == member and start_ns - before_ns <= gathered.trace.end_ns[unit] <= end_ns:
                     passed.discard(unit)
                     if unit not in kept_roots:
-                        self._keep(unit, kept_roots)
+                        self._keep_tree(unit, kept_roots)
 
     # ---------------------------------------------------------------- rows
 
@@ -392,14 +392,14 @@ class Decisions:
         late: dict[bool, set[int]] = {True: set(), False: set()}
         units = np.unique(self.unit[undecided & (self.unit != NONE)])
         for unit in units[self.is_root[units] & (gathered.state[units] == SETTLED)].tolist():
-            decided = self.member(unit).decided.get(int(gathered.own[unit]))
+            decided = self.member_of(unit).decided.get(int(gathered.own[unit]))
             late[decided is not None and decided.is_kept].add(unit)
         self.out |= undecided & self.find_rows_of_trees(kept_roots | late[True])
         self.gone |= undecided & self.find_rows_of_trees(passed | late[False])
         # Late rows of requests that are not here any more.
         rootless = undecided & (self.unit == NONE) & (gathered.own_root & REQUEST_BIT != 0)
         for row in np.flatnonzero(rootless).tolist():
-            member = self.member(row)
+            member = self.member_of(row)
             decided = member.decided.get(int(gathered.own_root[row]))
             if decided is not None:
                 (self.out if decided.is_kept else self.gone)[row] = True
@@ -452,7 +452,7 @@ class Decisions:
     def find_fate(self, root: int) -> bool | None:
         """Return True for a kept request, False for a dropped one, None for an undecided one."""
         if self.gathered.state[root] == SETTLED:
-            decided = self.member(root).decided.get(int(self.gathered.own[root]))
+            decided = self.member_of(root).decided.get(int(self.gathered.own[root]))
             return decided is not None and decided.is_kept
         if self.out[root]:
             return True

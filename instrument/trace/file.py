@@ -39,7 +39,7 @@ from instrument.trace.layout import (
     unpack_kernels,
 )
 from instrument.trace.metadata import LIMIT_LINKS, Metadata, Sites, encode_metadata
-from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, checked, encode, safe
+from instrument.trace.text import LIMIT_SPANS, LIMIT_VALUE, check_type, encode, make_safe
 from instrument.trace.trace import SpanViews, Trace
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -119,7 +119,7 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
     columns = facts.columns
     sites = Sites(columns.sites)
-    places = np.array([sites.place(site) for site in columns.sites], dtype=np.int32)
+    places = np.array([sites.index_of(site) for site in columns.sites], dtype=np.int32)
     arrays, more = pack_columns(columns)
     arrays["site"] = places[arrays["site"]].astype(arrays["site"].dtype) if len(places) else arrays["site"]
     base_ns = facts.start_ns
@@ -128,7 +128,7 @@ def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
     arrays |= kernels | pack_allocations(facts.allocations, base_ns)
     more["kernel_names"] = names
     facts_json = "".join(encode_metadata(replace(facts, kernels=(), allocations=()), base_ns, sites, tally, 0))
-    text = f'{{"layout":{LAYOUT},"spans":{encode(safe(more))},"trace":{facts_json}}}'
+    text = f'{{"layout":{LAYOUT},"spans":{encode(make_safe(more))},"trace":{facts_json}}}'
     arrays["metadata"] = np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encoded(column: Column) -> bytes:
@@ -158,14 +158,14 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
         content = json.loads(arrays.pop("metadata").tobytes())
         if content["layout"] != LAYOUT:
             raise ValueError(f"its layout is {content['layout']!r:.20}; read it with the version that wrote it")
-        read = Metadata(checked(content["trace"], dict))
-        more = checked(content["spans"], dict)
+        read = Metadata(check_type(content["trace"], dict))
+        more = check_type(content["spans"], dict)
         columns = unpack_columns(arrays, more, read.sites)
-        facts = read.trace(SpanViews(columns), [_read_sample(read.base_ns, *sample) for sample in more["samples"]])
-        names = [checked(name, str) for name in more["kernel_names"]]
+        facts = read.make_trace(SpanViews(columns), [_read_sample(read.base_ns, *sample) for sample in more["samples"]])
+        names = [check_type(name, str) for name in more["kernel_names"]]
         facts.kernels = unpack_kernels(arrays, names, read.base_ns)
         facts.allocations = unpack_allocations(arrays, read.base_ns)
-        return refuse_endless(Saved(facts, read.tally()))
+        return refuse_endless(Saved(facts, read.read_tally()))
 
 
 def refuse_endless(saved: Saved) -> Saved:
@@ -179,19 +179,22 @@ def refuse_endless(saved: Saved) -> Saved:
     return saved
 
 
-def facts_of(path: str | os.PathLike[str]) -> Trace:
+def load_facts(path: str | os.PathLike[str]) -> Trace:
     """Read the facts of a recording, without its spans and gauges. Raises `TraceError`."""
     with _convert_errors(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")
         if member.file_size > LIMIT_VALUE:
             raise ValueError("its metadata is too long")
         content = json.loads(_read_array(archive.read(member)).tobytes())
-        return Metadata(checked(content["trace"], dict)).trace([], [])
+        return Metadata(check_type(content["trace"], dict)).make_trace([], [])
 
 
 def _read_sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:
     return Sample(
-        checked(name, str), checked(device, int), base_ns + checked(since_ns, int), checked(value, float, int)
+        check_type(name, str),
+        check_type(device, int),
+        base_ns + check_type(since_ns, int),
+        check_type(value, float, int),
     )
 
 

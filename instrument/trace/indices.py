@@ -31,11 +31,11 @@ class Groups:
         """Return the rows of each group, in order. Empty groups are left out."""
         return np.split(self._order, self._firsts[1:]) if len(self._firsts) else []
 
-    def sizes(self) -> Int64s:
+    def count_members(self) -> Int64s:
         """Return the number of members of each group."""
         return self._spread_values(np.diff(self._firsts, append=len(self._order)), 0)
 
-    def sums(self, numbers: NDArray[Any]) -> NDArray[Any]:
+    def sum_by_group(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Return the sum of each group, 0 for an empty one. Sums that may exceed 64 bits are Python ints."""
         if np.abs(numbers, dtype=np.float64).sum() < 1 << 62:
             return self._reduce_groups(np.add, numbers, 0)
@@ -80,7 +80,7 @@ def mask_of(rows: Any, count: int) -> Bools:
     return is_given
 
 
-def places_of(rows: NDArray[Any], count: int) -> Int64s:
+def index_rows(rows: NDArray[Any], count: int) -> Int64s:
     """Return the index in `rows` of each of `count` rows, -1 for a missing row. A last -1 follows."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
@@ -95,7 +95,7 @@ def sort_stably(numbers: NDArray[Any], end: int) -> Int64s:
     return np.argsort(numbers, kind="stable")
 
 
-def distinct(numbers: NDArray[Any]) -> NDArray[Any]:
+def find_distinct(numbers: NDArray[Any]) -> NDArray[Any]:
     """Return the distinct numbers in order. `np.unique` takes ten times as long."""
     if len(numbers) and numbers.dtype.kind == "i":
         first, last = int(numbers.min()), int(numbers.max())
@@ -116,19 +116,19 @@ def counted(numbers: Int64s, end: int) -> tuple[Int64s, Int64s]:
     return values, counts[values]
 
 
-def ranked(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
+def rank_distinct(numbers: NDArray[Any]) -> tuple[NDArray[Any], Int64s]:
     """Return the distinct numbers in order, and each number's index among them. This is fast if few numbers are
     distinct."""
-    values = distinct(numbers[::997])
+    values = find_distinct(numbers[::997])
     while True:
         places = np.searchsorted(values, numbers).clip(max=max(len(values) - 1, 0))
         missed = numbers[values[places] != numbers] if len(values) else numbers
         if not len(missed):
             return values, places
-        values = distinct(np.concatenate([values, missed]))
+        values = find_distinct(np.concatenate([values, missed]))
 
 
-def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
+def number_combinations(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
     """Number the distinct combinations of columns from 0. Return each row's number, and one row for each number."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
@@ -150,14 +150,14 @@ def numbered(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
     return numbers.astype(np.int64), rows.astype(np.int64)
 
 
-def by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
+def number_by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
     """Number the distinct combinations of columns as `numbered` does, but in the order in which they first occur."""
-    numbers, rows = numbered(*columns)
+    numbers, rows = number_combinations(*columns)
     order = np.argsort(rows)
-    return places_of(order, len(rows))[numbers], rows[order]
+    return index_rows(order, len(rows))[numbers], rows[order]
 
 
-def firsts_of(groups: NDArray[Any]) -> Int64s:
+def find_group_starts(groups: NDArray[Any]) -> Int64s:
     """Return the index at which each group begins, for numbers ordered by group."""
     return np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])[: len(groups)])
 
@@ -278,12 +278,12 @@ def are_at_or_above(parents: Int32s, rows: NDArray[Any]) -> Bools:
     is_included = np.zeros(len(parents), dtype=np.bool_)
     while len(rows):
         is_included[rows] = True
-        rows = distinct(parents[rows])
+        rows = find_distinct(parents[rows])
         rows = rows[(rows != NONE) & ~is_included[rows]]
     return is_included
 
 
-def least_below(parents: list[int], numbers: list[int]) -> list[int]:
+def least_number_below(parents: list[int], numbers: list[int]) -> list[int]:
     """Return the least number at or below each row. Parents must come before their children."""
     least = [*numbers]
     for row in range(len(parents) - 1, -1, -1):
@@ -293,7 +293,7 @@ def least_below(parents: list[int], numbers: list[int]) -> list[int]:
     return least
 
 
-def by_level(level: Int32s) -> list[Int64s]:
+def rows_by_level(level: Int32s) -> list[Int64s]:
     """Return the rows of each level, the topmost level first, in ascending order within a level."""
     order = sort_stably(level, int(level.max(initial=0)) + 1)
     return np.split(order, np.flatnonzero(np.diff(level[order])) + 1) if len(order) else []

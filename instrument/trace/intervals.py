@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from instrument.trace.indices import NONE, Groups, distinct
+from instrument.trace.indices import NONE, Groups, find_distinct
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -29,16 +29,16 @@ class Union(NamedTuple):
         """Return the total length in ns."""
         return int((self.ends - self.starts).sum())
 
-    def until(self, times: NDArray[Any]) -> Int64s:
+    def length_until(self, times: NDArray[Any]) -> Int64s:
         """Return the length of the union before each given time."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         index = np.searchsorted(self.starts, times, side="right")
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
         return np.asarray(before[index] - np.maximum(last_ends - times, 0))
 
-    def within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
+    def length_within(self, starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
         """Return the length of the union within each given interval."""
-        return self.until(ends) - self.until(starts)
+        return self.length_until(ends) - self.length_until(starts)
 
 
 NOTHING = Union(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
@@ -63,19 +63,19 @@ class Unions(NamedTuple):
     starts: Int64s
     ends: Int64s
 
-    def begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
+    def last_begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
         """Return the index of the group's last interval that begins at or before each time, `NONE` without one."""
         starts, times_on_axis = _shift_to_one_axis((self.groups, self.starts), (groups, times))
         places = np.searchsorted(starts, times_on_axis, side="right") - 1
         places[np.append(self.groups, NONE)[places] != groups] = NONE
         return np.asarray(places)
 
-    def at(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
+    def interval_at(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
         """Return the index of the group's interval that contains each time, `NONE` without one."""
-        places = self.begun(groups, times)
+        places = self.last_begun(groups, times)
         return np.where(times < np.append(self.ends, -FARTHEST)[places], places, NONE)
 
-    def within(self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
+    def length_within(self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
         """Return the length of the group's intervals within each given interval."""
         return self._lengths_until(groups, ends) - self._lengths_until(groups, starts)
 
@@ -89,7 +89,7 @@ class Unions(NamedTuple):
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
         return np.asarray(before[index] - is_own * np.maximum(last_ends - times, 0))
 
-    def reached(
+    def overlapping_ranges(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
         """Return, for each given interval, the range of indices of the group's intervals that overlap it."""
@@ -99,12 +99,12 @@ class Unions(NamedTuple):
         firsts = np.searchsorted(own_ends, starts, side="right")
         return firsts, np.searchsorted(own_starts, np.where(starts < ends, ends, ends + 1))
 
-    def overlapping(
+    def overlapping_pairs(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
         """Return the indices of all pairs of a given interval and an interval of its group that overlaps it, in order.
         An empty interval overlaps the interval that contains it."""
-        firsts, stops = self.reached(groups, starts, ends)
+        firsts, stops = self.overlapping_ranges(groups, starts, ends)
         counts = np.maximum(stops - firsts, 0)
         interval = np.repeat(np.arange(len(groups)), counts)
         return interval, np.arange(len(interval)) + (firsts - np.cumsum(counts) + counts)[interval]
@@ -134,14 +134,14 @@ def _shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int6
     least, most = min((int(row.min()) for row in full), default=0), max((int(row.max()) for row in full), default=0)
     count, width = max((int(column.max()) for column in groups if len(column)), default=0) + 1, most - least + 2
     if min((int(column.min()) for column in groups if len(column)), default=0) < 0 or count * width >= FARTHEST:
-        known_groups, ranks = distinct(np.concatenate(groups)), distinct(np.concatenate(times))
+        known_groups, ranks = find_distinct(np.concatenate(groups)), find_distinct(np.concatenate(times))
         groups = [np.searchsorted(known_groups, column) for column in groups]
         times = [np.searchsorted(ranks, column) for column in times]
         least, width = 0, len(ranks) + 1
     return [group * width - least + time for group, time in zip(groups, times, strict=True)]
 
 
-def successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
+def select_successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
     """Return the indices of successive intervals per group: each is the first to begin after the end of the previous
     one. Of several that begin at once, the longest is taken. Indices are ordered by group, then by start time."""
     order = np.lexsort((-ends, starts, groups))
@@ -160,17 +160,17 @@ def successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -
 def lengths_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any], count: int) -> Int64s:
     """Return the length of the union of each group's intervals, for groups from 0 to below `count`."""
     grouped, starts, ends = union_by_group(groups, starts, ends)
-    return Groups(grouped, count).sums(ends - starts)
+    return Groups(grouped, count).sum_by_group(ends - starts)
 
 
-def overlap(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
+def do_overlap(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> Bools:
     """Return True for each interval that overlaps the window. An empty interval on an edge overlaps it."""
     first, last = window
     outside = ((ends <= first) & (starts < first)) | ((starts >= last) & (ends > last))
     return np.asarray(~outside)
 
 
-def clipped(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> tuple[Int64s, Int64s]:
+def clip_intervals(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, int]) -> tuple[Int64s, Int64s]:
     """Return the intervals, clipped to the window."""
     return np.maximum(starts, window[0]), np.minimum(ends, window[1])
 
@@ -180,7 +180,7 @@ def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
     True."""
     order = np.lexsort((-ends, starts, groups))
     filled = starts[order] < ends[order]
-    distinct_ends = distinct(ends)
+    distinct_ends = find_distinct(ends)
     ranks = groups[order] * (len(distinct_ends) + 1) + np.searchsorted(distinct_ends, ends[order])
     # From the last begin back: an interval encloses a later one if it ends no sooner.
     least = np.minimum.accumulate(np.where(filled, ranks, FARTHEST)[::-1])[::-1]
@@ -191,7 +191,7 @@ def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
 
 def shared_ns(first: Union, second: Union) -> int:
     """Return the length of the intersection of two unions."""
-    return int(first.within(second.starts, second.ends).sum())
+    return int(first.length_within(second.starts, second.ends).sum())
 
 
 def intersect(first: Union, second: Union) -> Union:
@@ -205,7 +205,7 @@ def subtract(first: Union, second: Union) -> Union:
 
 
 def _combine(first: Union, second: Union, *, is_in_second: bool) -> Union:
-    edges = distinct(np.concatenate([*first, *second]))
+    edges = find_distinct(np.concatenate([*first, *second]))
     starts, ends = edges[:-1], edges[1:]
     is_kept = _are_covered(first, starts) & (_are_covered(second, starts) == is_in_second)
     return union(starts[is_kept], ends[is_kept])

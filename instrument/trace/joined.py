@@ -77,7 +77,7 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
     `apart_ns` is the most by which the processes' clocks differ: a span may seem to begin that much before its request.
     """
     if owner is None:
-        owner = trace.owners(trace.of_kind("request"))
+        owner = trace.topmost_wanted_rows(trace.are_of_kind("request"))
     keyed, key_of, numbers = _number_keys(trace)
     owner = split_sub_requests(trace, owner, keyed, key_of)
     first = FirstKeys(trace, owner, keyed, key_of)
@@ -105,7 +105,7 @@ def join(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Join
             keys[place].append(names[key])
     batch, weights, member_keys = _read_members(trace.attributes)
     key_of_member = np.array([numbers.get(key, NONE) for key in member_keys], dtype=np.int64)
-    request = place_of[bound.at(key_of_member, trace.start_ns[batch])]
+    request = place_of[bound.request_at(key_of_member, trace.start_ns[batch])]
     served = merge_repeated(Served(batch, request, weights, member_keys))
     around = of[served.batch]  # the request in whose tree a batch is, which may serve only others
     serves = served.batch[(around != NONE) & (served.request != NONE)]
@@ -168,7 +168,7 @@ def _resolve_requests(
     whole[bound.parts] = bound.wholes
     of = place_of[whole[owner]]
     outside = np.flatnonzero(owner[keyed] == NONE)
-    requests = place_of[bound.at(key_of[outside], trace.start_ns[keyed[outside]])]
+    requests = place_of[bound.request_at(key_of[outside], trace.start_ns[keyed[outside]])]
     of_key = np.full(len(trace) + 1, NONE, dtype=np.int64)
     of_key[keyed[outside]] = requests
     is_known = mask_of(keyed[outside[requests != NONE]], len(trace))
@@ -227,7 +227,7 @@ class _Bound:
         from_ns[further[is_theirs]] = since_ns[is_theirs] + 1
         return from_ns
 
-    def at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
+    def request_at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
         """Return the row of the request that each key names at a time, -1 without one. If that request had ended, a
         request that begins within the clocks' difference replaces it."""
         requests = self._find_begun(keys, times_ns)
@@ -317,7 +317,7 @@ def read_batch_weights(values: Sequence[Any], counts: Int64s) -> Int64s:
 
 def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> Int32s:
     """Return the request of each row, with sub-requests as requests of their own. `owner` has the topmost requests."""
-    is_request = trace.of_kind("request")
+    is_request = trace.are_of_kind("request")
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
     if not inner.any() or not len(keyed):
         return owner
@@ -350,7 +350,7 @@ class FirstKeys:
     another."""
 
     def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
-        near = nearest(trace.parent, trace.of_kind("request"))
+        near = nearest(trace.parent, trace.are_of_kind("request"))
         self.around = np.where((near == NONE) | (owner == NONE), owner, near).astype(np.int64)
         """The nearest request at or above each row."""
         borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]

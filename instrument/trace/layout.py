@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from instrument.recording.spans import WORK, Kernel, Site
 from instrument.recording.trace_context import RemoteParent
-from instrument.trace.columns import FARTHEST_NS, Columns, DeviceIntervals, Int32s, Int64s, lie_within
-from instrument.trace.indices import NONE, mask_of, places_of, ranked, topmost_rows
-from instrument.trace.text import PackedAttributes, clean, encode_rows
+from instrument.trace.columns import FARTHEST_NS, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
+from instrument.trace.indices import NONE, index_rows, mask_of, rank_distinct, topmost_rows
+from instrument.trace.text import PackedAttributes, encode_rows, remove_surrogates
 from instrument.trace.trace import ALLOCATION, Allocation, Allocations, Trace, Views
 
 Column = NDArray[Any]
@@ -30,7 +30,7 @@ Arrays = Mapping[str, Column]
 WIDTHS = (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32)
 
 
-def narrow(column: Column) -> Column:
+def narrow_type(column: Column) -> Column:
     """Return the same integers in the narrowest type that fits all of them."""
     if not len(column):
         return column.astype(np.uint8)
@@ -42,17 +42,17 @@ def narrow(column: Column) -> Column:
     return column.astype(np.int64)
 
 
-def steps(column: Column) -> Column:
+def differences(column: Column) -> Column:
     """Return the first number, followed by the difference of each number to the one before."""
-    return narrow(np.diff(column.astype(np.int64), prepend=np.int64(0)))
+    return narrow_type(np.diff(column.astype(np.int64), prepend=np.int64(0)))
 
 
-def summed(column: Column) -> Int64s:
+def sum_differences(column: Column) -> Int64s:
     """Return the numbers from which `steps` made the differences."""
     return np.asarray(np.cumsum(column, dtype=np.int64))
 
 
-def in_order(trace: Columns) -> Int64s:
+def order_by_start(trace: Columns) -> Int64s:
     """Return the rows ordered by start time, then by length with the longest first, then by id. So parents come before
     their children."""
     order = np.argsort(trace.start_ns, kind="stable")
@@ -67,28 +67,28 @@ def in_order(trace: Columns) -> Int64s:
 def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     """Return the columns of a file by name, and the rest of the trace as metadata. Rows are in the order of
     `in_order`."""
-    order = in_order(trace)
-    rank = places_of(order, len(trace))
+    order = order_by_start(trace)
+    rank = index_rows(order, len(trace))
     parent = trace.parent[order]
     above = np.where(parent == NONE, np.arange(len(trace)), rank[parent]) if len(trace) else order
     span_id, start_ns = trace.span_id[order], trace.start_ns[order]
     total_ns = trace.end_ns[order] - start_ns
     self_ns, parent_id = trace.self_ns[order], trace.parent_id[order]
-    threads, thread = ranked(trace.thread_id[order])
+    threads, thread = rank_distinct(trace.thread_id[order])
     tasks, of_rows = _rank_below_parents(trace, trace.task_id)
     task = of_rows[order]
     columns: dict[str, Column] = {
         "firsts": np.concatenate([span_id[:1], start_ns[:1]]),
-        "span_id_steps": steps(span_id - span_id[:1].sum()),
-        "rows_to_parent": narrow(np.arange(len(trace)) - above),
-        "thread": narrow(thread),
+        "span_id_steps": differences(span_id - span_id[:1].sum()),
+        "rows_to_parent": narrow_type(np.arange(len(trace)) - above),
+        "thread": narrow_type(thread),
         "thread_ids": threads,
-        "task": narrow(task),
+        "task": narrow_type(task),
         "task_ids": tasks,
-        "start_ns_steps": steps(start_ns - start_ns[:1].sum()),
-        "total_ns": narrow(total_ns),
-        "children_ns": narrow(total_ns - self_ns),
-        "site": narrow(trace.site[order]),
+        "start_ns_steps": differences(start_ns - start_ns[:1].sum()),
+        "total_ns": narrow_type(total_ns),
+        "children_ns": narrow_type(total_ns - self_ns),
+        "site": narrow_type(trace.site[order]),
     }
     own_parent = np.where(parent == NONE, 0, trace.span_id[parent]) if len(trace) else parent_id
     of_top = trace.span_id[topmost_rows(trace.parent)[order]] if len(trace) else span_id
@@ -102,7 +102,7 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     )
     for name, column, usual in rare:
         rows = np.flatnonzero(column != usual)
-        columns[f"{name}_row_steps"], columns[name] = steps(rows), narrow(column[rows].astype(np.int64))
+        columns[f"{name}_row_steps"], columns[name] = differences(rows), narrow_type(column[rows].astype(np.int64))
     columns |= _pack_intervals(trace.device, rank, start_ns)
     columns |= _pack_attributes(trace, order)
     facts = {
@@ -122,7 +122,7 @@ def _rank_below_parents(trace: Columns, column: Int64s) -> tuple[Column, Int64s]
     if len(trace):
         shares &= column == column[trace.parent]
     firsts = np.flatnonzero(~shares)
-    values, places = ranked(column[firsts])
+    values, places = rank_distinct(column[firsts])
     place_of = np.zeros(len(trace), dtype=np.int64)
     place_of[firsts] = places
     return values, place_of[topmost_rows(np.where(shares, trace.parent, np.int32(NONE)).astype(np.int32))]
@@ -132,13 +132,13 @@ def _pack_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> 
     order = np.argsort(rank[device.row], kind="stable")
     row, begin_ns = rank[device.row][order], device.start_ns[order]
     return {
-        "device_row_steps": steps(row),
-        "device": narrow(device.device[order]),
-        "device_stream": narrow(device.stream[order]),
-        "device_after_ns": narrow(begin_ns - start_ns[row]),
-        "device_total_ns": narrow(device.end_ns[order] - begin_ns),
-        "device_label": narrow(device.label[order]),
-        "device_uncertainty_ns": narrow(device.uncertainty_ns[order]),
+        "device_row_steps": differences(row),
+        "device": narrow_type(device.device[order]),
+        "device_stream": narrow_type(device.stream[order]),
+        "device_after_ns": narrow_type(begin_ns - start_ns[row]),
+        "device_total_ns": narrow_type(device.end_ns[order] - begin_ns),
+        "device_label": narrow_type(device.label[order]),
+        "device_uncertainty_ns": narrow_type(device.uncertainty_ns[order]),
     }
 
 
@@ -150,16 +150,16 @@ def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
     numbers = [table.setdefault(text, len(table)) for text in encoded]
     texts = [text.encode() for text in table]
     return {
-        "attributes_row_steps": steps(rows),
-        "attributes": narrow(np.array(numbers, dtype=np.int64)),
-        "attributes_lengths": narrow(np.fromiter(map(len, texts), np.int64, len(texts))),
+        "attributes_row_steps": differences(rows),
+        "attributes": narrow_type(np.array(numbers, dtype=np.int64)),
+        "attributes_lengths": narrow_type(np.fromiter(map(len, texts), np.int64, len(texts))),
         "attributes_bytes": np.frombuffer(b"".join(texts), dtype=np.uint8),
     }
 
 
 def unpack_columns(arrays: Arrays, facts: Mapping[str, Any], sites: Sequence[Site]) -> Columns:
     """Return the trace of a file's arrays. Raises `ValueError` and `LookupError` for damaged arrays."""
-    span_id, start_ns = summed(arrays["span_id_steps"]), summed(arrays["start_ns_steps"])
+    span_id, start_ns = sum_differences(arrays["span_id_steps"]), sum_differences(arrays["start_ns_steps"])
     total_ns = arrays["total_ns"].astype(np.int64)
     if len(span_id):
         span_id, start_ns = span_id + arrays["firsts"][0], start_ns + arrays["firsts"][1]
@@ -212,14 +212,14 @@ def _check_rows(rows: Column, count: int) -> None:
 
 
 def _fill_rare(arrays: Arrays, name: str, usual: Int64s) -> Int64s:
-    rows = summed(arrays[f"{name}_row_steps"])
+    rows = sum_differences(arrays[f"{name}_row_steps"])
     _check_rows(rows, len(usual))
     usual[rows] = arrays[name]
     return usual
 
 
 def _unpack_intervals(arrays: Arrays, start_ns: Int64s, labels: tuple[str, ...]) -> DeviceIntervals:
-    row = summed(arrays["device_row_steps"])
+    row = sum_differences(arrays["device_row_steps"])
     _check_rows(row, len(start_ns))
     begin_ns = start_ns[row] + arrays["device_after_ns"]
     return DeviceIntervals(
@@ -235,7 +235,7 @@ def _unpack_intervals(arrays: Arrays, start_ns: Int64s, labels: tuple[str, ...])
 
 
 def _unpack_attributes(arrays: Arrays, count: int) -> PackedAttributes:
-    rows, ends = summed(arrays["attributes_row_steps"]), summed(arrays["attributes_lengths"])
+    rows, ends = sum_differences(arrays["attributes_row_steps"]), sum_differences(arrays["attributes_lengths"])
     numbers, texts = arrays["attributes"], arrays["attributes_bytes"].tobytes()
     _check_rows(rows, count)
     _check_rows(numbers, len(ends))
@@ -274,7 +274,7 @@ class KernelColumns(Views[Kernel]):
         numbers = [np.fromiter(map(itemgetter(place), kernels), np.int64, count) for place in range(2, 8)]
         return cls(tuple(names), tuple(kinds), name, kind, *numbers)
 
-    def moved(self, by_ns: int) -> KernelColumns:
+    def move_times(self, by_ns: int) -> KernelColumns:
         """Return the kernels with all times moved by `by_ns`. Raises `ValueError` for times that no clock reads."""
         times_ns = [self.start_ns, self.end_ns, self.launched_ns[self.thread_id != 0]]
         edges_ns = [int(edge) for column in times_ns if len(column) for edge in (column.min(), column.max())]
@@ -312,13 +312,13 @@ def move_watched(
     facts: Trace, devices: Callable[[Column], Int64s], threads: Callable[[Column], Int64s], moved_ns: int
 ) -> dict[str, Any]:
     """Return torch.profiler's data with all times moved by `moved_ns`, and with the devices and threads renumbered."""
-    kernels, allocations = KernelColumns.of(facts.kernels).moved(moved_ns), Allocations.of(facts.allocations)
+    kernels, allocations = KernelColumns.of(facts.kernels).move_times(moved_ns), Allocations.of(facts.allocations)
     rows = allocations.rows.copy()
     rows["device"], rows["thread_id"] = devices(rows["device"]), threads(rows["thread_id"])
     flop_threads = threads(np.array([flops.thread_id for flops in facts.flops], dtype=np.int64)).tolist()
     return {
         "kernels": replace(kernels, device=devices(kernels.device), thread_id=threads(kernels.thread_id)),
-        "allocations": Allocations(rows, allocations.base_ns).moved(moved_ns),
+        "allocations": Allocations(rows, allocations.base_ns).move_times(moved_ns),
         "watched": facts.watched and (facts.watched[0] + moved_ns, facts.watched[1] + moved_ns),
         "flops": [
             flops._replace(thread_id=thread_id, at_ns=flops.at_ns + moved_ns)
@@ -331,26 +331,26 @@ def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Col
     """Return the packed columns of kernels, with times from `base_ns`, and the table of their names."""
     work = KernelColumns.of(kernels)
     names: dict[str, int] = {}
-    of_name = np.array([names.setdefault(clean(name), len(names)) for name in work.names], dtype=np.int64)
+    of_name = np.array([names.setdefault(remove_surrogates(name), len(names)) for name in work.names], dtype=np.int64)
     kinds = np.array([WORK.index(kind) for kind in work.kinds], dtype=np.int64)
-    threads, thread = ranked(work.thread_id)
+    threads, thread = rank_distinct(work.thread_id)
     return {
-        "kernel_name": narrow(of_name[work.name]),
-        "kernel_kind": narrow(kinds[work.kind]),
-        "kernel_device": narrow(work.device),
-        "kernel_stream": narrow(work.stream),
-        "kernel_start_ns_steps": steps(work.start_ns - base_ns),
-        "kernel_total_ns": narrow(work.end_ns - work.start_ns),
-        "kernel_thread": narrow(thread),
+        "kernel_name": narrow_type(of_name[work.name]),
+        "kernel_kind": narrow_type(kinds[work.kind]),
+        "kernel_device": narrow_type(work.device),
+        "kernel_stream": narrow_type(work.stream),
+        "kernel_start_ns_steps": differences(work.start_ns - base_ns),
+        "kernel_total_ns": narrow_type(work.end_ns - work.start_ns),
+        "kernel_thread": narrow_type(thread),
         "kernel_thread_ids": threads,
-        "kernel_waited_ns": narrow(np.where(work.thread_id == 0, 0, work.start_ns - work.launched_ns)),
+        "kernel_waited_ns": narrow_type(np.where(work.thread_id == 0, 0, work.start_ns - work.launched_ns)),
     }, list(names)
 
 
 def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> KernelColumns:
     """Return the kernels that are stored in packed columns. Raises `ValueError` and `LookupError` for damaged
     columns."""
-    start_ns = summed(columns["kernel_start_ns_steps"]) + base_ns
+    start_ns = sum_differences(columns["kernel_start_ns_steps"]) + base_ns
     thread_id = _read_table(columns, "kernel_thread")
     end_ns = start_ns + columns["kernel_total_ns"]
     launched_ns = np.where(thread_id == 0, 0, start_ns - columns["kernel_waited_ns"])
@@ -358,9 +358,9 @@ def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> Kerne
     numbers = [columns[f"kernel_{column}"].astype(np.int64) for column in ("device", "stream")]
     numbers += [start_ns, end_ns, thread_id, launched_ns]
     is_sound = {len(name), len(kind), *map(len, numbers)} == {len(start_ns)}
-    is_sound = is_sound and lie_within(name, 0, len(names)) and lie_within(kind, 0, len(WORK))
+    is_sound = is_sound and are_in_range(name, 0, len(names)) and are_in_range(kind, 0, len(WORK))
     is_sound = is_sound and all(
-        lie_within(times, -FARTHEST_NS, FARTHEST_NS) for times in (start_ns, end_ns, launched_ns)
+        are_in_range(times, -FARTHEST_NS, FARTHEST_NS) for times in (start_ns, end_ns, launched_ns)
     )
     if not is_sound or (end_ns < start_ns).any() or len(set(names)) != len(names):
         raise ValueError("a kernel in it is not valid; it is damaged")
@@ -371,14 +371,14 @@ def pack_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[st
     """Return the packed columns of allocations, with times from `base_ns`."""
     packed = Allocations.of(allocations)
     rows = packed.rows
-    threads, thread = ranked(rows["thread_id"])
+    threads, thread = rank_distinct(rows["thread_id"])
     return {
-        "allocation_device": narrow(rows["device"]),
-        "allocation_at_ns_steps": steps(rows["at_ns"] + (packed.base_ns - base_ns)),
-        "allocation_thread": narrow(thread),
+        "allocation_device": narrow_type(rows["device"]),
+        "allocation_at_ns_steps": differences(rows["at_ns"] + (packed.base_ns - base_ns)),
+        "allocation_thread": narrow_type(thread),
         "allocation_thread_ids": threads,
-        **{f"allocation_{name}": narrow(rows[name]) for name in PLAIN},
-        **{f"allocation_{name}_steps": steps(rows[name]) for name in LEVELS},
+        **{f"allocation_{name}": narrow_type(rows[name]) for name in PLAIN},
+        **{f"allocation_{name}_steps": differences(rows[name]) for name in LEVELS},
     }
 
 
@@ -386,7 +386,7 @@ def unpack_allocations(columns: Arrays, base_ns: int) -> Allocations:
     thread_id = _read_table(columns, "allocation_thread")
     column_by_name: dict[str, NDArray[Any]] = {"device": columns["allocation_device"], "thread_id": thread_id}
     column_by_name |= {name: columns[f"allocation_{name}"] for name in PLAIN}
-    column_by_name |= {name: summed(columns[f"allocation_{name}_steps"]) for name in ("at_ns", *LEVELS)}
+    column_by_name |= {name: sum_differences(columns[f"allocation_{name}_steps"]) for name in ("at_ns", *LEVELS)}
     if {len(column) for column in column_by_name.values()} != {len(thread_id)}:
         raise ValueError("an allocation in it is not valid; it is damaged")
     rows = np.empty(len(thread_id), dtype=ALLOCATION)
@@ -397,6 +397,6 @@ def unpack_allocations(columns: Arrays, base_ns: int) -> Allocations:
 
 def _read_table(columns: Arrays, name: str) -> Int64s:
     table, places = columns[f"{name}_ids"], columns[name]
-    if not lie_within(places, 0, len(table)):
+    if not are_in_range(places, 0, len(table)):
         raise ValueError("it refers to a row that does not exist; it is damaged")
     return np.asarray(table.astype(np.int64)[places])

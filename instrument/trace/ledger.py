@@ -34,17 +34,17 @@ from instrument.trace.indices import (
     are_at_or_above,
     compute_running_most,
     count_up_to,
-    distinct,
+    find_distinct,
     find_last_up_to,
+    index_rows,
     mask_of,
     nearest,
     nearest_above,
-    numbered,
-    places_of,
+    number_combinations,
 )
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
-from instrument.trace.self_times import turns
+from instrument.trace.self_times import compute_turns
 
 QUEUE, STALL, TRANSPORT, UNKNOWN = "queue", "stall", "transport", "unknown"
 SHARE, WAITING = "share of batches", "waiting in batches"
@@ -139,7 +139,7 @@ def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: In
     its_batch, lengths = batch[parts.groups], parts.ends - parts.starts
     at_once = np.flatnonzero(_may_overlap(device[parts.groups], parts.starts, parts.ends))
     if not len(at_once):
-        return np.asarray(Groups(its_batch, len(trace)).sums(lengths), dtype=np.int64)
+        return np.asarray(Groups(its_batch, len(trace)).sum_by_group(lengths), dtype=np.int64)
     inner, outer = _find_nested(trace, served)
     numbers = {key: number for number, key in enumerate(dict.fromkeys(served.key), len(trace))}
     unknown = np.array([numbers[key] for key in served.key], dtype=np.int64)
@@ -153,22 +153,22 @@ def measure_own_lengths(trace: Columns, served: Served, parts: Unions, batch: In
     firsts, ends = (np.searchsorted(batches, its_batch[at_once], side=side) for side in ("left", "right"))
     interval_of = np.repeat(at_once, ends - firsts)
     member = members[np.arange(len(interval_of)) - np.repeat(np.cumsum(ends - firsts) - ends, ends - firsts)]
-    _, once = numbered(interval_of, member)  # a batch may have a key of no request twice
+    _, once = number_combinations(interval_of, member)  # a batch may have a key of no request twice
     interval_of, member = interval_of[once], member[once]
-    rivals, _ = numbered(member, device[parts.groups][interval_of])
+    rivals, _ = number_combinations(member, device[parts.groups][interval_of])
     is_rival = _may_overlap(rivals, parts.starts[interval_of], parts.ends[interval_of])
     interval_of, rivals = interval_of[is_rival], rivals[is_rival]
     starts, stops = parts.starts[interval_of], parts.ends[interval_of]
     row = its_batch[interval_of]
-    ranks = places_of(np.lexsort((trace.span_id[row], -trace.end_ns[row], trace.start_ns[row])), len(row))[:-1]
-    has_turn, turn_starts, turn_ends = turns(rivals, starts, stops, ranks)
+    ranks = index_rows(np.lexsort((trace.span_id[row], -trace.end_ns[row], trace.start_ns[row])), len(row))[:-1]
+    has_turn, turn_starts, turn_ends = compute_turns(rivals, starts, stops, ranks)
     # An interval loses the time outside of its turns: from its begin or a turn's end to the next turn or its end.
     places = np.concatenate([np.arange(len(interval_of)), has_turn])
     lost_from, lost_to = np.concatenate([starts, turn_ends]), np.concatenate([turn_starts, stops])
     to_places = np.concatenate([has_turn, np.arange(len(interval_of))])
     begins, finishes = np.lexsort((lost_from, places)), np.lexsort((lost_to, to_places))
     lost = lengths_by_group(interval_of[places[begins]], lost_from[begins], lost_to[finishes], len(its_batch))
-    return np.asarray(Groups(its_batch, len(trace)).sums(lengths - lost), dtype=np.int64)
+    return np.asarray(Groups(its_batch, len(trace)).sum_by_group(lengths - lost), dtype=np.int64)
 
 
 def _find_nested(trace: Columns, served: Served) -> tuple[Int64s, Int64s]:
@@ -231,7 +231,7 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     spans, none = np.concatenate([work.row, inner.row, batches.row]), np.full(len(between.row), NONE)
     ranks = _rank_intervals(trace, between, spans)
     del work, batches, between, inner, in_batch  # frees as much memory as `turns` needs
-    order, begins, finishes = turns(request, starts, ends, ranks)
+    order, begins, finishes = compute_turns(request, starts, ends, ranks)
     row = np.concatenate([none, spans])[order]
     return Turns(tuple(names), request[order], part[order], row, pair[order], begins, finishes - begins)
 
@@ -249,7 +249,7 @@ def _rank_intervals(trace: Columns, between: Intervals, spans: Int64s) -> Int64s
         finishes = np.concatenate([between.end_ns, trace.end_ns[spans]])[rows]
         by_id = np.concatenate([np.full(len(between.row), NONE), trace.span_id[spans]])[rows]
         order[tied] = rows[np.lexsort((rows, by_id, rows >= len(between.row), -finishes, begins[rows]))]
-    return places_of(order, len(order))[:-1]
+    return index_rows(order, len(order))[:-1]
 
 
 def find_served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, Intervals]:
@@ -259,10 +259,10 @@ def find_served_intervals(trace: Columns, joined: Joined) -> tuple[Intervals, In
     return batches, _find_gaps(trace, joined, _find_work(trace, joined), batches, of_all_keys=False)
 
 
-def ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
+def compute_ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
     """Return the parts of each request's time. `all_turns` are the requests' turns, if already known."""
     all_turns = turns_of(trace, joined) if all_turns is None else all_turns
-    rows = distinct(joined.served.batch)
+    rows = find_distinct(joined.served.batch)
     spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
     given_ns = divide_shares(
         joined.served, measure_own_lengths(trace, joined.served, spans, rows, np.zeros(len(rows), dtype=np.int64))
@@ -276,15 +276,15 @@ def ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Le
     request = np.concatenate([all_turns.request[is_own], of_batches, of_batches])
     part = np.concatenate([all_turns.part[is_own], np.full(len(pairs), numbers[SHARE]), np.full(len(pairs), waits)])
     time_ns = np.concatenate([all_turns.length_ns[is_own], own_shares, waiting])
-    known_ns = Groups(request, len(joined.rows)).sums(time_ns).astype(np.int64)  # up to the wall time
+    known_ns = Groups(request, len(joined.rows)).sum_by_group(time_ns).astype(np.int64)  # up to the wall time
     request = np.concatenate([request, np.arange(len(joined.rows))])
     part = np.concatenate([part, np.full(len(joined.rows), unknown)])
     time_ns = np.concatenate([time_ns, trace.total_ns[joined.rows] - known_ns])
     has_time = time_ns > 0
     request, part, time_ns = request[has_time], part[has_time], time_ns[has_time]
-    groups, firsts = numbered(request, part)
+    groups, firsts = number_combinations(request, part)
     order = np.lexsort((part[firsts], request[firsts]))
-    sums = Groups(groups, len(firsts)).sums(time_ns)[order].astype(np.int64)
+    sums = Groups(groups, len(firsts)).sum_by_group(time_ns)[order].astype(np.int64)
     return Ledger(tuple(numbers), request[firsts[order]], part[firsts[order]], sums, given_ns)
 
 
@@ -298,7 +298,7 @@ class Moment(NamedTuple):
     pair: int
 
 
-def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
+def list_moments(trace: Columns, joined: Joined, place: int) -> list[Moment]:
     """Return all turns of one request in order, without a gap from its begin to its end. A gap becomes an unknown turn.
     A turn in a batch has the part `SHARE`, even while the request waits for other members."""
     served = joined.served
@@ -324,8 +324,8 @@ def timeline(trace: Columns, joined: Joined, place: int) -> list[Moment]:
 
 def divide_own_and_waiting(given_ns: Int64s, pairs: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the pairs that have turns in batches, each pair's own share, and its waiting time."""
-    groups, firsts = numbered(pairs)
-    spent = Groups(groups, len(firsts)).sums(lengths)
+    groups, firsts = number_combinations(pairs)
+    spent = Groups(groups, len(firsts)).sum_by_group(lengths)
     distinct_pairs = pairs[firsts]
     own_shares = np.minimum(spent, given_ns[distinct_pairs])
     return distinct_pairs, own_shares, spent - own_shares
@@ -413,7 +413,7 @@ def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
     if not is_other.any():
         rows = rows[:0]
     else:
-        serves = are_at_or_above(trace.parent, distinct(joined.served.batch))
+        serves = are_at_or_above(trace.parent, find_distinct(joined.served.batch))
         serves[joined.rows] = True
         rows = rows[is_other & ~serves[rows]]
     request = joined.of[rows].astype(np.int64)
@@ -499,7 +499,7 @@ def _find_transports(
     trace: Columns, joined: Joined, work: Intervals, batches: Intervals, firsts: Int64s, reach: Int64s
 ) -> list[_Part]:
     """Return the times in which a request was on its way between its own threads and its batch threads."""
-    threads = distinct(trace.thread_id[distinct(joined.served.batch)])
+    threads = find_distinct(trace.thread_id[find_distinct(joined.served.batch)])
     elsewhere = ~np.isin(trace.thread_id[work.row], threads)
     order = np.lexsort((work.start_ns, work.request))
     own_work = Intervals(*(column[order[elsewhere[order]]] for column in work))
@@ -556,7 +556,7 @@ class DeviceLedger:
     given_ns: Int64s
 
 
-def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
+def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     """Return the device times of all requests."""
     device, served = trace.device, joined.served
     timed = np.flatnonzero(device.timed)
@@ -565,18 +565,20 @@ def device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     batch = nearest(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
     of_batches, owners, devices = _unite_device_intervals(trace, timed[batch != NONE], batch[batch != NONE])
-    batch_ns = Groups(owners[of_batches.groups], len(trace)).sums(of_batches.ends - of_batches.starts).astype(np.int64)
+    batch_ns = (
+        Groups(owners[of_batches.groups], len(trace)).sum_by_group(of_batches.ends - of_batches.starts).astype(np.int64)
+    )
     of_requests, requests, _ = _unite_device_intervals(trace, timed[request != NONE], request[request != NONE])
-    own_ns = Groups(requests[of_requests.groups], len(joined.rows)).sums(of_requests.ends - of_requests.starts)
+    own_ns = Groups(requests[of_requests.groups], len(joined.rows)).sum_by_group(of_requests.ends - of_requests.starts)
     given_ns = divide_shares(served, measure_own_lengths(trace, served, of_batches, owners, devices))
     return DeviceLedger(
-        own_ns.astype(np.int64), Groups(served.request, len(joined.rows)).sums(given_ns), batch_ns, given_ns
+        own_ns.astype(np.int64), Groups(served.request, len(joined.rows)).sum_by_group(given_ns), batch_ns, given_ns
     )  # fmt: skip
 
 
 def _unite_device_intervals(trace: Columns, intervals: Int64s, owners: Int64s) -> tuple[Unions, Int64s, Int64s]:
     """Return the unions of device intervals, grouped by owner and device, and the owner and device of each group."""
     device = trace.device
-    groups, firsts = numbered(owners, device.device[intervals])
+    groups, firsts = number_combinations(owners, device.device[intervals])
     busy = union_by_group(groups, device.start_ns[intervals], device.end_ns[intervals])
     return busy, owners[firsts], device.device[intervals[firsts]].astype(np.int64)

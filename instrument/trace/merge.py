@@ -25,15 +25,15 @@ from instrument.recording.spans import HOST, Sample
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Attributes, Bools, Columns, ComposedAttributes, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
-from instrument.trace.indices import NONE, places_of, ranked, rows_of, topmost_rows
+from instrument.trace.indices import NONE, index_rows, rank_distinct, rows_of, topmost_rows
 from instrument.trace.layout import move_watched
 from instrument.trace.merged_facts import (
     MergedFile,
     Numbers,
     label_of,
+    merge_facts,
+    merge_processes,
     merge_tally,
-    merged_facts,
-    merged_processes,
     restore_numbers,
 )
 from instrument.trace.trace import MergedProcess, Trace
@@ -82,7 +82,7 @@ def merge(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     files must have an error bound of their wall clock, unless `by_wall_clock`.
     """
     try:
-        groups = processes_of(files)
+        groups = recordings_by_process(files)
     except ValueError as problem:
         raise TraceError(f"cannot merge the files: {problem}") from problem
     parts = [saved for group in groups for saved in group]
@@ -164,9 +164,9 @@ class _Merge:
         self.parts: Sequence[MergedFile] = self._parts
         self._numbers = Numbers(self._parts)
         columns = self._merge_columns(first)
-        facts = replace(merged_facts(self._parts, self._numbers), apart_ns=apart_ns)
+        facts = replace(merge_facts(self._parts, self._numbers), apart_ns=apart_ns)
         tally = merge_tally(self._parts, self._numbers, columns, facts.threads)
-        processes = merged_processes(self._parts, self._numbers, self._absent) if len(groups) > 1 else ()
+        processes = merge_processes(self._parts, self._numbers, self._absent) if len(groups) > 1 else ()
         self.saved = Saved(replace(facts, processes=processes).with_columns(columns), tally)
 
     # ------------------------------------------------------------ spans
@@ -176,12 +176,12 @@ class _Merge:
         site = _join_columns(self._numbers.find_merged_sites(part) for part in parts)
         start_ns = _join_columns(part.trace.start_ns + part.moved_ns for part in parts)
         end_ns = _join_columns(part.trace.end_ns + part.moved_ns for part in parts)
-        thread_id = _join_columns(self._numbers.threads_of(part) for part in parts)
+        thread_id = _join_columns(self._numbers.merged_threads_of_rows(part) for part in parts)
         span_id = _join_columns(part.trace.span_id for part in parts)
         chosen = self._choose_rows(span_id, site, thread_id, start_ns, end_ns)
         kept_rows = np.flatnonzero(chosen == np.arange(count))
         order = kept_rows[np.lexsort((kept_rows, -end_ns[kept_rows], start_ns[kept_rows]))]
-        row_of = places_of(order, count)[chosen]
+        row_of = index_rows(order, count)[chosen]
         for part in parts:
             part.row = row_of[part.of_all]
             part.is_kept = chosen[part.of_all] == np.arange(part.first, part.first + len(part.trace))
@@ -260,9 +260,9 @@ class _Merge:
         )
         moved = [
             replace(
-                device := part.trace.device.only(mask),
-                device=self._numbers.devices(device.device, part),
-                stream=self._numbers.streams(device.stream, part),
+                device := part.trace.device.select(mask),
+                device=self._numbers.merged_devices(device.device, part),
+                stream=self._numbers.merged_streams(device.stream, part),
                 start_ns=device.start_ns + part.moved_ns,
                 end_ns=device.end_ns + part.moved_ns,
             )
@@ -314,7 +314,7 @@ ENDED_THREADS = 0, "(ended threads)"
 """The thread number and name under which recorders count the calls of ended threads."""
 
 
-def fold(files: Sequence[Saved]) -> Saved:
+def fold_recordings(files: Sequence[Saved]) -> Saved:
     """Fold recordings of ended processes, or earlier results, into one of bounded size. Raises `TraceError`."""
     saved = merge(files).saved
     facts = saved.trace
@@ -373,13 +373,13 @@ def _fold_threads(tally: Tally) -> Tally:
     thread, name = ENDED_THREADS
     kept_paths = set[CallPath]()
 
-    def kept(path: CallPath) -> CallPath:
+    def limit_path(path: CallPath) -> CallPath:
         if path not in kept_paths and len(kept_paths) >= PATHS_KEPT:
             path = (OVERFLOW, path[-1]) if len(kept_paths) < 2 * PATHS_KEPT else (OVERFLOW,)
         kept_paths.add(path)
         return path
 
-    return tally.with_paths(kept, lambda _: thread, {thread: name})
+    return tally.with_paths(limit_path, lambda _: thread, {thread: name})
 
 
 def parse_link(link: Any) -> Int64s | None:
@@ -389,7 +389,7 @@ def parse_link(link: Any) -> Int64s | None:
     return np.array(link, dtype=np.int64) if all(-1 << 63 <= number < 1 << 63 for number in link) else None
 
 
-def processes_of(files: Sequence[Saved]) -> list[list[Saved]]:
+def recordings_by_process(files: Sequence[Saved]) -> list[list[Saved]]:
     """Return the recordings of each process, in the order of first appearance. Merged files are split by process."""
     groups: dict[Hashable, list[Saved]] = {}
     for saved in files:
@@ -407,7 +407,7 @@ def split_by_process(saved: Saved) -> list[Saved]:
     if not processes:
         return [saved]
     of_thread = {thread: number for number, process in enumerate(processes) for thread in process.threads}
-    threads, places = ranked(saved.trace.columns.thread_id)
+    threads, places = rank_distinct(saved.trace.columns.thread_id)
     of_row = np.array([of_thread.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)[places]
     recordings = []
     for number, process in enumerate(processes):

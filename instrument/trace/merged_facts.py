@@ -16,12 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording import board
-from instrument.recording.spans import HOST, Cost, FirstCall, Interval, Sample, Site, Startup, is_request, never_called
+from instrument.recording.spans import (
+    HOST,
+    Cost,
+    FirstCall,
+    Interval,
+    Sample,
+    Site,
+    Startup,
+    describe_uncalled,
+    is_request,
+)
 from instrument.recording.tally import Tally
 from instrument.trace.call_tree import tally_of
 from instrument.trace.columns import Columns, Int64s
 from instrument.trace.file import Saved
-from instrument.trace.indices import ranked
+from instrument.trace.indices import rank_distinct
 from instrument.trace.layout import move_watched
 from instrument.trace.metadata import LIMIT_LINKS
 from instrument.trace.trace import MergedProcess, Trace
@@ -36,7 +46,7 @@ class DistinctNumbers:
         self._taken: set[int] = set()
         self._next = 0
 
-    def number(self, own_number: int, owner: Hashable) -> int:
+    def distinct_number(self, own_number: int, owner: Hashable) -> int:
         """Return the distinct number for a number of `owner`, such as a process."""
         number = self._given.get((owner, own_number))
         if number is None:
@@ -46,9 +56,9 @@ class DistinctNumbers:
             self._next = max(self._next, number + 1)
         return number
 
-    def column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
+    def distinct_column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
         """Return the distinct number for each of an owner's numbers."""
-        return _renumber(numbers, lambda number: self.number(number, owner))
+        return _renumber(numbers, lambda number: self.distinct_number(number, owner))
 
     def map_to_own_numbers(self, owner: Hashable) -> dict[int, int]:
         """Return a map from distinct numbers to an owner's numbers."""
@@ -57,7 +67,7 @@ class DistinctNumbers:
 
 def _renumber(numbers: NDArray[Any], become: Callable[[int], int]) -> Int64s:
     """Return the result of `become` for each number. `become` is called once per distinct number."""
-    distinct, places = ranked(numbers)
+    distinct, places = rank_distinct(numbers)
     return np.array(list(map(become, distinct.tolist())), dtype=np.int64)[places]
 
 
@@ -73,7 +83,7 @@ class JoinedSites:
         self._places: dict[tuple[object, ...], int] = {}
         self._found: list[list[Site]] = []
 
-    def place(self, site: Site) -> int:
+    def index_of(self, site: Site) -> int:
         """Return the index of a site's joined site."""
         place = self._places.setdefault(site.key, len(self._found))
         if place == len(self._found):
@@ -116,7 +126,7 @@ class MergedFile:
             sites += [call.site for call in (*startup.firsts, *filter(None, [startup.request]))]
         return sites
 
-    def called_sites(self) -> set[Site]:
+    def spans_and_tally_sites(self) -> set[Site]:
         """Return the sites of the file's spans and of the calls in its tally."""
         sites = {self.trace.sites[place] for place in np.unique(self.trace.site).tolist()}
         if self.saved.tally is not None:
@@ -138,55 +148,55 @@ class Numbers:
         self._sites = JoinedSites()
         for part in parts:
             for site in part.sites():
-                self._sites.place(site)
+                self._sites.index_of(site)
 
     @property
     def sites(self) -> tuple[Site, ...]:
         """The joined sites, each once."""
         return self._sites.joined
 
-    def site(self, site: Site) -> Site:
+    def joined_site(self, site: Site) -> Site:
         """Return the joined site for a site."""
-        return self.sites[self._sites.place(site)]
+        return self.sites[self._sites.index_of(site)]
 
     def find_merged_sites(self, part: MergedFile) -> Int64s:
         """Return the index of the joined site of each row."""
-        places = [self._sites.place(site) for site in part.trace.sites]
+        places = [self._sites.index_of(site) for site in part.trace.sites]
         return np.array(places, dtype=np.int64)[part.trace.site]
 
-    def thread(self, number: int, part: MergedFile) -> int:
+    def merged_thread(self, number: int, part: MergedFile) -> int:
         """Return the merged number of a thread. Number 0 means the process's ended threads."""
-        return self._threads.number(number, part.process)
+        return self._threads.distinct_number(number, part.process)
 
-    def threads_of(self, part: MergedFile) -> Int64s:
+    def merged_threads_of_rows(self, part: MergedFile) -> Int64s:
         """Return the merged thread number of each row."""
-        return self._threads.column(part.trace.thread_id, part.process)
+        return self._threads.distinct_column(part.trace.thread_id, part.process)
 
-    def threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
+    def merged_threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the merged numbers of threads. The number 0 means no thread and remains 0."""
         threads = np.zeros(len(numbers), dtype=np.int64)
         of_some = numbers != 0
-        threads[of_some] = self._threads.column(numbers[of_some], part.process)
+        threads[of_some] = self._threads.distinct_column(numbers[of_some], part.process)
         return threads
 
-    def streams(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
+    def merged_streams(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the merged numbers of streams."""
-        return self._streams.column(numbers, part.process)
+        return self._streams.distinct_column(numbers, part.process)
 
-    def devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
+    def merged_devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the merged numbers of a process's devices."""
-        return _renumber(numbers, lambda number: self.device(number, part))
+        return _renumber(numbers, lambda number: self.merged_device(number, part))
 
-    def device(self, number: int, part: MergedFile) -> int:
+    def merged_device(self, number: int, part: MergedFile) -> int:
         """Return the merged number of a device. A GPU with a known UUID has one number in all processes."""
         if number == HOST:
             return number
         uuid = next((gpu.uuid for gpu in part.saved.trace.gpus if gpu.device == number), "")
-        joined = self._devices.number(number, uuid or part.process)
+        joined = self._devices.distinct_number(number, uuid or part.process)
         self._own_devices.setdefault(part.process, {})[joined] = number
         return joined
 
-    def of_process(self, process: int) -> dict[str, dict[int, int]]:
+    def own_numbers_of(self, process: int) -> dict[str, dict[int, int]]:
         """Return maps from merged numbers to a process's own numbers of threads, devices and streams."""
         return {
             "threads": self._threads.map_to_own_numbers(process),
@@ -240,18 +250,21 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
             is_of_process = np.zeros(len(columns), dtype=np.bool_)
             for part in files:
                 is_of_process[part.row[part.is_kept]] = True
-            counted.append(tally_of(columns.only(is_of_process), threads, limit_links=LIMIT_LINKS))
+            counted.append(tally_of(columns.select(is_of_process), threads, limit_links=LIMIT_LINKS))
             continue
         counted += (
             part.saved.counted().with_paths(
-                lambda path: tuple(map(numbers.site, path)), partial(numbers.thread, part=part), {}, part.moved_ns
+                lambda path: tuple(map(numbers.joined_site, path)),
+                partial(numbers.merged_thread, part=part),
+                {},
+                part.moved_ns,
             )
             for part in counting
         )
-    return Tally.together(counted, names)
+    return Tally.sum_tallies(counted, names)
 
 
-def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
+def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     """Return a trace without spans that has the facts of all files. Gauges of single processes and torch.profiler's
     data of several processes are not merged. A note reports that."""
     processes = list(_group_by_process(parts))
@@ -260,7 +273,7 @@ def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     profiled: dict[str, Any] = {}
     if len(watched) == 1:
         part = watched[0]
-        devices, threads = partial(numbers.devices, part=part), partial(numbers.threads, part=part)
+        devices, threads = partial(numbers.merged_devices, part=part), partial(numbers.merged_threads, part=part)
         profiled = move_watched(part.saved.trace, devices, threads, part.moved_ns)
     losses: dict[str, int] = {}
     for part in newest:
@@ -273,7 +286,7 @@ def merged_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
         notes.append("gauges of single processes, and what torch.profiler saw in several, are shown with --by process")
     start_ns = min(part.saved.trace.start_ns + part.moved_ns for part in parts)
     end_ns = max(part.saved.trace.end_ns + part.moved_ns for part in parts)
-    gpus = {numbers.device(gpu.device, part): gpu for part in parts for gpu in part.saved.trace.gpus}
+    gpus = {numbers.merged_device(gpu.device, part): gpu for part in parts for gpu in part.saved.trace.gpus}
     return Trace(
         origin=replace(parts[0].saved.trace.origin, service=", ".join(services)),
         start_ns=start_ns,
@@ -304,7 +317,7 @@ def _find_watched(parts: Sequence[MergedFile]) -> MergedFile | None:
     return max(profiled, key=length_ns, default=None)
 
 
-def merged_processes(
+def merge_processes(
     parts: Sequence[MergedFile], numbers: Numbers, absent: Mapping[tuple[int, int], int]
 ) -> Sequence[MergedProcess]:
     """Return the processes of a merged trace. `absent` has the merged ids of spans that no file has, by process and own
@@ -329,7 +342,7 @@ def merged_processes(
                     threads={thread: name for part in files for thread, name in part.saved.trace.threads.items()},
                 ),
                 windows,
-                **numbers.of_process(process),
+                **numbers.own_numbers_of(process),
                 absent={new_id: own_id for (owner, own_id), new_id in absent.items() if owner == process},
                 moved_ns=files[0].moved_ns,
                 is_watched=watched == [process],
@@ -359,7 +372,9 @@ def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, s
         for part in files:
             labels = part.saved.trace.threads
             for thread in dict.fromkeys([*labels, *np.unique(part.trace.thread_id).tolist()]):
-                names.setdefault(numbers.thread(thread, part), prefix + (labels.get(thread) or f"thread {thread}"))
+                names.setdefault(
+                    numbers.merged_thread(thread, part), prefix + (labels.get(thread) or f"thread {thread}")
+                )
     return names
 
 
@@ -368,7 +383,7 @@ def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
     left out if the rule matched, or its target was called, in another process."""
     parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
-    sites = [site for part in parts for site in part.called_sites()]
+    sites = [site for part in parts for site in part.spans_and_tally_sites()]
     called_sites = {f"{site.module}:{site.qualname}" for site in sites}
     if any(map(is_request, sites)):  # also of a process that ended without notes of its own
         at_work.add(board.called_mark("requests"))
@@ -379,12 +394,12 @@ def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
         for own_notes in (part.saved.trace.own_notes for part in files):
             refuted |= {note for mark, note in own_notes.waiting if mark in at_work}
             if own_notes.uncalled:
-                refuted.add(never_called(own_notes.uncalled))
+                refuted.add(describe_uncalled(own_notes.uncalled))
                 uncalled |= dict.fromkeys(target for target in own_notes.uncalled if target not in called_sites)
         for note in dict.fromkeys(note for part in files for note in part.saved.trace.notes if note not in refuted):
             users.setdefault(note, []).append(label_of(files[0].saved))
     notes = [note if len(names) == len(processes) else f"{_list_names(names)}: {note}" for note, names in users.items()]
-    return [*notes, *([never_called([*uncalled])] if uncalled else [])]
+    return [*notes, *([describe_uncalled([*uncalled])] if uncalled else [])]
 
 
 def _list_names(names: Sequence[str]) -> str:
@@ -427,7 +442,7 @@ def _own_samples_of(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
 def _merge_samples(parts: Sequence[MergedFile], numbers: Numbers, *, is_one_process: bool) -> tuple[Sample, ...]:
     """Return the samples of all files. If several processes are merged, gauges of single processes are left out."""
     return _sort_by_time(
-        replace(sample, device=numbers.device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
+        replace(sample, device=numbers.merged_device(sample.device, part), at_ns=sample.at_ns + part.moved_ns)
         for part in parts
         for sample in part.saved.trace.samples
         if is_one_process or not _is_own(sample)
@@ -447,9 +462,11 @@ def _merge_startup(part: MergedFile, numbers: Numbers) -> Startup | None:
     if facts is None:
         return None
 
-    def moved(call: FirstCall) -> FirstCall:
-        return replace(call, site=numbers.site(call.site))
+    def move_call(call: FirstCall) -> FirstCall:
+        return replace(call, site=numbers.joined_site(call.site))
 
     return replace(
-        facts, firsts=tuple(map(moved, facts.firsts)), request=None if facts.request is None else moved(facts.request)
+        facts,
+        firsts=tuple(map(move_call, facts.firsts)),
+        request=None if facts.request is None else move_call(facts.request),
     )

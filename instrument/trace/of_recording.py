@@ -67,7 +67,7 @@ def _split_remote(attributes: Mapping[str, Any]) -> tuple[Mapping[str, Attribute
     return {name: value for name, value in attributes.items() if name != REMOTE}, remote
 
 
-def saved_of(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
+def read_saved(mapped: Mapped, since_ns: int = 0, end_ns: int | None = None) -> Saved:
     """Return the spans and the tally of a recording. Open spans end at `end_ns` and have the attribute `OPEN`.
 
     Spans that ended before `since_ns` are left out, and so is the tally if it has earlier calls. `end_ns` is the time
@@ -117,7 +117,7 @@ def _read_own_notes(header: Header) -> OwnNotes:
 def find_first_request(mapped: Mapped) -> int:
     """Return the start time of the first ended request in a recording, `NEVER_NS` if there is none."""
     tree = mapped.tree()
-    begins = [begin_ns for node, (begin_ns, _) in mapped.firsts().items() if is_request(tree.site(node))]
+    begins = [begin_ns for node, (begin_ns, _) in mapped.first_calls().items() if is_request(tree.site(node))]
     return min(begins, default=NEVER_NS)
 
 
@@ -221,7 +221,7 @@ class RowSnapshot:
         """Copy the open spans, and the rows that ended after a time. Rows of the threads in `leave_out` are left out.
         Only details from the offset `details_from` on are copied."""
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
-        rings = mapped.rows(mapped.first_after(since_ns)) if since_ns else mapped.rows()
+        rings = mapped.rows(mapped.first_row_after(since_ns)) if since_ns else mapped.rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
         has_details = any(bool(have_details(ring.rows).any()) for ring in rings) or open_spans
         details, _ = mapped.copied_details(details_from) if has_details else ([], 0)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import firsts_of
+from instrument.trace.indices import find_group_starts
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import THOUSANDTHS
 
@@ -78,7 +78,7 @@ class Parts:
             count = len(thread_ids)
         keys = (self.request * len(self.names) + self.name) * count + threads
         order = np.argsort(keys, kind="stable")
-        first = firsts_of(keys[order])
+        first = find_group_starts(keys[order])
         begin = order[first]
         counts = np.diff(first, append=len(order))
         spent_ns = np.add.reduceat((self.end_ns - self.start_ns)[order], first) if len(first) else first
@@ -88,7 +88,7 @@ class Parts:
     def named(self) -> NamedParts:
         """The batches grouped by request and name."""
         runs = self.series
-        first = firsts_of(runs.request * len(self.names) + runs.name)
+        first = find_group_starts(runs.request * len(self.names) + runs.name)
         of = np.repeat(np.arange(len(first)), np.diff(first, append=len(runs.first)))
         longest = np.lexsort((runs.begin, -runs.spent_ns, of))[first]
         if not len(first):
@@ -146,7 +146,7 @@ class StepKinds:
         for place in np.flatnonzero(least < FARTHEST).tolist():
             self.least[names[place]] = min(self.least.get(names[place], FARTHEST), int(least[place]))
 
-    def kinds(self) -> Mapping[str, tuple[str, str]]:
+    def kind_by_name(self) -> Mapping[str, tuple[str, str]]:
         """Return the kind of each batch name, and the name of the batch that represents steps of that kind."""
         counts, turns = self._counts, self._turns
         kind = {name: name for name in self._spent_ns}
@@ -209,7 +209,7 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     keys = series.request[per_name.first] * len(numbers) + kind_of_name[of_name]
     # A request's leading name of each kind, else its first name of that kind.
     order = np.lexsort((per_name.begin, ~is_lead[of_name], keys))
-    first = firsts_of(keys[order])
+    first = find_group_starts(keys[order])
     chosen = order[first]
     kind_of_named = np.empty(len(order), dtype=np.int64)
     kind_of_named[order] = np.repeat(np.arange(len(first)), np.diff(first, append=len(order)))
@@ -226,7 +226,7 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     request = np.repeat(series.request[longest], counts)
     order = np.lexsort((np.repeat(appears, counts), parts.start_ns[lead], request))
     request = request[order]
-    return Steps(request, firsts_of(request), lead[order], ends[order])
+    return Steps(request, find_group_starts(request), lead[order], ends[order])
 
 
 def _make_runs(firsts: Int64s, counts: Int64s) -> Int64s:

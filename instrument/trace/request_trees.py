@@ -64,7 +64,7 @@ def with_own_facts(facts: Trace) -> Trace:
     if not len(facts.columns.attributes.having(FACTS)):
         return facts
     joined = join(facts.columns, facts.apart_ns)
-    return facts.with_columns(with_facts(facts.columns, joined.rows, joined.of, joined.keys))
+    return facts.with_columns(move_facts(facts.columns, joined.rows, joined.of, joined.keys))
 
 
 def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
@@ -73,7 +73,7 @@ def grafted(trace: Columns, joined: Joined, run: str = "") -> Columns:
 
     If a move would make parents cyclic, the request becomes the parent instead, or the original parent remains.
     """
-    trace = with_facts(trace, joined.rows, joined.of, joined.keys)
+    trace = move_facts(trace, joined.rows, joined.of, joined.keys)
     moves = _rows_to_move(trace, joined)
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]
@@ -208,7 +208,7 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 """The names of the facts that views show. The presets for engines record them."""
 
 
-def with_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
+def move_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
     """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved.
 
     `requests` are rows ordered by begin, `of` is the index of each row's request among them, and `keys_of` has the keys
@@ -301,7 +301,7 @@ def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
         process[part.row[part.is_kept]] = part.process
     further = np.arange(len(merged.saved.trace.columns), len(trace))
     process[further] = process[trace.parent[further]]
-    is_interrupting = trace.of_sites(list(map(is_interruption, trace.sites)))
+    is_interrupting = trace.are_of_sites(list(map(is_interruption, trace.sites)))
     order = _sort_by_tree(trace)
     for number, parts in groupby(merged.parts, attrgetter("process")):
         process_parts = list(parts)
@@ -340,7 +340,7 @@ def find_outer_spans(trace: Columns, joined: Joined) -> Mapping[int, tuple[int, 
 def find_interruptions(trace: Columns, rows: Int64s, interruptions: Int64s) -> Mapping[int, Sequence[Span]]:
     """Return the interruptions of each request and each root among the given rows of one process."""
     by_end = interruptions[np.argsort(trace.end_ns[interruptions], kind="stable")]
-    hit = rows[trace.of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
+    hit = rows[trace.are_of_kind("request")[rows] | (trace.span_id[rows] == trace.root_id[rows])]
     if not len(by_end):
         return {}
     starts, ends = trace.start_ns[by_end], trace.end_ns[by_end]
@@ -350,7 +350,7 @@ def find_interruptions(trace: Columns, rows: Int64s, interruptions: Int64s) -> M
     counts = np.maximum(last - first, 0)
     row = np.repeat(hit, counts)
     place = np.arange(len(row)) + np.repeat(first - np.cumsum(counts) + counts, counts)
-    is_of_loop = trace.of_sites(list(map(is_blocked_loop, trace.sites)))[by_end]
+    is_of_loop = trace.are_of_sites(list(map(is_blocked_loop, trace.sites)))[by_end]
     is_hit = starts[place] < trace.end_ns[row]
     is_hit &= ~is_of_loop[place] | (trace.thread_id[by_end][place] == trace.thread_id[row])
     spans = spans_of(trace, by_end)
@@ -373,7 +373,7 @@ class Interruptions:
     def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
         """Return the rows that are not interruptions, and for each of them its interruptions from this trace and
         earlier ones."""
-        alone = trace.of_sites([is_interruption(site) for site in trace.sites])
+        alone = trace.are_of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)
             alone &= (sizes == 1)[trees.reshape(-1)]

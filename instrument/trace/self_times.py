@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
-from instrument.trace.indices import NONE, by_level, distinct, mask_of, nearest, numbered
+from instrument.trace.indices import NONE, find_distinct, mask_of, nearest, number_combinations, rows_by_level
 from instrument.trace.intervals import lengths_by_group
-from instrument.trace.layout import in_order
+from instrument.trace.layout import order_by_start
 
 
 def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
@@ -54,7 +54,7 @@ def were_suspended(trace: Columns) -> Bools:
     # The self times at and below each span on its line. They count for its consumer.
     counted_ns = trace.self_ns.copy()
     is_on_line = trace.on_line_of_parent
-    for rows in reversed(by_level(trace.level)):
+    for rows in reversed(rows_by_level(trace.level)):
         below = rows[is_on_line[rows]]
         np.add.at(counted_ns, trace.parent[below], counted_ns[below])
     return np.asarray((stood_ns > 0) & (2 * (trace.total_ns - counted_ns) > stood_ns))
@@ -63,7 +63,7 @@ def were_suspended(trace: Columns) -> Bools:
 # The innermost span at a time, and turns
 
 
-def turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def compute_turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the turns of intervals by group and time: the index of the interval, and the turn's begin and end.
 
     An instant belongs to the open interval of the group with the highest rank. Ranks are distinct. The time is n log n
@@ -144,19 +144,19 @@ class Clock(NamedTuple):
     @classmethod
     def of(cls, thread_ids: Int64s, times_ns: Int64s) -> Clock:
         """Return the clock for some times, at least one."""
-        threads, least_ns, most_ns = distinct(thread_ids), int(times_ns.min()), int(times_ns.max())
+        threads, least_ns, most_ns = find_distinct(thread_ids), int(times_ns.min()), int(times_ns.max())
         width = most_ns - least_ns + 2
         if least_ns > -FARTHEST_NS and most_ns < FARTHEST_NS and len(threads) * width < FARTHEST_NS:
             return cls(threads, least_ns, width, None)
-        distinct_ns = distinct(times_ns)
+        distinct_ns = find_distinct(times_ns)
         return cls(threads, 0, len(distinct_ns) + 1, distinct_ns)
 
-    def knows(self, thread_ids: Int64s) -> Bools:
+    def knows_threads(self, thread_ids: Int64s) -> Bools:
         """Return True for each thread from which the clock was made."""
         places = np.searchsorted(self.threads, thread_ids).clip(max=len(self.threads) - 1)
         return np.asarray(self.threads[places] == thread_ids)
 
-    def numbers(self, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
+    def number_times(self, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
         """Return the numbers of times on threads of the clock. All times before the clock's first time share a number,
         as do all after its last one."""
         thread = np.searchsorted(self.threads, thread_ids)
@@ -166,7 +166,7 @@ class Clock(NamedTuple):
         return np.asarray(thread * self.width + (clipped_ns - self.least_ns))
 
 
-def innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
+def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
     """Return the row of the innermost wanted span that was open at each given time and thread, `NONE` without any.
 
     The result is `SEVERAL` if other tasks had open spans, unless they are all around that span. A span does not contain
@@ -175,8 +175,8 @@ def innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: In
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)
     clock = Clock.of(thread_ids, times_ns)
-    query_moments = clock.numbers(thread_ids, times_ns)
-    moments = distinct(query_moments)
+    query_moments = clock.number_times(thread_ids, times_ns)
+    moments = find_distinct(query_moments)
     opened = _find_opened(trace, is_wanted, clock, moments)
     if not len(opened.row):
         return np.full(len(query_moments), NONE, dtype=np.int64)
@@ -187,10 +187,10 @@ def innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: In
 
 
 def _find_opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s) -> _Open:
-    rows = in_order(trace)
-    is_wanted = is_wanted & ~were_suspended(trace) & clock.knows(trace.thread_id)
+    rows = order_by_start(trace)
+    is_wanted = is_wanted & ~were_suspended(trace) & clock.knows_threads(trace.thread_id)
     rows = rows[is_wanted[rows]]
-    edges = (clock.numbers(trace.thread_id[rows], times[rows]) for times in (trace.start_ns, trace.end_ns))
+    edges = (clock.number_times(trace.thread_id[rows], times[rows]) for times in (trace.start_ns, trace.end_ns))
     first, end = (np.searchsorted(moments, edge) for edge in edges)
     open_places = np.flatnonzero(first < end)
     return _Open(rows[open_places], first[open_places], end[open_places])
@@ -198,8 +198,8 @@ def _find_opened(trace: Columns, is_wanted: Bools, clock: Clock, moments: Int64s
 
 def _find_several(trace: Columns, opened: _Open, last: Int64s) -> Int64s:
     """Return the moments at which another task had an open span that does not enclose the innermost open span."""
-    line, firsts = numbered(trace.thread_id[opened.row], trace.task_id[opened.row])
-    if len(firsts) == len(distinct(trace.thread_id[opened.row[firsts]])):
+    line, firsts = number_combinations(trace.thread_id[opened.row], trace.task_id[opened.row])
+    if len(firsts) == len(find_distinct(trace.thread_id[opened.row[firsts]])):
         return np.zeros(0, dtype=np.int64)  # no thread has several tasks
     moments = np.flatnonzero(last != NONE)
     other_counts = _count_on_other_lines(opened, line, last, moments)

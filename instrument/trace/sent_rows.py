@@ -21,7 +21,7 @@ from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, Remem
 from instrument.trace.indices import NONE, are_at_or_above, nearest, nearest_above
 from instrument.trace.request_steps import StepKinds
 from instrument.trace.request_trees import trace_id_of
-from instrument.trace.stages import Stages, make_stage_spans, stages
+from instrument.trace.stages import Stages, find_stages, make_stage_spans
 from instrument.trace.trace import spans_of
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
 
@@ -109,7 +109,7 @@ class SentRows:
         callers += [self._find_caller(row) for row in pieces.tolist()]
         caller = np.where(piece != NONE, number_of[piece], caller)
         for at in np.flatnonzero((piece == NONE) & (unit == NONE)).tolist():
-            decided = self._decisions.member(int(rows[at])).decided.get(int(root_id[at]))
+            decided = self._decisions.member_of(int(rows[at])).decided.get(int(root_id[at]))
             if decided is not None:
                 root_id[at], caller[at] = decided.root_id, NONE
             remote = self._decisions.find_absent_caller(int(rows[at]))
@@ -156,7 +156,7 @@ class SentRows:
         remotes = {}
         for unit, state in self._decisions.states.items():
             if state:
-                trace = RemoteParent(self._decisions.trace_id(unit), 0, OWN_TRACE_FLAGS)
+                trace = RemoteParent(self._decisions.sent_trace_id(unit), 0, OWN_TRACE_FLAGS)
                 remotes[unit] = replace(self._found.remote.get(unit, trace), state=state)
         return remotes
 
@@ -175,7 +175,7 @@ class SentRows:
         ]:
             cause = attributes[row][LINK]
             if isinstance(cause, tuple | list) and len(cause) == 2:
-                trace_id = self._decisions.member(row).traces.get(int(cause[1]))
+                trace_id = self._decisions.member_of(row).traces.get(int(cause[1]))
                 if trace_id is not None:  # the trace that the tree of the cause was sent with
                     attributes[row] = {**attributes[row], LINK_TRACE_ID: f"{trace_id:032x}"}
         return attributes
@@ -205,7 +205,9 @@ class SentRows:
         remote = self._remotes.get(unit)
         flags, state = (OWN_TRACE_FLAGS, "") if remote is None else (remote.flags, remote.state)
         above = int(self._found.parent[piece])
-        return RemoteParent(self._decisions.trace_id(unit), self._decisions.span_id(above), flags, state=state)
+        return RemoteParent(
+            self._decisions.sent_trace_id(unit), self._decisions.sent_span_id(above), flags, state=state
+        )
 
     def _link_batches(self) -> Mapping[int, tuple[LinkedSpan, ...]]:
         """Return links from each batch to the requests that it serves, without dropped requests."""
@@ -218,7 +220,7 @@ class SentRows:
                 root = int(self._unit[row])
                 is_dropped = root == NONE or self._decisions.find_fate(root) is False
                 linked[place] = None if is_dropped else LinkedSpan(
-                    self._decisions.trace_id(root), self._decisions.span_id(row)
+                    self._decisions.sent_trace_id(root), self._decisions.sent_span_id(row)
                 )  # fmt: skip
             link = linked[place]
             if link is not None:
@@ -235,7 +237,7 @@ class SentRows:
                 continue
             around = int(self._unit[above])
             if around not in (NONE, row):
-                trace = RemoteParent(self._decisions.trace_id(around), 1)
+                trace = RemoteParent(self._decisions.sent_trace_id(around), 1)
                 link_by_row[row] = link_of(int(self._gathered.own[above]), int(self._gathered.own[around]), trace)
         return link_by_row
 
@@ -248,7 +250,7 @@ class SentRows:
         request = np.where(theirs[served.request], served.request, NONE)
         joined = replace(self._joined, served=replace(served, request=request))
         self._stage_view = joined
-        all_stages = stages(self._found, joined, self._kinds)
+        all_stages = find_stages(self._found, joined, self._kinds)
         return [entry for entry in all_stages if theirs[entry.place]]
 
     def _send_stages(self, its_stages: Sequence[Stages]) -> None:
@@ -281,7 +283,7 @@ class SentRows:
             queue_ns = 0 if entry.queue is None else entry.queue[1] - entry.queue[0]
             (span,) = spans_of(self._found, np.array([row]))
             span.span_id, span.thread_id = int(self._gathered.own[row]), int(self._gathered.own_thread[row])
-            trace = (self._decisions.trace_id(unit), self._decisions.span_id(row)) if unit in roots else None
+            trace = (self._decisions.sent_trace_id(unit), self._decisions.sent_span_id(row)) if unit in roots else None
             size = float(sizes[batches].mean()) if len(batches) else 0.0
             self._outcome_of(int(self._gathered.member[row])).served.append(ServedRequest(span, queue_ns, size, trace))
 
@@ -352,14 +354,14 @@ def _release_rows(decisions: Decisions, sent_rows: SentRows, horizon_ns: int, *,
     gathered, trace, joined = decisions.gathered, decisions.found, decisions.joined
     out, dropped, is_root = decisions.out, decisions.gone, decisions.is_root
     for row in np.flatnonzero(is_root & (out | dropped)).tolist():
-        member, root_id = decisions.member(row), int(gathered.own[row])
+        member, root_id = decisions.member_of(row), int(gathered.own[row])
         decided = Decided(False, root_id, None)
         if out[row]:
             number = sent_rows.caller_of[row]
             decided = Decided(True, int(sent_rows.root_id[row]), None if number == NONE else sent_rows.callers[number])
         member.decided[root_id] = decided
         member.early.discard(root_id)
-    says_keys = is_root | trace.of_kind("request")
+    says_keys = is_root | trace.are_of_kind("request")
     for name in (KEY, BATCH_KEYS):
         says_keys[trace.attributes.having(name)] = True
     says_keys = are_at_or_above(gathered.trace.parent, np.flatnonzero(says_keys))  # a key counts for all below it
@@ -401,7 +403,7 @@ def _may_be_needed(decisions: Decisions, units: set[int]) -> Bools:
         {
             unit
             for unit in units
-            if (before_ns := decisions.member(unit).sampler.capture.before_ns)
+            if (before_ns := decisions.member_of(unit).sampler.capture.before_ns)
             and end_ns[unit] >= newest[int(member[unit])] - before_ns
         }
     )

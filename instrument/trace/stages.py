@@ -25,7 +25,7 @@ import numpy as np
 from instrument.recording.metric_definitions import GENERATION, has_generation_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import firsts_of, numbered
+from instrument.trace.indices import find_group_starts, number_combinations
 from instrument.trace.intervals import FARTHEST
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, Intervals, find_served_intervals
@@ -102,7 +102,7 @@ class Stages:
             yield STALL, *interval
 
 
-def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
+def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> list[Stages]:
     """Return the stages of each complete request that a batch serves.
 
     A request that ended in the queue has only a queue.
@@ -120,7 +120,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     names = sorted({site.name for site in trace.sites})
     numbers = {name: number for number, name in enumerate(names)}
     of_names = np.array([numbers[site.name] for site in trace.sites], dtype=np.int64)
-    first = firsts_of(batches.request)
+    first = find_group_starts(batches.request)
     place = batches.request[first]
     parts = Parts(
         names=names,
@@ -137,7 +137,7 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
     kinds.learn(parts)
     is_said = np.isin(joined.served.batch, trace.attributes.having(BATCH_WEIGHTS))
     kinds.weigh(names, of_names[trace.site[joined.served.batch[is_said]]], joined.served.weight[is_said])
-    steps = find_steps(parts, kinds.kinds())
+    steps = find_steps(parts, kinds.kind_by_name())
     sent_ns = _find_first_parts(trace, joined.rows[place])
     counts = count_prefills(parts, steps, sent_ns.__getitem__, kinds.least)
     is_generation = np.isin(place, list(generating)) | ((sent_ns < FARTHEST) & _have_loops(parts, steps))
@@ -163,13 +163,15 @@ def stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) -> li
 def _find_generations(trace: Columns, joined: Joined) -> set[int]:
     """Return the indices of requests that are generations by a rule or an attribute."""
     rows = [trace.attributes.having(name) for name in GENERATION]
-    rows.append(np.flatnonzero(trace.of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites])))
+    rows.append(
+        np.flatnonzero(trace.are_of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites]))
+    )
     return set(joined.of[np.concatenate(rows)].tolist())
 
 
 def _have_loops(parts: Parts, steps: Steps) -> Bools:
     """Return True for each request that several steps of one name served."""
-    groups, firsts = numbered(steps.request, parts.name[steps.lead])
+    groups, firsts = number_combinations(steps.request, parts.name[steps.lead])
     several = steps.request[firsts][np.bincount(groups, minlength=len(firsts)) > 1]
     return np.isin(steps.request[steps.first], several)
 
@@ -201,13 +203,13 @@ def _find_stalls(between: Intervals, place: Int64s, least_ns: Int64s) -> Mapping
     rows = np.flatnonzero(between.row == 1)
     rows = rows[lengths[rows] >= least_ns[np.searchsorted(place, between.request[rows])]]
     rows = rows[np.lexsort((rows, -lengths[rows], between.request[rows]))]
-    first = firsts_of(between.request[rows])
+    first = find_group_starts(between.request[rows])
     rank = np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
     rows = rows[rank < MOST_STALLS]
     rows = rows[np.lexsort((between.end_ns[rows], between.start_ns[rows], between.request[rows]))]
     stalls: dict[int, tuple[tuple[int, int], ...]] = {}
     pairs = list(zip(between.start_ns[rows].tolist(), between.end_ns[rows].tolist(), strict=True))
-    first = firsts_of(between.request[rows])
+    first = find_group_starts(between.request[rows])
     for begin, end in pairwise([*first.tolist(), len(rows)]):
         stalls[int(between.request[rows[begin]])] = tuple(pairs[begin:end])
     return stalls
@@ -231,9 +233,9 @@ def _name_longest(trace: Columns, joined: Joined, times: Sequence[tuple[int, int
         yield max(sums, key=lambda name: (sums[name], name), default="")
 
 
-def stage_spans(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
+def make_spans_of_stages(trace: Columns, joined: Joined) -> Mapping[int, list[Span]]:
     """Return the spans of the stages of all requests, by the request's row."""
-    return make_stage_spans(trace, joined, stages(trace, joined))
+    return make_stage_spans(trace, joined, find_stages(trace, joined))
 
 
 def make_stage_spans(trace: Columns, joined: Joined, all_stages: Sequence[Stages]) -> Mapping[int, list[Span]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from instrument.errors import InstrumentError
 from instrument.trace.joined import THOUSANDTHS
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
-from instrument.trace.text import clean, encode, encode_numbers, safe
+from instrument.trace.text import encode, encode_numbers, make_safe, remove_surrogates
 
 if TYPE_CHECKING:
     from instrument.trace.columns import Columns
@@ -55,7 +55,7 @@ order by s.start_ns, s.span_id
 Arrays = Mapping[str, NDArray[Any]]
 
 
-def duckdb() -> ModuleType:
+def import_duckdb() -> ModuleType:
     """Import DuckDB. Raises `InstrumentError`, which names the package extra, if it is not installed."""
     try:
         import duckdb
@@ -67,7 +67,7 @@ def duckdb() -> ModuleType:
 def open_database(facts: Trace, *, attributes: bool = True) -> Any:
     """Return a connection to a database with the tables of `query`. The table `attributes` is filled only if
     requested."""
-    connection = duckdb().connect(":memory:")
+    connection = import_duckdb().connect(":memory:")
     try:
         if connection.execute("select current_setting('enable_progress_bar')").fetchall()[0][0]:
             connection.execute("set enable_progress_bar = false")  # it fails in notebooks without a bar
@@ -99,7 +99,7 @@ def restrict_access(connection: Any) -> Any:
     return connection
 
 
-def frame(trace: Trace) -> Any:
+def make_span_frame(trace: Trace) -> Any:
     """Return the spans as a DuckDB relation, which can be converted to a data frame."""
     return open_database(trace).sql(_WITH_INTERVALS)
 
@@ -121,7 +121,7 @@ from spans s join given_members m using (span_id) group by all order by s.start_
 """
 
 
-def frame_of_batches(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
+def make_batch_frame(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
     """Return the batches as a DuckDB relation. The shares of a batch add up to its own time."""
     served, connection = joined.served, open_database(facts, attributes=False)
     members = {
@@ -138,7 +138,7 @@ def frame_of_batches(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
 PARTS = {name: f"{name.partition(' ')[0]}_ns" for name in (QUEUE, SHARE, WAITING, STALL, TRANSPORT, UNKNOWN)}
 
 
-def frame_of_requests(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
+def make_request_frame(facts: Trace, joined: Joined, ledger: Ledger) -> Any:
     """Return the requests as a DuckDB relation. The parts of a request's time add up to `total_ns`."""
     span_id, names = facts.columns.span_id[joined.rows], ledger.names
     columns = ledger.times_by_part(PARTS, len(span_id))
@@ -170,7 +170,7 @@ def _make_arrays(facts: Trace) -> dict[str, Arrays]:
     trace, device = facts.columns, facts.columns.device
     since_1970_ns = facts.origin.realtime_of(0)
     threads = dict.fromkeys(np.unique(trace.thread_id).tolist(), "") | dict(facts.threads)
-    readings = [(pid, sample) for pid, sample in facts.readings() if sample.value is not None]
+    readings = [(pid, sample) for pid, sample in facts.iterate_samples() if sample.value is not None]
     by_row = ("span_id", "parent_id", "root_id", "thread_id", "task_id", "start_ns", "end_ns", "active_ns", "self_ns")
     spans = {name: getattr(trace, name) for name in (*by_row, "site", "error", "clipped", "level")}
     intervals = {
@@ -189,7 +189,7 @@ def _make_arrays(facts: Trace) -> dict[str, Arrays]:
             },
             "line": np.array([site.line for site in trace.sites], dtype=np.int64),
             "device": np.array([site.device for site in trace.sites], dtype=np.bool_),
-            "attributes": _clean_texts(encode(safe(dict(site.attributes))) for site in trace.sites),
+            "attributes": _clean_texts(encode(make_safe(dict(site.attributes))) for site in trace.sites),
         },
         "threads": {"thread_id": np.array(list(threads), dtype=np.int64), "name": _clean_texts(threads.values())},
         "samples": {
@@ -204,7 +204,7 @@ def _make_arrays(facts: Trace) -> dict[str, Arrays]:
 
 def _clean_texts(names: Any) -> NDArray[np.object_]:
     """Return texts as an array of objects for DuckDB, without lone surrogates."""
-    texts = list(map(clean, names))
+    texts = list(map(remove_surrogates, names))
     column = np.empty(len(texts), dtype=np.object_)
     column[:] = texts
     return column
@@ -225,7 +225,7 @@ def _read_attributes(trace: Columns) -> Iterator[Arrays]:
 
 def _make_table(rows: list[tuple[int, str, Any]]) -> Arrays:
     def text(value: Any) -> str:
-        return value if isinstance(value, str) else encode_numbers(safe(value, finite=False))
+        return value if isinstance(value, str) else encode_numbers(make_safe(value, finite=False))
 
     numbers = [float(row[2]) if type(row[2]) in (int, float) else np.nan for row in rows]
     return {

@@ -61,7 +61,7 @@ class TailSampler:
         self.wanted: set[int] = set()
         """The roots of requests that are kept in any case."""
 
-    def change(self, capture: Capture) -> None:
+    def change_settings(self, capture: Capture) -> None:
         """Use other settings from now on."""
         if capture.limit != self.capture.limit:
             self.allowance = _Allowance(capture.limit)
@@ -69,7 +69,7 @@ class TailSampler:
             self._slow_ns, self._looked_ns = {}, 0
         self.capture = capture
 
-    def look(self, ended: Collection[EndedRequest]) -> None:
+    def update_usual_times(self, ended: Collection[EndedRequest]) -> None:
         """Compute the usual times of endpoints again if they are old or lack the endpoint of a request.
 
         They are from the histograms of the tally, which counts all requests since the session began.
@@ -81,8 +81,8 @@ class TailSampler:
             return
         self._looked_ns = newest_ns
         totals = self._totals()
-        for endpoint, lines in totals.lines_by(totals.tree.by_site(_find_endpoint)).items():
-            histogram = totals.histogram(totals.nodes(lines))
+        for endpoint, lines in totals.lines_by_key(totals.tree.map_sites(_find_endpoint)).items():
+            histogram = totals.histogram(totals.nodes_of_lines(lines))
             calls = sum(histogram.values())
             (time_ns,) = percentiles(histogram, (usual.fraction,), calls, 0, LONGEST_NS)
             if calls >= LEAST_CALLS and time_ns is not None:
@@ -138,7 +138,7 @@ class _Allowance:
         self._tokens = float(rate.count) if rate is not None else 0.0
         self._at_ns = 0
 
-    def take(self, now_ns: int) -> bool:
+    def take_token(self, now_ns: int) -> bool:
         """Return True and count one request if the rate allows another request at this time."""
         if self._rate is None:
             return True

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from instrument.errors import TraceError
 from instrument.recording.spans import AttributeValue
 from instrument.trace.columns import Attributes, Int32s, Int64s
-from instrument.trace.indices import NONE, column, distinct, extend, mask_of, ranked
+from instrument.trace.indices import NONE, column, extend, find_distinct, mask_of, rank_distinct
 
 INT64 = 1 << 63
 """The lowest number that does not fit into a signed 64-bit integer. Viewers cannot read such numbers."""
@@ -49,26 +49,26 @@ encode_numbers: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, sepa
 # Out
 
 
-def clean(text: str) -> str:
+def remove_surrogates(text: str) -> str:
     """Return the text without lone surrogates, which UTF-8 does not allow."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
+def make_safe(value: object, depth: int = 0, *, finite: bool = True) -> Any:
     """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain. The function
     never fails and runs no code of foreign types, because the text of a tensor would wait for the device and expose its
     data."""
     if isinstance(value, str):
-        return clean(value)
+        return remove_surrogates(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Real):
         return _safe_number(value, finite)
     if isinstance(value, (list, tuple)) and depth < 4:
-        return [safe(item, depth + 1, finite=finite) for item in value]
+        return [make_safe(item, depth + 1, finite=finite) for item in value]
     if isinstance(value, dict) and depth < 4:
         items = ((key, item) for key, item in value.items() if isinstance(key, str))
-        return {clean(key): safe(item, depth + 1, finite=finite) for key, item in items}
+        return {remove_surrogates(key): make_safe(item, depth + 1, finite=finite) for key, item in items}
     return _type_name(value)
 
 
@@ -86,7 +86,7 @@ def _safe_number(value: numbers.Real, finite: bool) -> int | float | str:
 
 
 def _type_name(value: object) -> str:
-    return f"<{clean(type(value).__name__)}>"
+    return f"<{remove_surrogates(type(value).__name__)}>"
 
 
 def is_number(value: float | None) -> bool:
@@ -97,15 +97,15 @@ def is_number(value: float | None) -> bool:
 # In
 
 
-def nanoseconds(time_us: object) -> int:
+def convert_to_ns(time_us: object) -> int:
     """Return microseconds as nanoseconds, exact for three decimals. Raises `ValueError` beyond `LIMIT_US`."""
-    time = time_us if type(time_us) is Decimal else checked(time_us, float, int)
+    time = time_us if type(time_us) is Decimal else check_type(time_us, float, int)
     if not -LIMIT_US < time < LIMIT_US:
         raise ValueError(f"it has {time} for a time in microseconds; write times relative to the start")
     return round(time * 1000)
 
 
-def checked(value: object, *kinds: type) -> Any:
+def check_type(value: object, *kinds: type) -> Any:
     """Return the value. Raises `ValueError` for a type that is not in `kinds`, and for ints beyond int64."""
     if type(value) not in kinds or (isinstance(value, int) and not -INT64 <= value < INT64):
         raise ValueError(f"it has {value!r:.40} where {kinds[0].__name__} belongs; give a Chrome trace in JSON")
@@ -116,13 +116,13 @@ def check_ints(values: Sequence[Any]) -> Sequence[int]:
     """Return the values. Raises `ValueError` unless all are 64-bit ints. One call is faster than `checked` for each
     value."""
     if set(map(type, values)) != {int} or not -INT64 <= min(values) <= max(values) < INT64:
-        return [checked(value, int) for value in values]
+        return [check_type(value, int) for value in values]
     return values
 
 
-def index(value: object) -> int:
+def check_index(value: object) -> int:
     """Return the value as an index of a list. Raises `ValueError` for a negative one."""
-    place: int = checked(value, int)
+    place: int = check_type(value, int)
     if place < 0:
         raise ValueError(f"it has {place} for a place in a list; it is damaged")
     return place
@@ -141,12 +141,12 @@ def encode_rows(attributes_of: Attributes, rows: Iterable[int], *, finite: bool 
         values = tuple(attributes.values())
         kinds = tuple(map(type, values))
         if not PLAIN.issuperset(kinds):
-            yield encode_numbers(safe(dict(attributes), finite=finite))
+            yield encode_numbers(make_safe(dict(attributes), finite=finite))
             continue
         key = *attributes, values, kinds
         text = text_by_key.get(key)
         if text is None:
-            text = text_by_key[key] = encode(safe(dict(attributes)))
+            text = text_by_key[key] = encode(make_safe(dict(attributes)))
         yield text
 
 
@@ -168,10 +168,10 @@ class PackedAttributes:
         return {} if place < 0 else self._decode(int(self._numbers[place]))
 
     def _decode(self, number: int) -> dict[str, Any]:
-        (attributes,) = decode_texts([self._text(number)])
+        (attributes,) = decode_texts([self._text_of(number)])
         return attributes
 
-    def _text(self, number: int) -> bytes:
+    def _text_of(self, number: int) -> bytes:
         first = int(self._ends[number - 1]) if number else 0
         return bytes(self._texts[first : int(self._ends[number])])
 
@@ -184,7 +184,7 @@ class PackedAttributes:
         written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
         at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
         text_of_match = np.searchsorted(ends, at, side="right")
-        numbers, braces = distinct(text_of_match), _find_byte(b"{", texts)
+        numbers, braces = find_distinct(text_of_match), _find_byte(b"{", texts)
         firsts = np.where(numbers > 0, ends[numbers - 1], 0)
         are_flat = np.searchsorted(braces, ends[numbers]) - np.searchsorted(braces, firsts) == 1
         are_flat &= ~np.isin(numbers, text_of_match[np.frombuffer(texts, dtype=np.uint8)[at - 1] == ord("\\")])
@@ -198,7 +198,7 @@ class PackedAttributes:
         places = self._place[rows]
         of_rows = np.full(len(rows), NONE, dtype=np.int64)
         of_rows[places >= 0] = self._numbers[places[places >= 0]]
-        numbers = distinct(of_rows[of_rows != NONE])
+        numbers = find_distinct(of_rows[of_rows != NONE])
         value_in, texts = _make_reader(name), self._texts
         firsts, ends = np.where(numbers > 0, self._ends[numbers - 1], 0), self._ends[numbers]
         values: dict[int, AttributeValue | None] = {NONE: None}
@@ -206,13 +206,13 @@ class PackedAttributes:
             values[number] = value_in(bytes(texts[first:end]))
         return list(map(values.__getitem__, of_rows.tolist()))
 
-    def distinct(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
+    def distinct_sets(self, rows: Int64s) -> tuple[Int64s, Sequence[Mapping[str, AttributeValue]]]:
         places = self._place[rows]
         with_attributes = np.flatnonzero(places >= 0)
-        distinct_numbers, numbers = ranked(self._numbers[places[with_attributes]])
+        distinct_numbers, numbers = rank_distinct(self._numbers[places[with_attributes]])
         set_of_row = np.full(len(rows), NONE, dtype=np.int64)
         set_of_row[with_attributes] = numbers
-        return set_of_row, decode_texts(map(self._text, distinct_numbers.tolist()))
+        return set_of_row, decode_texts(map(self._text_of, distinct_numbers.tolist()))
 
 
 def _find_byte(byte: bytes, texts: bytes | bytearray) -> Int64s:

@@ -116,7 +116,7 @@ class Allocations(Views[Allocation]):
         except OverflowError as problem:
             raise OverflowError("an allocation has a number beyond 64 bits") from problem
 
-    def moved(self, by_ns: int) -> Allocations:
+    def move_times(self, by_ns: int) -> Allocations:
         """Return the allocations with all times moved by `by_ns`."""
         return Allocations(self.rows, self.base_ns + by_ns)
 
@@ -240,7 +240,7 @@ def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
             spans[at + place].device = intervals
     for place in np.flatnonzero(trace.clipped[rows]).tolist():
         spans[place].clipped = True
-    numbers, sets = trace.attributes.distinct(rows)
+    numbers, sets = trace.attributes.distinct_sets(rows)
     for place in np.flatnonzero(numbers != NONE).tolist():
         spans[place].attributes = dict(sets[numbers[place]])
     if trace.remote:
@@ -366,7 +366,7 @@ class Trace:
         """Return a trace with the same facts and other columns."""
         return replace(self, spans=SpanViews(columns))
 
-    def readings(self) -> Iterator[tuple[int, Sample]]:
+    def iterate_samples(self) -> Iterator[tuple[int, Sample]]:
         """Yield the samples of all gauges on the trace's clock, each with the pid of its process.
 
         The pid is 0 for a gauge that all processes of a merged trace share.

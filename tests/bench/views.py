@@ -291,7 +291,7 @@ def live(paths: int, threads: int, shape: str) -> None:
     first = spent_ms("events", "merged")
     found = [min(spent_ms(view, "merged") for _ in range(7)) for view in LIVE_VIEWS]
     apart = min(spent_ms("events", "both") for _ in range(3))
-    count, merged = len(RECORDER.tally()), len(RECORDER.tally().merged())
+    count, merged = len(RECORDER.tally()), len(RECORDER.tally().merge_threads())
     instrument.stop()
     missed = "  over the target" if max(found) > TARGET_LIVE_MS else ""
     times = "".join(f"{ms:>11.1f}" for ms in (*found, first, apart))

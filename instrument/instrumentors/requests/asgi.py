@@ -182,7 +182,7 @@ class Http(AsgiChannel):
         if exchange.stream is None or self._is_events:
             exchange.end()
         else:
-            exchange.end_of_parts()
+            exchange.end_after_parts()
 
 
 class TimedHttp(Http):
@@ -213,7 +213,7 @@ class TimedHttp(Http):
         if timing is None:
             return message
         if kind == "http.response.start":
-            pairs = [*message.get("headers", ()), (TIMINGS, timing.text(self.exchange).encode())]
+            pairs = [*message.get("headers", ()), (TIMINGS, timing.header_text(self.exchange).encode())]
             timing.begin_parts(pairs, self._method)
             (length,) = header_values(pairs, CONTENT_LENGTH)
             has_parts = length is None and self._method != "HEAD" and message["status"] not in (204, 304)
@@ -231,8 +231,8 @@ class TimedHttp(Http):
         timing = self.exchange.timing
         if timing is not None and self.exchange.is_open:
             if self._takes_trailer:
-                self._timings_at_end = timing.text(self.exchange).encode()
-            elif message["type"] == "http.response.body" and (comment := timing.comment(self.exchange)):
+                self._timings_at_end = timing.header_text(self.exchange).encode()
+            elif message["type"] == "http.response.body" and (comment := timing.timings_comment(self.exchange)):
                 message = {**message, "body": message.get("body", b"") + comment}
         if self._has_own_trailer:
             await self.server_send(message)

@@ -65,7 +65,11 @@ class _Service:
     def arrivals_for(self, details: Any) -> Arrivals | None:
         """Return the `Arrivals` for a call, None if it is not to be recorded."""
         arrivals = _attached[-1] if _attached else None
-        return arrivals if arrivals is not None and arrivals.exchanges.records(_decode_text(details.method)) else None
+        return (
+            arrivals
+            if arrivals is not None and arrivals.exchanges.is_path_recorded(_decode_text(details.method))
+            else None
+        )
 
     def record_handler(self, handler: Any, details: Any, arrivals: Arrivals, *, is_async: bool) -> Any:
         """Wrap the handler of a call so that it is recorded. Never raises."""
@@ -80,8 +84,8 @@ class _Service:
                 arrivals.exchanges.recorder.count(UNSEEN)
                 return handler
             call = _Call(self, arrivals, details, is_streamed, is_async)
-            wrapped, deserialize = call.wrap_behaviour(behaviour), call.deserializer(handler.request_deserializer)
-            return getattr(self.grpc, f"{kind}_rpc_method_handler")(wrapped, deserialize, call.serializer(handler))
+            wrapped, deserialize = call.wrap_behaviour(behaviour), call.wrap_deserializer(handler.request_deserializer)
+            return getattr(self.grpc, f"{kind}_rpc_method_handler")(wrapped, deserialize, call.wrap_serializer(handler))
         except Exception as fault:
             FAULTS.note("gRPC call", fault)
             return handler
@@ -120,7 +124,7 @@ class _Call:
             return self._wrap_coroutine(behaviour)
         return self._wrap_function(behaviour)
 
-    def deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    def wrap_deserializer(self, deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
         """Wrap a deserializer to also record requests that it cannot read, because these never get to a handler."""
         if deserialize is None:
             return None
@@ -137,7 +141,7 @@ class _Call:
 
         return deserialize_noted
 
-    def serializer(self, handler: Any) -> Callable[[Any], Any]:
+    def wrap_serializer(self, handler: Any) -> Callable[[Any], Any]:
         """Wrap a serializer to note each answer. The answer of a unary call ends the span."""
         serialize = handler.response_serializer
 
@@ -172,7 +176,7 @@ class _Call:
             if exchange is not None and exchange.timing is not None and exchange.is_open and context is not None:
                 timing, exchange.timing = exchange.timing, None  # once
                 metadata = context.trailing_metadata() or ()
-                context.set_trailing_metadata((*metadata, (SERVER_TIMING.lower(), timing.text(exchange))))
+                context.set_trailing_metadata((*metadata, (SERVER_TIMING.lower(), timing.header_text(exchange))))
         except Exception as fault:
             FAULTS.note("server timing", fault)
 
@@ -469,7 +473,7 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange.facts[RPC_STATUS] = status.name
             if exchange.timing is not None:
                 pairs = metadata.items() if isinstance(metadata, Mapping) else metadata or ()
-                metadata = [*pairs, (SERVER_TIMING.lower(), exchange.timing.text(exchange))]
+                metadata = [*pairs, (SERVER_TIMING.lower(), exchange.timing.header_text(exchange))]
         await send_trailers(self, status=status, metadata=metadata, **kwargs)
 
     def note_leave(stream: Any, kind: Any, error: Any, traceback: Any) -> None:

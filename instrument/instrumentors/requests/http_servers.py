@@ -18,7 +18,7 @@ from functools import partial
 from inspect import isawaitable
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, call_before, replace, replaces
+from instrument.instrumentors.functions import Undo, call_before, replace_attribute, replaces
 from instrument.instrumentors.requests.exchange import (
     CLOSE_CODE,
     EXCHANGE,
@@ -28,7 +28,7 @@ from instrument.instrumentors.requests.exchange import (
     Exchanges,
     current_exchange,
     exchange_of,
-    reads,
+    make_readers,
 )
 
 
@@ -91,7 +91,7 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
         lines = getattr(self, "_headers_buffer", [])
         exchange.is_events = any(b"text/event-stream" in line for line in lines)
         if exchange.timing is not None and lines and lines[-1] == b"\r\n":
-            lines.insert(-1, f"{SERVER_TIMING}: {exchange.timing.text(exchange)}\r\n".encode())
+            lines.insert(-1, f"{SERVER_TIMING}: {exchange.timing.header_text(exchange)}\r\n".encode())
         _forget_parts(self.wfile)
         flush(self)
         _count_parts(self.wfile, exchange)
@@ -119,7 +119,7 @@ def _read_http_server_arrival(handler: Any) -> tuple[str, str, Any]:
     return handler.command, scheme, handler.server.server_address
 
 
-_HTTP_SERVER = reads(
+_HTTP_SERVER = make_readers(
     _read_http_server_arrival,
     lambda handler: handler.headers,
     lambda handler: handler.path.partition("?")[0],
@@ -150,7 +150,7 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
                     if exchange.timing is not None:
                         exchange.timing.begin_parts(headers.items(), self.method)
                         headers = headers.copy()  # an application may send them again
-                        headers.add(SERVER_TIMING, exchange.timing.text(exchange))
+                        headers.add(SERVER_TIMING, exchange.timing.header_text(exchange))
                 except Exception:
                     exchange.count_unread()
             return super().write_headers(status_line, headers, *args)
@@ -164,7 +164,7 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
             if self.exchange is not None and chunk:
                 self.exchange.add_part(chunk, is_last=True)
             if self.exchange is not None and self.exchange.timing is not None:
-                chunk = bytes(chunk) + self.exchange.timing.comment(self.exchange)
+                chunk = bytes(chunk) + self.exchange.timing.timings_comment(self.exchange)
             return super().write_eof(chunk)
 
     StreamWriter.__qualname__, StreamWriter.__module__ = base.__qualname__, base.__module__
@@ -201,7 +201,11 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
         if exchange is not None:
             exchange.failure = exc or sys.exc_info()[1]  # a time-out is not passed as an argument
 
-    return [undo_handle, call_before(owner, "handle_error", note_error), replace(module, "StreamWriter", StreamWriter)]
+    return [
+        undo_handle,
+        call_before(owner, "handle_error", note_error),
+        replace_attribute(module, "StreamWriter", StreamWriter),
+    ]
 
 
 def _attach_aiohttp_websocket(module: Any, _: Exchanges) -> list[Undo]:
@@ -225,7 +229,7 @@ def _read_aiohttp_arrival(request: Any) -> tuple[str, str, Any]:
     return request.method, scheme, transport.get_extra_info("sockname")
 
 
-_AIOHTTP = reads(
+_AIOHTTP = make_readers(
     _read_aiohttp_arrival,
     lambda request: request.headers,
     lambda request: request.path,
@@ -296,7 +300,7 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.add_part(chunk, is_last=headers.get("Content-Length") == str(len(chunk)))
             if exchange.timing is not None and exchange.status >= 200:
                 headers = headers.copy()
-                headers.add(SERVER_TIMING, exchange.timing.text(exchange))
+                headers.add(SERVER_TIMING, exchange.timing.header_text(exchange))
         return write_headers(self, start_line, headers, chunk)
 
     def note_part(connection: Any, chunk: Any) -> None:
@@ -369,7 +373,7 @@ def _read_tornado_arrival(request: Any) -> tuple[str, str, Any]:
     return request.method, request.protocol, None if socket is None else socket.getsockname()
 
 
-_TORNADO = reads(
+_TORNADO = make_readers(
     _read_tornado_arrival,
     lambda request: request.headers,
     lambda request: request.path,
@@ -429,7 +433,7 @@ def _note_sanic_part(response: Any, data: Any = None, end_stream: Any = None) ->
         if begins:
             exchange.begin_answer(response.status, response.content_type or response.headers.get("content-type"))
             if exchange.timing is not None:
-                response.headers.add(SERVER_TIMING, exchange.timing.text(exchange))
+                response.headers.add(SERVER_TIMING, exchange.timing.header_text(exchange))
         if part:
             exchange.add_part(part.encode() if isinstance(part, str) else part, is_last=begins and not data)
     except Exception:
@@ -484,7 +488,7 @@ def _attach_sanic_app(module: Any, _: Exchanges) -> list[Undo]:
     return [undo]
 
 
-_SANIC = reads(
+_SANIC = make_readers(
     lambda request: (request.method, request.scheme, getattr(request.conn_info, "sockname", None)),
     lambda request: request.headers,
     lambda request: request.path,

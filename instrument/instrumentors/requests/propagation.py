@@ -17,10 +17,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Switch, Undo, replace, replaces
+from instrument.instrumentors.functions import Switch, Undo, replace_attribute, replaces
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.trace_context import STATE_LIMIT, RemoteParent, noted, remote_of, state_of
+from instrument.recording.trace_context import STATE_LIMIT, RemoteParent, encode_remote, remote_of, state_of
 from instrument.runtime.faults import FAULTS
 
 OPENTELEMETRY = "opentelemetry.trace"
@@ -55,7 +55,7 @@ def read_configured(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
         if not context.is_valid:
             return None
         state = state_of(context.trace_state.to_header().encode("latin-1", "replace")) if context.trace_state else ""
-        return noted(RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state))
+        return encode_remote(RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state))
     except Exception as fault:  # a propagator that is not installed, or somebody else's
         FAULTS.note("OTEL_PROPAGATORS", fault)
         return None
@@ -81,10 +81,10 @@ def read_environment() -> str:
         for name, value in os.environ.items()
         if name.isupper()
     }
-    return " ".join((noted(remote_of(choose_extractor()(headers))) or ())[:2])
+    return " ".join((encode_remote(remote_of(choose_extractor()(headers))) or ())[:2])
 
 
-def current(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
+def current_span_ids(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
     """Return the exported trace id, span id, flags and state of the innermost open span, None without a span."""
     trace_of = recorder.trace_of
     span = None if trace_of is None else recorder.current_trace()
@@ -97,7 +97,7 @@ def inject(headers: MutableMapping[str, str]) -> None:
     The caller's `tracestate` is passed on. Without an open span no header is set. A client that OpenTelemetry
     instruments does not need this.
     """
-    trace = current()
+    trace = current_span_ids()
     if trace is not None:
         trace_id, span_id, flags, state = trace
         headers["traceparent"] = f"00-{trace_id:032x}-{span_id:016x}-{flags & 0xFF:02x}"
@@ -120,11 +120,11 @@ def attach_opentelemetry(
             return span
         if not has_request():
             return span
-        own_span = current(recorder)
+        own_span = current_span_ids(recorder)
         return span if own_span is None else _make_span(*own_span)
 
     return [
-        replace(place, "get_current_span", get_current_span)
+        replace_attribute(place, "get_current_span", get_current_span)
         for place in places
         if place is not None and vars(place).get("get_current_span") is original
     ]
@@ -174,7 +174,7 @@ class LogRecords(Switch):
 
     def _read_ids(self) -> dict[str, str]:
         try:
-            trace = current(self._recorder) if self._recorder.on else None
+            trace = current_span_ids(self._recorder) if self._recorder.on else None
         except Exception as fault:  # the record is the service's
             FAULTS.note("ids of a log record", fault)
             trace = None

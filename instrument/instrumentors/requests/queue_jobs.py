@@ -36,7 +36,7 @@ class _Jobs:
     def __init__(self, system: str, exchanges: Exchanges) -> None:
         self._system, self._exchanges = system, exchanges
 
-    def begin(self, read: Callable[[], Job | None]) -> Any:
+    def begin_job(self, read: Callable[[], Job | None]) -> Any:
         """Open the request of a job. Return its frame, None if it is not recorded. Never raises."""
         exchanges = self._exchanges
         if not exchanges.is_on or not exchanges.recorder.on:
@@ -60,33 +60,33 @@ class _Jobs:
             FAULTS.note(f"job of {self._system}", fault)
             return None
 
-    def end(self, frame: Any, error: BaseException | None) -> None:
+    def end_job(self, frame: Any, error: BaseException | None) -> None:
         """Close the request of a job, with an error unless the exception is one of `NO_FAILURES`."""
         if frame is not None:
             is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
             self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
 
-    def run(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any) -> Any:
+    def run_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any) -> Any:
         """Run a job, and record it as a request. Return its result."""
-        frame = self.begin(read)
+        frame = self.begin_job(read)
         try:
             result = perform(*args)
         except BaseException as error:
-            self.end(frame, error)
+            self.end_job(frame, error)
             raise
-        self.end(frame, None)
+        self.end_job(frame, None)
         return result
 
     async def await_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a job that is a coroutine, and record it as a request. Return its result."""
-        frame = self.begin(read)
+        frame = self.begin_job(read)
         try:
             coroutine = perform(*args, **kwargs)
             result = await (coroutine if frame is None else self._exchanges.recorder.stepped_in(frame, coroutine))
         except BaseException as error:
-            self.end(frame, error)
+            self.end_job(frame, error)
             raise
-        self.end(frame, getattr(result, "error", None) if self._system == "taskiq" else None)
+        self.end_job(frame, getattr(result, "error", None) if self._system == "taskiq" else None)
         return result
 
 
@@ -107,7 +107,7 @@ def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
         request = task.request
         queue = (request.delivery_info or {}).get("routing_key") or ""
         carrier = request.headers or vars(request)
-        open_frames[id(request)] = jobs.begin(lambda: (task.name, queue, task_id, carrier, None))
+        open_frames[id(request)] = jobs.begin_job(lambda: (task.name, queue, task_id, carrier, None))
 
     def note_error(sender: Any = None, exception: Any = None, **_: Any) -> None:
         if (key := id(getattr(sender, "request", None))) in open_frames:  # else a task of another process
@@ -115,7 +115,7 @@ def _attach_celery(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     def end_task(sender: Any = None, task: Any = None, **_: Any) -> None:
         key = id(task.request)
-        jobs.end(open_frames.pop(key, None), errors.pop(key, None))
+        jobs.end_job(open_frames.pop(key, None), errors.pop(key, None))
 
     handlers = ((signals.task_prerun, begin_task), (signals.task_failure, note_error), (signals.task_postrun, end_task))
     for signal, handler in handlers:
@@ -138,7 +138,7 @@ def _attach_rq(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.Job, "perform")
     def undo(self: Any) -> Any:
-        return jobs.run(lambda: read_job(self), perform, self)
+        return jobs.run_job(lambda: read_job(self), perform, self)
 
     return [undo]
 
@@ -155,7 +155,7 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     @replaces(module.Broker, "emit_before")
     def undo_before(self: Any, signal: str, *args: Any, **kwargs: Any) -> None:
         if signal == "process_message" and args:
-            current.frame = jobs.begin(lambda: read_job(args[0]))
+            current.frame = jobs.begin_job(lambda: read_job(args[0]))
         before(self, signal, *args, **kwargs)
 
     @replaces(module.Broker, "emit_after")
@@ -163,7 +163,7 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
         after(self, signal, *args, **kwargs)
         if signal in ("process_message", "skip_message"):
             frame, current.frame = getattr(current, "frame", None), None
-            jobs.end(frame, kwargs.get("exception"))
+            jobs.end_job(frame, kwargs.get("exception"))
 
     return [undo_before, undo_after]
 
@@ -274,7 +274,7 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
 
     @replaces(module.Queue, "process_events")
     async def undo(self: Any, events: Any, *args: Any, **kwargs: Any) -> None:
-        frames = [frame for event in events if (frame := jobs.begin(partial(read_job, event))) is not None]
+        frames = [frame for event in events if (frame := jobs.begin_job(partial(read_job, event))) is not None]
         errors: list[BaseException] = []
         failures.set(errors)
         answer = process(self, events, *args, **kwargs)
@@ -287,7 +287,7 @@ def _attach_gradio(module: Any, exchanges: Exchanges) -> list[Undo]:
             raise
         finally:
             for frame in reversed(frames):
-                jobs.end(frame, errors[-1] if errors else None)
+                jobs.end_job(frame, errors[-1] if errors else None)
 
     return [undo_call, undo]
 

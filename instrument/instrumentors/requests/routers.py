@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace
+from instrument.instrumentors.functions import Undo, replace_attribute
 from instrument.instrumentors.requests.exchange import CURRENT, Exchange
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
@@ -57,12 +57,12 @@ class Router(NamedTuple):
             return await call(*args, **kwargs)
 
         if self.method == "__call__":  # asgiref takes an app without a coroutine function for one of ASGI 2
-            return replace(owner, self.method, call_app)
+            return replace_attribute(owner, self.method, call_app)
         for name in ("cache_clear", "cache_info", "cache_parameters"):
             if hasattr(original, name):
                 setattr(call, name, getattr(original, name))
         is_static = isinstance(vars(owner).get(self.method), staticmethod)
-        return replace(owner, self.method, staticmethod(call) if is_static else call)
+        return replace_attribute(owner, self.method, staticmethod(call) if is_static else call)
 
 
 def attach_routers(module: Any) -> list[Undo]:
@@ -90,11 +90,11 @@ def _read_fastapi_path(_: Any, route: Any, scope: Any, *__: Any) -> str:
 def _flask_reader(name: str) -> Callable[..., str | None]:
     """Return a function that reads the URL rule of a request of Flask or Quart from its context."""
 
-    def route(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
+    def read_flask_rule(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
         rule = getattr(module if context is None else context, name).url_rule
         return None if rule is None else rule.rule
 
-    return route
+    return read_flask_rule
 
 
 def _read_django_route(_: Any, match: Any) -> str:

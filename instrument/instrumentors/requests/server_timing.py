@@ -26,9 +26,9 @@ from instrument.recording.spans import FACTS, KEY
 from instrument.runtime.faults import FAULTS
 from instrument.trace.columns import Columns, device_intervals
 from instrument.trace.joined import ROUNDS, join
-from instrument.trace.ledger import QUEUE, STALL, ledger
+from instrument.trace.ledger import QUEUE, STALL, compute_ledger
 from instrument.trace.of_recording import RowSnapshot, have_details
-from instrument.trace.stages import LATENCIES, stages
+from instrument.trace.stages import LATENCIES, find_stages
 
 MOST_ROWS, MOST_DETAIL_BYTES = 10_000, 128 << 10
 """The maximum rows, and bytes of attributes, to read for one answer. With more, only `total` is sent, so that the
@@ -47,10 +47,10 @@ class AnswerTimings:
 
     def __init__(self, recorder: Recorder) -> None:
         details = recorder.room_for("details")
-        self._details_from = 0 if details is None else details.used()
+        self._details_from = 0 if details is None else details.count_used()
         self._is_events, self._tail = False, b"\n\n"
 
-    def text(self, exchange: Any) -> str:
+    def header_text(self, exchange: Any) -> str:
         """Return the value of the header for an open request. If the parts fail, it has only `total`. Never raises."""
         frame, recorder = exchange.frame, exchange.method.recorder
         try:
@@ -73,10 +73,10 @@ class AnswerTimings:
         if self._is_events:
             self._tail = (self._tail + bytes(part[-4:]))[-4:]
 
-    def comment(self, exchange: Any) -> bytes:
+    def timings_comment(self, exchange: Any) -> bytes:
         """Return a comment with the timings for the end of server-sent events, b"" for other or incomplete bodies."""
         is_whole, self._is_events = self._is_events and self._tail.endswith(ENDS), False
-        return f": server-timing {self.text(exchange)}\n\n".encode() if is_whole else b""
+        return f": server-timing {self.header_text(exchange)}\n\n".encode() if is_whole else b""
 
 
 def _traceparent_text(recorder: Recorder, frame: Any) -> list[str]:
@@ -98,8 +98,8 @@ def _milliseconds_text(time_ns: int) -> str:
 def _exceeds_limits(recorder: Recorder, frame: Any, details_from: int) -> bool:
     """Return True if more rows or attributes than the limits have been recorded since the start of a request."""
     mapped, details = recorder.mapped(), recorder.room_for("details")
-    heads, firsts = mapped.heads(), mapped.first_after(frame.start_ns)
-    detail_bytes = 0 if details is None else details.used() - details_from
+    heads, firsts = mapped.read_heads(), mapped.first_row_after(frame.start_ns)
+    detail_bytes = 0 if details is None else details.count_used() - details_from
     return sum(heads.values()) - sum(firsts.values()) > MOST_ROWS or detail_bytes > MOST_DETAIL_BYTES
 
 
@@ -112,9 +112,9 @@ def _time_texts(recorder: Recorder, frame: Any, details_from: int) -> list[str]:
     joined = join(trace)
     place = joined.rows.tolist().index(int(np.flatnonzero(trace.span_id == frame.span_id)[0]))
     row = int(joined.rows[place])
-    times = ledger(trace, joined).parts_of(place)
+    times = compute_ledger(trace, joined).parts_of(place)
     times["total"] = int(trace.total_ns[row])
-    for stage in stages(trace, joined):
+    for stage in find_stages(trace, joined):
         if stage.place == place:
             times.update((name, end - begin) for name, begin, end in stage.named() if name not in (QUEUE, STALL))
     facts: dict[str, int] = {}

@@ -67,7 +67,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any) -> Attach:
     return attach
 
 
-def _kept(class_name: str, method: str, kind: Any, place: str = "app") -> Attach:
+def _attach_to_stored_app(class_name: str, method: str, kind: Any, place: str = "app") -> Attach:
     """Return the `Attach` of a server whose method reads the app from an attribute of its object (`place`)."""
     path, _, name = place.rpartition(".")
     holder_of = operator.attrgetter(path) if path else None
@@ -87,7 +87,7 @@ def _join_attaches(*ways: Attach) -> Attach:
     return lambda module, exchanges: [undo for attach in ways for undo in attach(module, exchanges)]
 
 
-def _app_argument(name: str, position: int, kind: Any) -> Attach:
+def _attach_to_app_argument(name: str, position: int, kind: Any) -> Attach:
     """Return the `Attach` of a server's function that takes the app as its argument at `position`."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -100,7 +100,7 @@ EMBEDDING = frozenset({"uwsgi"})
 """The modules by which servers in C that embed Python are recognised. They call the app without Python code."""
 
 
-def _app_class(class_name: str) -> Attach:
+def _attach_to_app_class(class_name: str) -> Attach:
     """Return the `Attach` of a framework's app class, for servers in C, which call its `__call__`."""
 
     def attach(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -141,36 +141,39 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "asgi": {
         "uvicorn.protocols.http.h11_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
         "uvicorn.protocols.http.httptools_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
-        "uvicorn.protocols.websockets.websockets_impl": _kept("WebSocketProtocol", "run_asgi", asgi.AsgiApp),
-        "uvicorn.protocols.websockets.websockets_sansio_impl": _kept(
+        "uvicorn.protocols.websockets.websockets_impl": _attach_to_stored_app(
+            "WebSocketProtocol", "run_asgi", asgi.AsgiApp
+        ),
+        "uvicorn.protocols.websockets.websockets_sansio_impl": _attach_to_stored_app(
             "WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp
         ),
-        "uvicorn.protocols.websockets.wsproto_impl": _kept("WSProtocol", "run_asgi", asgi.AsgiApp),
+        "uvicorn.protocols.websockets.wsproto_impl": _attach_to_stored_app("WSProtocol", "run_asgi", asgi.AsgiApp),
         "hypercorn.app_wrappers": _join_attaches(
-            _kept("ASGIWrapper", "__call__", asgi.AsgiApp), _kept("WSGIWrapper", "__call__", wsgi.WsgiApp)
+            _attach_to_stored_app("ASGIWrapper", "__call__", asgi.AsgiApp),
+            _attach_to_stored_app("WSGIWrapper", "__call__", wsgi.WsgiApp),
         ),
-        "daphne.server": _kept("Server", "create_application", asgi.AsgiApp, "application"),
-        "granian.asgi": _app_argument("_callback_wrapper", 0, asgi.AsgiApp),
+        "daphne.server": _attach_to_stored_app("Server", "create_application", asgi.AsgiApp, "application"),
+        "granian.asgi": _attach_to_app_argument("_callback_wrapper", 0, asgi.AsgiApp),
         "gunicorn.asgi.protocol": _join_attaches(
-            _kept("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
-            _kept("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
-            _kept("ASGIProtocol", "_handle_websocket", asgi.AsgiApp),
+            _attach_to_stored_app("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
+            _attach_to_stored_app("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
+            _attach_to_stored_app("ASGIProtocol", "_handle_websocket", asgi.AsgiApp),
         ),
     },
     "wsgi": {
         "gunicorn.workers.base": _attach_gunicorn,
-        "waitress.task": _kept("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
+        "waitress.task": _attach_to_stored_app("WSGITask", "execute", wsgi.WsgiApp, "channel.server.application"),
         "wsgiref.handlers": _attach_to_method("BaseHandler", "run", wsgi.WsgiApp),
-        "werkzeug.serving": _kept("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
-        "granian.wsgi": _app_argument("_callback_wrapper", 0, wsgi.WsgiApp),
-        "gevent.pywsgi": _kept("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
-        "cheroot.wsgi": _kept("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
-        "tornado.wsgi": _kept("WSGIContainer", "handle_request", wsgi.WsgiApp, "wsgi_application"),
-        "bjoern": _app_argument("server_run", 1, wsgi.InterleavedApp),
-        "flask.app": _app_class("Flask"),
-        "django.core.handlers.wsgi": _app_class("WSGIHandler"),
-        "falcon.app": _app_class("App"),
-        "bottle": _app_class("Bottle"),
+        "werkzeug.serving": _attach_to_stored_app("WSGIRequestHandler", "run_wsgi", wsgi.WsgiApp, "server.app"),
+        "granian.wsgi": _attach_to_app_argument("_callback_wrapper", 0, wsgi.WsgiApp),
+        "gevent.pywsgi": _attach_to_stored_app("WSGIHandler", "run_application", wsgi.WsgiApp, "application"),
+        "cheroot.wsgi": _attach_to_stored_app("Gateway", "respond", wsgi.WsgiApp, "req.server.wsgi_app"),
+        "tornado.wsgi": _attach_to_stored_app("WSGIContainer", "handle_request", wsgi.WsgiApp, "wsgi_application"),
+        "bjoern": _attach_to_app_argument("server_run", 1, wsgi.InterleavedApp),
+        "flask.app": _attach_to_app_class("Flask"),
+        "django.core.handlers.wsgi": _attach_to_app_class("WSGIHandler"),
+        "falcon.app": _attach_to_app_class("App"),
+        "bottle": _attach_to_app_class("Bottle"),
     },
 }
 """The functions that attach to servers of ASGI and WSGI, by kind of server and module. Adapters have such tables."""

@@ -17,7 +17,7 @@ from contextvars import Context
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from instrument.instrumentors.functions import Undo, replace, undo_all
+from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
 from instrument.instrumentors.requests.exchange import CURRENT, Arrival, Exchange, Exchanges
 from instrument.recorder.wrapping import CANCELLED
 from instrument.recording.spans import OUTCOME, Site
@@ -62,7 +62,7 @@ class _Batch:
         self._opened: dict[int, tuple[Exchange, Context]] = {}
         self._frame: Any = None
         if len(requests) > 1:
-            site = requests_of.step(_model_name(requests[0]))
+            site = requests_of.step_site(_model_name(requests[0]))
             self._frame = requests_of.recorder.open(site, {"requests": len(requests)})
         for request in requests:
             context, begin = Context(), requests_of.arrivals.begin
@@ -79,9 +79,9 @@ class _Batch:
             self._of.executing.pop(id(request), None)
             if exchange is None or context is None:
                 continue
-            if error is None and self._of.leave(exchange):
+            if error is None and self._of.leave_to_sender(exchange):
                 if is_alone:
-                    self.leave()
+                    self.separate_thread()
                 continue  # its sender answers it later, from any thread
             response = responses[index] if isinstance(responses, list) and index < len(responses) else None
             _end_request(request, exchange, None if is_alone else context, response, error)
@@ -89,7 +89,7 @@ class _Batch:
         if frame is not None:
             self._of.recorder.close(frame, error, True)
 
-    def leave(self) -> None:
+    def separate_thread(self) -> None:
         """Separate this thread from the requests, so that its later spans do not belong to them."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
@@ -124,7 +124,7 @@ class _Requests:
     def begin(self, requests: Sequence[Any]) -> _Batch | None:
         """Begin the spans of a call's requests. Return None if they are not recorded. Never raises."""
         try:
-            if not requests or not self.arrivals.exchanges.records("/" + _model_name(requests[0])):
+            if not requests or not self.arrivals.exchanges.is_path_recorded("/" + _model_name(requests[0])):
                 return None
             self._watch_class(type(requests[0]))
             return _Batch(self, list(requests))  # the model may change its own list
@@ -132,11 +132,11 @@ class _Requests:
             FAULTS.note("requests of Triton", fault)
             return None
 
-    def step(self, name: str) -> Site:
+    def step_site(self, name: str) -> Site:
         """Return the site of the step that serves several requests of a model."""
         return self._steps.setdefault(name, Site(f"{name} batch", "step"))
 
-    def leave(self, exchange: Exchange) -> bool:
+    def leave_to_sender(self, exchange: Exchange) -> bool:
         """Let the response sender end a request. Return False if the request has no sender."""
         answers = [answer for answer in list(self._answers.values()) if answer.exchange is exchange]
         for answer in answers:
@@ -168,7 +168,7 @@ class _Requests:
                 FAULTS.note("response sender of Triton", fault)
             return sender
 
-        self._undos.append(replace(kind, "get_response_sender", get_response_sender))
+        self._undos.append(replace_attribute(kind, "get_response_sender", get_response_sender))
 
     def _watch_sender(self, kind: Any) -> None:
         if kind in self._watched:
@@ -187,7 +187,7 @@ class _Requests:
                     self._answers.pop(sender, None)
                     _end_request(None, answer.exchange, answer.context, response)
 
-        self._undos.append(replace(kind, "send", send_and_note))
+        self._undos.append(replace_attribute(kind, "send", send_and_note))
 
 
 def _end_request(
@@ -250,7 +250,7 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
             batch.end(None, error)
             raise
         if inspect.iscoroutine(responses):  # the backend awaits it on another thread
-            batch.leave()
+            batch.separate_thread()
             return batch.await_and_end(responses)
         batch.end(responses)
         return responses
@@ -262,4 +262,7 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
         coroutine = execute(self, requests)
         return await (coroutine if batch is None else batch.await_and_end(coroutine))
 
-    return [requests_of.undo, replace(model, "execute", awaited if inspect.iscoroutinefunction(execute) else executed)]
+    return [
+        requests_of.undo,
+        replace_attribute(model, "execute", awaited if inspect.iscoroutinefunction(execute) else executed),
+    ]

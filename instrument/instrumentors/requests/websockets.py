@@ -23,7 +23,7 @@ from instrument.instrumentors.requests.exchange import (
     Exchange,
     Exchanges,
     exchange_of,
-    reads,
+    make_readers,
 )
 from instrument.runtime.faults import FAULTS
 
@@ -183,7 +183,7 @@ def _read_client(connection: Any) -> str | None:
     return address[0] if isinstance(address, tuple) else None
 
 
-READS = reads(
+READS = make_readers(
     _read_arrival,
     _read_headers,
     lambda connection: _read_path(connection).partition("?")[0],

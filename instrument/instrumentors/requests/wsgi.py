@@ -91,7 +91,7 @@ def _add_timings(
         try:
             status, headers, *more = arguments
             timing.begin_parts(headers, environ["REQUEST_METHOD"])
-            arguments = status, [*headers, (SERVER_TIMING, timing.text(exchange))], *more
+            arguments = status, [*headers, (SERVER_TIMING, timing.header_text(exchange))], *more
         except Exception as fault:
             FAULTS.note("server timing", fault)
         return start_response(*arguments, **kwargs)
@@ -172,9 +172,9 @@ class _Body:
                 self._items = iter(self._body)
             part = next(self._items)
         except StopIteration:
-            if exchange.timing is not None and (comment := exchange.timing.comment(exchange)):
+            if exchange.timing is not None and (comment := exchange.timing.timings_comment(exchange)):
                 return comment
-            exchange.end_of_parts()
+            exchange.end_after_parts()
             raise
         except BaseException as error:
             exchange.end(error)

@@ -54,7 +54,7 @@ def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
         return profile, {}
     preset = Document(text_of(value.text), name=path_of(value.text), environ=profile.document.environ)
     preset_texts: dict[str, str] = {}
-    return _merge(profile, _with_place(preset.read(lambda node: node), key), preset_texts), preset_texts
+    return _merge_mappings(profile, _with_place(preset.read(lambda node: node), key), preset_texts), preset_texts
 
 
 def _with_place(node: YamlNode, at: YamlNode) -> YamlNode:
@@ -64,7 +64,7 @@ def _with_place(node: YamlNode, at: YamlNode) -> YamlNode:
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
 
 
-def _merge(mapping: YamlNode, preset: YamlNode, preset_texts: dict[str, str]) -> YamlNode:
+def _merge_mappings(mapping: YamlNode, preset: YamlNode, preset_texts: dict[str, str]) -> YamlNode:
     pairs = dict(mapping.pairs)
     for name, (key, value) in preset.pairs.items():
         place, mine = mapping.pairs.get(name, (key, None))
@@ -72,7 +72,7 @@ def _merge(mapping: YamlNode, preset: YamlNode, preset_texts: dict[str, str]) ->
             pairs[name] = (place, value)
             _collect_preset_texts(value, preset_texts)
         elif mine.kind == value.kind == "mapping":
-            pairs[name] = (place, _merge(mine, value, preset_texts))
+            pairs[name] = (place, _merge_mappings(mine, value, preset_texts))
     return replace(mapping, pairs=pairs)
 
 

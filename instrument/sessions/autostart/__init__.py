@@ -55,7 +55,7 @@ def begin_now() -> None:
     if _waiting is None:
         _start()
     else:
-        _waiting.end()
+        _waiting.begin_session()
 
 
 def awaited_value(profile: str, packages: Collection[str]) -> str:
@@ -162,7 +162,7 @@ class Wait:
         package = fullname.partition(".")[0]
         # Triton names the module of a model by a number.
         is_awaited = package in self._packages or fullname in self._packages or package.isdigit()
-        if not is_awaited or not self.end():
+        if not is_awaited or not self.begin_session():
             return None
         loaded = sys.modules.get(fullname)
         for finder in list(sys.meta_path):
@@ -177,7 +177,7 @@ class Wait:
                 return spec  # type: ignore[no-any-return]
         return None
 
-    def end(self) -> bool:
+    def begin_session(self) -> bool:
         """Begin the session. Return True for the first call, False for later calls and those on other threads."""
         try:
             sys.meta_path.remove(self)
