@@ -58,7 +58,7 @@ class NumberedPlaces(NamedTuple):
 
 
 def innermost_rows(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
-    """Return the row of the innermost span that is open at each time on each thread (see `innermost`).
+    """Return the row of the innermost span that is open at each time on each thread (see `find_innermost`).
 
     Only rows of the `mask` count. In a trace from another profiler, calls that launch device work do not count.
     """

@@ -1,6 +1,6 @@
 """Packs the columns of a trace for a file, in the smallest types that fit. Only rows with rare values store them.
 
-Ascending columns are stored as differences (`steps`) and ends as lengths, so most numbers take one or two bytes.
+Ascending columns are stored as differences (`differences`) and ends as lengths, so most numbers take one or two bytes.
 `numpy.cumsum` restores a column. The array `firsts` has the first span id and the first begin.
 
 The kernels and allocations of torch.profiler are ordered by time, so times are stored as differences. A table has each
@@ -48,7 +48,7 @@ def differences(column: Column) -> Column:
 
 
 def sum_differences(column: Column) -> Int64s:
-    """Return the numbers from which `steps` made the differences."""
+    """Return the numbers from which `differences` made these."""
     return np.asarray(np.cumsum(column, dtype=np.int64))
 
 
@@ -66,7 +66,7 @@ def order_by_start(trace: Columns) -> Int64s:
 
 def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
     """Return the columns of a file by name, and the rest of the trace as metadata. Rows are in the order of
-    `in_order`."""
+    `order_by_start`."""
     order = order_by_start(trace)
     rank = index_rows(order, len(trace))
     parent = trace.parent[order]
@@ -117,7 +117,7 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
 
 
 def _rank_below_parents(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
-    """Return the result of `ranked`, fast if most rows have the same value as their parents."""
+    """Return the result of `rank_distinct`, fast if most rows have the same value as their parents."""
     shares = trace.parent != NONE
     if len(trace):
         shares &= column == column[trace.parent]

@@ -230,7 +230,7 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     part = np.concatenate([between.row, part_of_site[trace.site[work.row]], in_others, in_batch])
     spans, none = np.concatenate([work.row, inner.row, batches.row]), np.full(len(between.row), NONE)
     ranks = _rank_intervals(trace, between, spans)
-    del work, batches, between, inner, in_batch  # frees as much memory as `turns` needs
+    del work, batches, between, inner, in_batch  # frees as much memory as `compute_turns` needs
     order, begins, finishes = compute_turns(request, starts, ends, ranks)
     row = np.concatenate([none, spans])[order]
     return Turns(tuple(names), request[order], part[order], row, pair[order], begins, finishes - begins)

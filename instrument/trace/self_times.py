@@ -116,7 +116,7 @@ def find_highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDA
 
 
 SEVERAL = -2
-"""The row number that `innermost` returns if several tasks had open spans at that time."""
+"""The row number that `find_innermost` returns if several tasks had open spans at that time."""
 
 
 class _Open(NamedTuple):

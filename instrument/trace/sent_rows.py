@@ -2,7 +2,7 @@
 
 A request comes due when a decision wait has passed after its end. By then the rows of all processes up to its end have
 been read. The request's rows, the rows with its keys and the batches that served it become one columnar trace. `join`,
-`grafted` and `stages` process this trace like that of a file. Each row is settled once.
+`graft_columns` and `find_stages` process this trace like that of a file. Each row is settled once.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ LIMIT_SPANS = 10_000_000
 """The maximum number of slices, of samples or of allocations that are read from a file."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-"""Return a value, as returned by `safe`, as strict JSON."""
+"""Return a value, as returned by `make_safe`, as strict JSON."""
 
 encode_numbers: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Return the JSON of a value, with NaN and Infinity as Python's `json` writes them."""
@@ -113,7 +113,7 @@ def check_type(value: object, *kinds: type) -> Any:
 
 
 def check_ints(values: Sequence[Any]) -> Sequence[int]:
-    """Return the values. Raises `ValueError` unless all are 64-bit ints. One call is faster than `checked` for each
+    """Return the values. Raises `ValueError` unless all are 64-bit ints. One call is faster than `check_type` for each
     value."""
     if set(map(type, values)) != {int} or not -INT64 <= min(values) <= max(values) < INT64:
         return [check_type(value, int) for value in values]

@@ -468,7 +468,7 @@ class Arrivals:
     def begin(self, request: Any) -> Exchange | None:
         """Begin the span of a request. Return None if the request is not recorded, or after a fault. Never raises."""
         exchanges = self.exchanges
-        current = CURRENT.get()  # the same test as `records`, whose call would take 0.05 us
+        current = CURRENT.get()  # the same test as `is_path_recorded`, whose call would take 0.05 us
         if not exchanges.is_on or not exchanges.recorder.on or (current is not None and current.frame is not None):
             successor = None if exchanges.is_on else exchanges.next
             return None if successor is None else successor.get_arrivals(*self._key).begin(request)
