@@ -427,6 +427,7 @@ def test_a_service_begins_another_agent_without_a_fork_or_a_child_and_counts_wha
     go_on()
     (agent,) = until(agents)
     until(lambda: len(collector.taken) == spans_of(10))
+    until(lambda: [place.read().fates["exported"] for place, _ in recordings()] == [spans_of(10)])  # it has heard so
     kill(agent)
     go_on()
     (other,) = until(lambda: [one for one in agents() if one != agent])

@@ -56,8 +56,8 @@ def state_of(header: bytes | str) -> str:
 
 
 def remote_of(context: object) -> RemoteParent | None:
-    """Parse the span of another tracer from headers, or from the text that `encode_remote` returned. Return None if there is no
-    such span.
+    """Parse the span of another tracer from headers, or from the text that `encode_remote` returned. Return None if there
+    is no such span.
 
     Headers are the `traceparent`, alone or with the `tracestate`, as bytes or text. An invalid `traceparent` (W3C Trace
     Context, 3.2) is treated as missing.
@@ -94,7 +94,7 @@ def header_of(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark of a trace that began in this request and was passed on to other services, in the text of `encode_remote`."""
+"""The mark of a trace that began in this request and was passed on to other services, as `encode_remote` writes it."""
 
 
 def encode_remote(remote: RemoteParent | None) -> tuple[str, ...] | None:

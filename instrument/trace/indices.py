@@ -151,7 +151,7 @@ def number_combinations(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
 
 
 def number_by_first_sight(*columns: NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Number the distinct combinations of columns as `number_combinations` does, but in the order in which they first occur."""
+    """Number the distinct combinations of columns in the order in which they first occur."""
     numbers, rows = number_combinations(*columns)
     order = np.argsort(rows)
     return index_rows(order, len(rows))[numbers], rows[order]

@@ -5,8 +5,8 @@ different processes stay distinct, except devices with the same UUID. A span may
 as a dump and the file of its end. The longest version of the span is kept. A merged file is split into its processes,
 so that a span that another file of the process has, too, is recognised.
 
-`fold_recordings` makes one recording of processes that have ended, with all totals and the newest spans. A service may recycle
-thousands of workers over months, so `fold_recordings` limits the number of threads, call paths, samples and notes.
+`fold_recordings` makes one recording of processes that have ended, with all totals and the newest spans. A service may
+recycle thousands of workers over months, so `fold_recordings` limits the number of threads, call paths, samples and notes.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ SAMPLES_KEPT = 20_000
 """The maximum number of gauge samples that `fold_recordings` keeps. The oldest are dropped first."""
 
 PATHS_KEPT = 16_384
-"""The maximum number of call paths with a separate row after `fold_recordings`. Further paths share one row per site."""
+"""The maximum number of call paths with a row of their own after `fold_recordings`. Others share one per site."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"
