@@ -56,8 +56,8 @@ def state_of(header: bytes | str) -> str:
 
 
 def remote_of(context: object) -> RemoteParent | None:
-    """Parse the span of another tracer from headers, or from the text that `encode_remote` returned. Return None if there
-    is no such span.
+    """Parse the span of another tracer from headers, or from the text that `encode_remote` returned. Return None for
+    no such span.
 
     Headers are the `traceparent`, alone or with the `tracestate`, as bytes or text. An invalid `traceparent` (W3C Trace
     Context, 3.2) is treated as missing.

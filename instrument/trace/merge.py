@@ -6,7 +6,8 @@ as a dump and the file of its end. The longest version of the span is kept. A me
 so that a span that another file of the process has, too, is recognised.
 
 `fold_recordings` makes one recording of processes that have ended, with all totals and the newest spans. A service may
-recycle thousands of workers over months, so `fold_recordings` limits the number of threads, call paths, samples and notes.
+recycle thousands of workers over months, so `fold_recordings` limits the number of threads, call paths, samples and
+notes.
 """
 
 from __future__ import annotations
