@@ -99,13 +99,13 @@ def preset_head(recorder: Any, head: int) -> None:
     ring_type = np.dtype({"names": ["head"], "formats": ["<u8"], "offsets": [16 + 16], "itemsize": 256})
     table = memory_layout.HEADER.fields["parts"][0] + memory_layout.PARTS.index("rings") * memory_layout.PART.size
     part = memory_layout.Part(*memory_layout.PART.packer().unpack_from(recorder.memory, table))
-    (one,) = (ring for ring in recorder.mapped()._rings() if ring.thread_id)
+    (one,) = (ring for ring in recorder.mapped()._read_rings() if ring.thread_id)
     np.frombuffer(recorder.memory, ring_type, part.slots, part.offset)["head"][one.slot] = head
 
 
 def preset_totals(recorder: Any, thread_id: int, node: int, calls: int, summed_ns: int, times: int) -> None:
     """Have a thread's totals of a call path begin at these: calls, total and own time, and times in its only bucket."""
-    numbers = [ring.number for ring in recorder.mapped()._rings() if ring.thread_id == thread_id]
+    numbers = [ring.number for ring in recorder.mapped()._read_rings() if ring.thread_id == thread_id]
     totals, _ = part_of(recorder, "totals")
     ((at,),) = np.nonzero(np.isin(totals["ring_number"], numbers) & (totals["node"] == node) & (totals["calls"] > 0))
     totals["calls"][at], totals["total_ns"][at], totals["self_ns"][at] = calls, summed_ns, summed_ns

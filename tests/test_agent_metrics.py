@@ -23,7 +23,7 @@ from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.otlp import export_facts
 from instrument.otlp.export_facts import Ids, MeteredFacts
 from instrument.profile.model import Capture
-from instrument.recorder.meter import queued_tasks
+from instrument.recorder.request_meter import queued_tasks
 from instrument.runtime import agent_socket
 from instrument.runtime.environment import TEMPORALITY
 

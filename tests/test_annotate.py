@@ -24,8 +24,8 @@ from readback import spans_in
 
 import instrument
 from instrument import chrome
-from instrument.recorder import span_attributes
-from instrument.recorder.span_attributes import MOST_NAMES_PER_SITE, rename, set_status
+from instrument.recorder import attribute_checks
+from instrument.recorder.attribute_checks import MOST_NAMES_PER_SITE, rename, set_status
 from instrument.recording.spans import (
     ATTRIBUTE_LIMIT,
     BATCH_KEYS,
@@ -294,9 +294,9 @@ def test_no_code_of_what_is_given_is_run(recorder: Any) -> None:
     with recorder.make_scope("scope"):
         recorder.annotate_innermost(user=Lazy(), users=[Lazy()], torn=Torn([1, 2]))
         recorder.annotate_innermost(Lazy())
-    assert span_attributes.name_of(Lazy()) is None
-    assert span_attributes.status_attributes(Lazy(), None, None) is None
-    assert span_attributes.status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
+    assert attribute_checks.name_of(Lazy()) is None
+    assert attribute_checks.status_attributes(Lazy(), None, None) is None
+    assert attribute_checks.status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
     assert attributes(recorder) == {"scope": {"torn": (1, 2)}}
     assert recorder.counts() == {"attributes of a kind that no span has": 3}
 

@@ -23,8 +23,8 @@ from instrument.recording.memory_layout import FRAME, ROW
 from instrument.recording.spans import Site
 from instrument.recording.trace_context import RemoteParent, encode_remote, is_sampled, state_of_share
 from instrument.trace import unsettled
+from instrument.trace.sampling_criteria import LEAST_CALLS
 from instrument.trace.sent_rows import DECISION_WAIT_NS
-from instrument.trace.tail_sampler import LEAST_CALLS
 from instrument.trace.unsettled import LEAST_PACKED
 
 REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "step")
@@ -237,7 +237,7 @@ def test_the_limit_bounds_notable_requests_and_refills_with_time(recorder: Any) 
     assert kept.counts["requests beyond the capture limit"] == 3
     allowance = kept.rows.sampler.allowance
     now_ns = time.monotonic_ns()
-    taken = [allowance.take(now_ns + later_s * 10**9) for later_s in (1, 29, 31, 32, 61, 62)]
+    taken = [allowance.take_token(now_ns + later_s * 10**9) for later_s in (1, 29, 31, 32, 61, 62)]
     assert taken == [False, False, True, False, True, False]
 
 
@@ -248,7 +248,7 @@ def test_spans_shortly_before_a_failure_are_kept_with_it(recorder: Any) -> None:
     failed = serve(recorder, error=True)
     times = {span.span_id: (span.start_ns, span.end_ns) for span in spans_in(recorder)}
     between_ns = (times[long_ago][1] + times[just_before][1]) // 2
-    kept.change(Capture(sample=0.0, errors=True, before_ns=times[failed][0] - between_ns), 100)
+    kept.change_settings(Capture(sample=0.0, errors=True, before_ns=times[failed][0] - between_ns), 100)
     roots = [spans[0].span_id for spans in kept.read()]
     assert roots == [just_before, failed]
     assert long_ago not in roots
@@ -480,7 +480,7 @@ def test_a_profile_that_asks_otherwise_forgets_what_waits(timed: Timed) -> None:
     kept = Kept(timed.recorder, HALF_AS_LONG_AGAIN)
     timed.ask(REQUEST, 10 * SECOND_NS)
     kept.read()
-    kept.change(Capture(**NOTHING), 100)
+    kept.change_settings(Capture(**NOTHING), 100)
     for _ in range(LEAST_CALLS):
         timed.ask(REQUEST, SECOND_NS)
     assert kept.read() == []

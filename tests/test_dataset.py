@@ -21,7 +21,7 @@ from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger
 from instrument.report.view import Recording
 from instrument.trace import dataset_files, file
-from instrument.trace.dataset import arrow_schema, arrow_type, read_definition
+from instrument.trace.dataset_tables import arrow_schema, arrow_type, read_definition
 from instrument.trace.merge import merge
 from instrument.trace.request_trees import graft
 from instrument.trace.trace import Trace
@@ -278,7 +278,7 @@ def test_a_second_conversion_replaces_the_first_and_ids_stay(tmp_path: Path) -> 
 
 
 def test_a_large_table_becomes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.trace.dataset.ROWS_AT_ONCE", 500)
+    monkeypatch.setattr("instrument.trace.dataset_tables.ROWS_AT_ONCE", 500)
     monkeypatch.setattr(dataset_files, "FILE_BYTES", 10_000)
     folder = written(tmp_path, [simulated()])
     files = list((folder / "spans").rglob("*.parquet"))

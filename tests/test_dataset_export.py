@@ -33,8 +33,8 @@ from instrument.recording.export_checkpoint import Progress
 from instrument.recording.slot_ring import LABELS
 from instrument.recording.spans import BATCH_KEYS, DeviceInterval, Span
 from instrument.trace.columns import device_intervals
-from instrument.trace.dataset import DatasetProcess, read_definition
-from instrument.trace.dataset_rows import DatasetRows, SettledRows
+from instrument.trace.dataset_sources import DatasetRows, SettledRows
+from instrument.trace.dataset_tables import DatasetProcess, read_definition
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.merge import merge
 from instrument.trace.sent_rows import Settling

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from readback import intervals_in
 
-from instrument.device.anchors import ANCHORS_KEPT
+from instrument.device.clock_anchors import ANCHORS_KEPT
 from instrument.device.cuda import CudaDriver, NumbaStreams, find_current_of_numba
-from instrument.device.pairs import LAUNCH_NS, Pair
+from instrument.device.event_pairs import LAUNCH_NS, Pair
 from instrument.device.resolver import ROW_NS, Resolver
 from instrument.device.timer import NO_CONTEXT_YET, NO_STREAM_YET, Timer
 from instrument.device.torch_events import Driver, TorchDriver

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from instrument.recorder.meter import Meter
+from instrument.recorder.request_meter import Meter
 from instrument.recording import memory, memory_layout
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress
 

@@ -167,7 +167,7 @@ def test_a_run_without_a_summary_says_what_was_unsent_at_its_end(
     stderr: str,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(leaving, "target_of", lambda _: stderr)
+    monkeypatch.setattr(leaving, "file_of_descriptor", lambda _: stderr)
     monkeypatch.setenv("INSTRUMENT_RUN_PID", str(os.getpid()))
     monkeypatch.setattr(leaving, "STALLED_AGENT_S", 0.01)
     monkeypatch.setattr(sessions, "START_DELAY_S", 0)

@@ -25,7 +25,7 @@ from server_programs import answers
 
 from instrument import chrome
 from instrument.instrumentors.argument_watch import DIGESTS, LOOKS, ArgumentWatch, SeenPath
-from instrument.instrumentors.families import MADE_FOR, presets_for
+from instrument.instrumentors.known_packages import MADE_FOR, presets_for
 from instrument.profile.keys import loads
 from instrument.profile.presets import PRESETS
 from instrument.proposal.first_profile import (

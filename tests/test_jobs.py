@@ -21,8 +21,8 @@ from readback import rows_in
 import instrument
 from instrument.instrumentors.requests import queue_jobs
 from instrument.profile.keys import loads
-from instrument.recorder.meter import Meter
 from instrument.recorder.recorder import RECORDER
+from instrument.recorder.request_meter import Meter
 from instrument.recording.metric_definitions import QUEUE_TIME
 from instrument.recording.spans import TIME_IN_QUEUE, Span
 from instrument.sessions.session import Session

@@ -339,7 +339,7 @@ def test_an_unreadable_recording_is_not_exported_and_the_service_goes_on(
     collector: Collector, shop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = begin(collector)
-    monkeypatch.setattr(OwnExport, "look", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(OwnExport, "read_rows", lambda *_, **__: 1 // 0)
     shop.serve_all()
     with suppress(ZeroDivisionError):  # raised on the session's thread, where that has looked first
         session.flush(100)

@@ -239,7 +239,7 @@ def test_a_fault_of_ours_does_not_reach_the_definition_of_a_class(
         raise RuntimeError("ours")
 
     layers = attached(LayerRule(types=("Odd",)))
-    monkeypatch.setattr(layers, "_patch", fail)
+    monkeypatch.setattr(layers, "_patch_class", fail)
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
 
     class Odd(nn.Module):

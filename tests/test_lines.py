@@ -200,7 +200,7 @@ def test_live_views_are_those_of_the_tally(make_recorder: Any, seed: int) -> Non
     tally = recorder.tally()
     live = Recording(lambda: tally, pytest.fail)
     apart = Recording(lambda: tally, pytest.fail)
-    together = Recording(lambda: tally.merged(), pytest.fail)
+    together = Recording(lambda: tally.merge_threads(), pytest.fail)
     for _ in range(10):
         options = Options(
             tracer_option=chance.choice(TRACER_OPTIONS), state=chance.choice(STATES), unit="ns",

@@ -502,11 +502,11 @@ def test_totals_that_change_hands_while_they_are_read_are_read_again(
     def then_threads_end(self: Mapped, name: str, kind: Any) -> Any:
         found = copied(self, name, kind)
         if name == "totals":
-            monkeypatch.setattr(Mapped, "_slots", copied)  # once
+            monkeypatch.setattr(Mapped, "_read_slots", copied)  # once
             in_threads(60)
         return found
 
-    monkeypatch.setattr(Mapped, "_slots", then_threads_end)
+    monkeypatch.setattr(Mapped, "_read_slots", then_threads_end)
     totals = [totals for _, _, totals in rows_of(read(recorder).tally())]
     assert [one.calls for one in totals] == [sum(one.histogram.values()) for one in totals]
     assert sum(one.calls for one in totals) == 120
@@ -536,7 +536,7 @@ def test_a_process_that_meets_new_call_paths_while_it_is_read_is_read_all_the_sa
     def then_more_are_met(self: Mapped, name: str, kind: Any) -> Any:
         found = copied(self, name, kind)
         if name == part:
-            monkeypatch.setattr(Mapped, "_slots", copied)  # once
+            monkeypatch.setattr(Mapped, "_read_slots", copied)  # once
             for number in range(40):
                 recorder.wrap(lambda: None, Site(f"new {number}"))()
                 opened.enter_context(recorder.scope(f"new {number}"))
@@ -546,7 +546,7 @@ def test_a_process_that_meets_new_call_paths_while_it_is_read_is_read_all_the_sa
         if what != "totals":
             opened.enter_context(recorder.scope("known"))
         mapped = read(recorder)
-        monkeypatch.setattr(Mapped, "_slots", then_more_are_met)
+        monkeypatch.setattr(Mapped, "_read_slots", then_more_are_met)
         assert "known" in READS[what](mapped)
 
 

@@ -18,9 +18,9 @@ from otlp_receiver import Receiver, free_port, receiver
 from otlp_spans import ORIGIN, SECOND, offer, span
 
 import instrument
-from instrument.otlp import Exporter, Ids, metrics
+from instrument.otlp import Exporter, Ids, metrics_queue
 from instrument.otlp import exporter as exporter_module
-from instrument.otlp.metrics import Metrics
+from instrument.otlp.metrics_queue import Metrics
 from instrument.otlp.senders import Response, make_metrics_url
 from instrument.otlp.span_queue import Source
 from instrument.profile.keys import loads
@@ -173,7 +173,7 @@ def test_sums_of_gauges_keep_their_start_when_the_wall_clock_is_set(moved_ns: in
     begun_ns: dict[int, int] = {}
     found = []
     for at_ns, origin in ((7_000, ORIGIN), (9_000, replace(ORIGIN, realtime_ns=ORIGIN.realtime_ns + moved_ns))):
-        (series,) = metrics.convert_samples([sample("energy", 5.0, at=at_ns)], {}, origin, {}, begun_ns)
+        (series,) = metrics_queue.convert_samples([sample("energy", 5.0, at=at_ns)], {}, origin, {}, begun_ns)
         found += series.points
     assert [point.start_ns for point in found] == [ORIGIN.realtime_of(7_000)] * 2
     assert all(point.start_ns <= point.at_ns for point in found)
@@ -214,7 +214,7 @@ def test_many_samples_go_in_several_requests_and_all_arrive(collector: Receiver)
 
 
 def test_samples_are_gathered_and_sent_in_time_without_any_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "DELAY_NS", 10**8)
+    monkeypatch.setattr(metrics_queue, "DELAY_NS", 10**8)
     with collecting(take) as server, exporting(server.settings) as exporter:
         metrics_of(exporter).offer_samples([sample("power", 1.0)], [GPU])
         metrics_of(exporter).offer_samples([sample("power", 2.0)], [GPU])
@@ -321,7 +321,7 @@ def test_a_collector_that_finds_a_request_too_large_gets_smaller_ones() -> None:
 
 
 def test_samples_that_nobody_fetches_stay_bounded_and_the_newest_remain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "QUEUE_SAMPLES", 10)
+    monkeypatch.setattr(metrics_queue, "QUEUE_SAMPLES", 10)
     with collecting(take) as server:
         exporter = Exporter(server.settings, ORIGIN, dict)
         for at in range(25):

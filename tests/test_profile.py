@@ -19,8 +19,8 @@ from jsonschema import Draft202012Validator
 
 import instrument
 from instrument.errors import InstrumentError, ProfileError
+from instrument.profile import json_schema
 from instrument.profile import keys as module
-from instrument.profile import schema
 from instrument.profile.keys import KEYS, load, loads
 from instrument.profile.model import (
     COMPRESSIONS,
@@ -981,12 +981,14 @@ class TestSchema:
         Draft202012Validator.check_schema(SCHEMA)
 
     def test_the_file_is_what_the_keys_make(self) -> None:
-        assert schema.FILE.read_text("utf-8") == schema.schema_text(), "run: python -m instrument.profile.schema"
+        assert json_schema.FILE.read_text("utf-8") == json_schema.schema_text(), (
+            "run: python -m instrument.profile.json_schema"
+        )
 
     def test_it_explains_every_key(self) -> None:
         for section in KEYS:
             for name, key in (SCHEMA["$defs"][section] if section else SCHEMA)["properties"].items():
-                assert key["description"].endswith("."), f"say in {schema.FILE.name} what {section}.{name} means"
+                assert key["description"].endswith("."), f"say in {json_schema.FILE.name} what {section}.{name} means"
 
     def test_its_defaults_are_those_of_the_loader(self) -> None:
         def defaults(section: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from otlp_collectors import Collector, collecting, take
 from test_agent import agents, begin, children_of, folder, until
 
 from instrument.agent.exporter_process import EXPORTER_NAME
-from instrument.recorder.meter import Meter
+from instrument.recorder.request_meter import Meter
 from instrument.recording.distributions import Distribution, Metric
 from instrument.recording.memory_layout import Row
 from instrument.recording.spans import Site, Span

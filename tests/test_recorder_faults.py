@@ -1578,7 +1578,7 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
             check(rows)
             own = [row[1] for row in rows]
             assert len(set(own)) == len(own)
-        recorder.mapped().first_after(time.monotonic_ns() - 1_000_000)
+        recorder.mapped().first_row_after(time.monotonic_ns() - 1_000_000)
 
     def read_spans() -> None:
         check(row for _, row in recorder.open_rows())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from instrument.recording.spans import Site, Span
-from instrument.report.endpoint_times import Answers, StreamedAnswers
+from instrument.report.endpoint_statistics import Answers, StreamedAnswers
 from instrument.trace.trace import columns_of_spans
 
 CHAT = Site("POST /chat", "request")

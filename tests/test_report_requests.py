@@ -14,7 +14,7 @@ from trees import outline
 from instrument.recorder.wrapping import STATUS
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.recording.trace_context import RemoteParent
-from instrument.report.endpoint_times import EndpointTimes
+from instrument.report.endpoint_statistics import EndpointTimes
 from instrument.report.requests_view import RequestTimes, requests
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace

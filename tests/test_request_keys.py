@@ -32,8 +32,8 @@ import instrument
 from instrument.instrumentors import request_keys
 from instrument.instrumentors.request_keys import KeyReader
 from instrument.profile.keys import loads
+from instrument.recorder.attribute_checks import key_text
 from instrument.recorder.recorder import Recorder
-from instrument.recorder.span_attributes import key_text
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, BATCH_WEIGHTS, KEY, Site, Span
 from instrument.runtime.faults import FAULTS
 from instrument.sessions.session import Session

@@ -153,7 +153,7 @@ def test_not_observed_lists_no_rule_that_is_at_work_in_another_process() -> None
         import time, os
         from instrument.recording import board
         end = time.monotonic() + 240
-        while board.attached_mark("engine:step") not in board.marks() and time.monotonic() < end:
+        while board.attached_mark("engine:step") not in board.read_marks() and time.monotonic() < end:
             time.sleep(0.01)
         child.communicate("\\n")
     """)
@@ -290,7 +290,9 @@ def test_a_board_is_found_by_children_and_gone_with_its_process() -> None:
     try:
         board.add_marks(["one", "two"])
         board.add_marks(["two"])
-        program = "from instrument.recording import board; print(sorted(board.marks())); board.put(['three'])"
+        program = (
+            "from instrument.recording import board; print(sorted(board.read_marks())); board.add_marks(['three'])"
+        )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
         assert done.stdout == "['one', 'two']\n"
         assert board.read_marks() == {"one", "two", "three"}

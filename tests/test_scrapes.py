@@ -32,7 +32,7 @@ from test_agent import agents, begin, children_of, folder, kill, run, until
 from instrument.agent.exporter_process import EXPORTER_NAME
 from instrument.agent.scrapes import MOST_SEPARATE, EndedMetrics, Scrapes
 from instrument.otlp.exposition import CONTENT_TYPE, is_preferred, metrics_of_run, text_of
-from instrument.otlp.metrics import Metered
+from instrument.otlp.metrics_queue import Metered
 from instrument.recording.distributions import Distribution, Exemplar, Metric, Snapshot
 from instrument.recording.metric_definitions import COUNTER, HISTOGRAM, UPDOWN
 from instrument.recording.spans import HOST, Origin, Sample

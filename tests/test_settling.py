@@ -34,9 +34,9 @@ from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined, join
 from instrument.trace.merge import merge
 from instrument.trace.request_trees import grafted
+from instrument.trace.sampling_criteria import TailSampler
 from instrument.trace.sent_rows import Settling
 from instrument.trace.stages import make_spans_of_stages
-from instrument.trace.tail_sampler import TailSampler
 from instrument.trace.unsettled import UnsettledRows
 
 FRONT, ENGINE = 1, 2

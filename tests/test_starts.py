@@ -27,7 +27,7 @@ import instrument
 from instrument import native
 from instrument.agent import unseen
 from instrument.instrumentors import selection
-from instrument.instrumentors.families import FAMILIES, packages_of, packages_to_await
+from instrument.instrumentors.known_packages import FAMILIES, packages_of, packages_to_await
 from instrument.profile import shared_profile
 from instrument.profile.keys import load, loads
 from instrument.runtime import cheap_start

@@ -284,7 +284,7 @@ def _parse_reading(reading: Any) -> float | None:
 if TYPE_CHECKING:
     from instrument.agent import scrapes
     from instrument.otlp import export_facts, exporter, file_exports, recording_export
-    from instrument.otlp.metrics import Metered
+    from instrument.otlp.metrics_queue import Metered
     from instrument.otlp.span_queue import Source
     from instrument.recording.distributions import Metric
 else:  # a run that has only its gauges read needs no numpy

@@ -15,7 +15,7 @@ from typing import Any
 
 from instrument.otlp import exposition
 from instrument.otlp.exposition import MetricAndOrigin, metrics_of_run, registry_of, require_client
-from instrument.otlp.metrics import Metered
+from instrument.otlp.metrics_queue import Metered
 from instrument.recording.distributions import Metric, sum_metrics
 from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
 from instrument.runtime import file_writing

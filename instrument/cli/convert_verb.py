@@ -121,9 +121,9 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
     """
     from hashlib import blake2b
 
-    from instrument.trace.dataset import process_name
     from instrument.trace.dataset_files import DatasetWriter, Folder, write_spans
-    from instrument.trace.dataset_rows import DatasetRows
+    from instrument.trace.dataset_sources import DatasetRows
+    from instrument.trace.dataset_tables import process_name
     from instrument.trace.merge import merge
 
     if options.output is None:

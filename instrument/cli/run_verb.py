@@ -23,7 +23,7 @@ from instrument import native
 from instrument.cli import flush_stream
 from instrument.cli.interpreter import find_host, name_service
 from instrument.cli.option_values import DEFAULT, WITHOUT_PROFILE, Verbs, one_of, profile_of
-from instrument.instrumentors.families import packages_to_await
+from instrument.instrumentors.known_packages import packages_to_await
 from instrument.native import OFF
 from instrument.profile import shared_profile
 from instrument.profile.document import without_secrets

@@ -14,9 +14,9 @@ from operator import attrgetter
 from threading import get_ident
 
 from instrument.device import cuda
-from instrument.device.anchors import FARTHEST_NS, RESOLUTION_NS
+from instrument.device.clock_anchors import FARTHEST_NS, RESOLUTION_NS
 from instrument.device.cuda import Stream
-from instrument.device.pairs import Answer, Context, DeferredTimes, Pair, Placing, Times
+from instrument.device.event_pairs import Answer, Context, DeferredTimes, Pair, Placing, Times
 from instrument.device.torch_events import Driver
 from instrument.recorder.recorder import Recorder
 from instrument.recording.memory_layout import STREAM

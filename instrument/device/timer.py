@@ -18,9 +18,9 @@ from threading import get_native_id
 from typing import Any
 
 from instrument.device import cuda
-from instrument.device.anchors import Anchors
+from instrument.device.clock_anchors import Anchors
 from instrument.device.cuda import Current, Stream
-from instrument.device.pairs import STREAMS_KNOWN, Context, Pair, Untimed
+from instrument.device.event_pairs import STREAMS_KNOWN, Context, Pair, Untimed
 from instrument.device.resolver import FIRST, INTERRUPTED, LOW, Resolver
 from instrument.device.torch_events import Driver
 from instrument.recorder.recorder import Recorder

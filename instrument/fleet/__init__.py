@@ -14,10 +14,10 @@ import numpy as np
 from instrument.report.comparison import compare
 from instrument.report.explanation import RequestChoice, explain
 from instrument.report.view import Options, Recording
-from instrument.trace import dataset
-from instrument.trace.dataset import import_pyarrow, make_ids
+from instrument.trace import dataset_tables
 from instrument.trace.dataset_files import processes_in
-from instrument.trace.dataset_rows import DatasetRows
+from instrument.trace.dataset_sources import DatasetRows
+from instrument.trace.dataset_tables import import_pyarrow, make_ids
 from instrument.trace.indices import rows_of
 from instrument.trace.merge import merge
 from instrument.trace.request_trees import graft
@@ -39,7 +39,7 @@ RESULTS = {
 def _columns_of(table: str) -> dict[str, str]:
     if table in RESULTS:
         return RESULTS[table]
-    document = dataset.read_definition()
+    document = dataset_tables.read_definition()
     columns = document["process"] | document["tables"][table]["columns"]
     return {name: kind for name, (kind, _) in columns.items()}
 
@@ -85,7 +85,7 @@ def _merge_tables(**tables: Any) -> DatasetRows:
 def joined(table: str, spans: Any, intervals: Any = None, processes: Any = None) -> Any:
     """Return the table `requests`, `batches` or `members`, computed from the spans of all hosts."""
     if not len(spans):
-        return dataset.arrow_schema(table).empty_table()
+        return dataset_tables.arrow_schema(table).empty_table()
     rows = _merge_tables(spans=spans, intervals=intervals, processes=processes)
     return import_pyarrow().concat_tables([part for name, part in rows.make_tables() if name == table])
 
@@ -134,7 +134,7 @@ def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
 
 def _make_table(name: str, columns: dict[str, Any]) -> Any:
     arrow = import_pyarrow()
-    types = arrow.schema([(column, dataset.arrow_type(kind)) for column, kind in RESULTS[name].items()])
+    types = arrow.schema([(column, dataset_tables.arrow_type(kind)) for column, kind in RESULTS[name].items()])
     return arrow.Table.from_arrays(
         [arrow.array(values, field.type) if isinstance(values := columns[field.name], list) else values
          for field in types], schema=types,

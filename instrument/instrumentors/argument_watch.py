@@ -25,7 +25,7 @@ from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeGuard
 
 from instrument.instrumentors.arguments import RETURN
-from instrument.recorder.span_attributes import key_text
+from instrument.recorder.attribute_checks import key_text
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.runtime.faults import FAULTS
 

@@ -90,7 +90,7 @@ class _Probes:
     """Empty functions to measure: for each shape of probe, one with the probe and the same one without it."""
 
     def __init__(self, recorder: Recorder) -> None:
-        from instrument.instrumentors.requests import asgi
+        from instrument.instrumentors.requests import asgi_apps
         from instrument.instrumentors.requests.exchange import Exchanges
 
         def do_nothing() -> None:
@@ -162,7 +162,7 @@ class _Probes:
             "scope": (open_scopes, do_nothing, call, do_nothing),
             "method": (call, lambda: method(layer), call, lambda: do_nothing_to(layer)),
             "wrapper": (call, make_probe(do_nothing, "wrapper", "request"), call, do_nothing),
-            REQUEST: (serve, asgi.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder)), serve, answer),
+            REQUEST: (serve, asgi_apps.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder)), serve, answer),
             "step": (steps, make_probe(generator, "step"), steps, generator),
         }
 

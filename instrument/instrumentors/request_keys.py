@@ -33,7 +33,7 @@ from instrument.instrumentors.arguments import (
     split_steps,
 )
 from instrument.profile.model import FunctionRule, RequestKeys
-from instrument.recorder.span_attributes import (
+from instrument.recorder.attribute_checks import (
     ALLOWED_KEYS,
     CHECKSUM_CHARACTERS,
     NO_WEIGHTS,

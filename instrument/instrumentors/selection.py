@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.families import FAMILIES, KEEPING, packages_of, rules_of
 from instrument.instrumentors.functions import Instrumentor, Undo, detach_decorated
+from instrument.instrumentors.known_packages import FAMILIES, KEEPING, packages_of, rules_of
 from instrument.instrumentors.references import loaded_modules, module_namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile

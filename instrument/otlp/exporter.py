@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.metrics import DELAY_NS, PATIENCE_NS, Metrics
+from instrument.otlp.metrics_queue import DELAY_NS, PATIENCE_NS, Metrics
 from instrument.otlp.packing import REQUEST_BYTES, Body, Series, split_request
 from instrument.otlp.senders import THREAD_NAME, Response, Sender, make_metrics_url, make_sender
 from instrument.otlp.service_sdk import (

@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import ExportError
-from instrument.otlp.metrics import Metered, convert_samples
+from instrument.otlp.metrics_queue import Metered, convert_samples
 from instrument.otlp.packing import Exponential, encode_varint, encode_zigzag, make_exponential, pack_field, pack_text
 from instrument.recording.distributions import (
     Distribution,

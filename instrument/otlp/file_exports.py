@@ -32,9 +32,9 @@ from instrument.recording.memory_layout import OVERWRITTEN
 from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.faults import logger
 from instrument.trace import file as saved_file
-from instrument.trace.dataset import DatasetProcess, import_pyarrow
 from instrument.trace.dataset_files import DatasetWriter, Folder
-from instrument.trace.dataset_rows import ProcessWindow, SettledRows, make_window_tables
+from instrument.trace.dataset_sources import ProcessWindow, SettledRows, make_window_tables
+from instrument.trace.dataset_tables import DatasetProcess, import_pyarrow
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.of_recording import read_origin
 from instrument.trace.trace import Trace
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from instrument.recording.mapped import Mapped
     from instrument.recording.spans import Span
     from instrument.trace.columns import DeviceIntervals, Int64s
-    from instrument.trace.dataset import NumberedIds
+    from instrument.trace.dataset_tables import NumberedIds
     from instrument.trace.decisions import Decisions
 
 GROUP_ROWS = 5_000

@@ -20,7 +20,7 @@ import numpy as np
 from instrument import clock
 from instrument.otlp.export_facts import ExportFacts, Ids, decode_facts
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.metrics import Metered
+from instrument.otlp.metrics_queue import Metered
 from instrument.otlp.recording_meter import Metering
 from instrument.otlp.recording_reader import DeviceTimes, RecordingReader
 from instrument.otlp.span_queue import Source

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from instrument.otlp.export_facts import ExportFacts, decode_facts
 from instrument.otlp.exporter import Exporter
-from instrument.otlp.metrics import DELAY_NS, Metered
+from instrument.otlp.metrics_queue import DELAY_NS, Metered
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
-from instrument.recorder.meter import Ended, Meter
+from instrument.recorder.request_meter import Ended, Meter
 from instrument.recording.distributions import Labels, Metric, Snapshot
 from instrument.recording.export_checkpoint import (
     DAMAGED,

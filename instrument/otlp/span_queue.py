@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument import clock
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.metrics import Metrics
+from instrument.otlp.metrics_queue import Metrics
 from instrument.otlp.packing import Body, pack_resource
 from instrument.otlp.senders import Response
 from instrument.recording.spans import Origin

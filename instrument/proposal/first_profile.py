@@ -12,7 +12,7 @@ from pathlib import Path
 
 from instrument.instrumentors.argument_watch import ID, SeenPath
 from instrument.instrumentors.arguments import RETURN
-from instrument.instrumentors.families import filter_by_role, presets_for
+from instrument.instrumentors.known_packages import filter_by_role, presets_for
 from instrument.profile.keys import load
 from instrument.profile.presets import path_of
 from instrument.proposal.function_choice import (

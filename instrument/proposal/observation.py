@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instrument.instrumentors.argument_watch import SeenPath
-from instrument.instrumentors.families import PACKAGES, imported_packages
+from instrument.instrumentors.known_packages import PACKAGES, imported_packages
 from instrument.instrumentors.verdict import RECORDING, Verdict
 from instrument.recording.spans import Site
 from instrument.runtime.environment import INIT_FOLDER

@@ -13,7 +13,7 @@ from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
-from instrument.recorder import span_attributes, wrapping
+from instrument.recorder import attribute_checks, wrapping
 from instrument.recording.memory_layout import HEADER, OVERWRITTEN, REASONS, ROW_NODE, Row
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import AttributeValue, Site
@@ -166,10 +166,10 @@ class SiteCore(Core):
 
     def bind_innermost(self, key: object) -> None:
         """Set the key of the request that the innermost open span serves."""
-        self.annotate_innermost(span_attributes.key_attributes(key, None, self.complain))
+        self.annotate_innermost(attribute_checks.key_attributes(key, None, self.complain))
 
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
-        return span_attributes.check_attributes(attributes, more, self.complain)
+        return attribute_checks.check_attributes(attributes, more, self.complain)
 
     def complain(self, event: str, words: str, kind: str = "") -> None:
         """Count a refused attribute, name or status. Log the first refusal of each kind."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from instrument import native
 from instrument.errors import TargetError
 from instrument.profile.model import KINDS, PHASES, Limits
-from instrument.recorder import core, span_attributes, wrapping
+from instrument.recorder import attribute_checks, core, wrapping
 from instrument.recorder.core import Readback
 from instrument.recorder.wrapping import ANSWERS
 from instrument.recording.memory_layout import GOODBYE, OFF, RUNNING, STREAM
@@ -215,12 +215,12 @@ class Recorder(Readback):
         elif kind not in KINDS:
             raise TargetError(f"scope {name!r}: there is no kind {kind!r}; allowed: {', '.join(KINDS)}")
         # A private copy of the attributes: the row keeps them, the caller may change its own.
-        values: dict[Any, Any] | None = span_attributes.scope_values(attributes, self.complain) if attributes else None
+        values: dict[Any, Any] | None = attribute_checks.scope_values(attributes, self.complain) if attributes else None
         if stream is not None:
             values = {**(values or {}), STREAM: stream_handle(stream)}
         if key is not None or batch is not None:
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
-            keys = {KEY: key} if is_plain else span_attributes.key_attributes(key, batch, self.complain)
+            keys = {KEY: key} if is_plain else attribute_checks.key_attributes(key, batch, self.complain)
             values = {**values, **keys} if values else keys
         if carrier is not None and (caller := encode_remote(remote_of(header_of(carrier)))) is not None:
             values = {**(values or {}), REMOTE: caller}
@@ -381,12 +381,12 @@ class Scope(core.Scope):
     def rename(self, name: str) -> None:
         """Rename the span of this scope. Use few different names; see `instrument.rename_span`."""
         if self._frame is not None:
-            span_attributes.rename(self._recorder, self._frame, name)
+            attribute_checks.rename(self._recorder, self._frame, name)
 
     def set_status(self, code: str, description: str | None = None, *, error_type: str | None = None) -> None:
         """Set the status of the span; see `instrument.set_status`."""
         if self._frame is not None:
-            span_attributes.set_status(self._recorder, self._frame, code, description, error_type)
+            attribute_checks.set_status(self._recorder, self._frame, code, description, error_type)
 
     def start(self) -> Scope:
         """Begin the span; `end` closes it."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from instrument import native
-from instrument.recorder import span_attributes
+from instrument.recorder import attribute_checks
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.spans import AttributeValue
 
@@ -127,7 +127,7 @@ def rename_span(name: str) -> None:
     name. A site may have 256 names; further ones are counted under its own. Without an open span nothing happens. Never
     raises.
     """
-    span_attributes.rename(RECORDER, None, name)
+    attribute_checks.rename(RECORDER, None, name)
 
 
 def set_status(code: str, description: str | None = None, *, error_type: str | None = None) -> None:
@@ -137,7 +137,7 @@ def set_status(code: str, description: str | None = None, *, error_type: str | N
     small set; the default is the exception's class, or ``_OTHER``. `description` is text for a reader of the span. With
     ``"ok"`` it has not failed, even if it raises. The last call counts. Never raises.
     """
-    span_attributes.set_status(RECORDER, None, code, description, error_type)
+    attribute_checks.set_status(RECORDER, None, code, description, error_type)
 
 
 if not TYPE_CHECKING and not native.WHY_MISSING:

@@ -27,7 +27,7 @@ import numpy as np
 
 from instrument.recording.distributions import percentiles_of
 from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, measure_effect, p99_limits
-from instrument.report.endpoint_times import EndpointTimes
+from instrument.report.endpoint_statistics import EndpointTimes
 from instrument.report.request_groups import (
     ENDPOINT,
     complete_requests,

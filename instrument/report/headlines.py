@@ -17,7 +17,7 @@ import numpy as np
 from instrument.recording.spans import is_collection
 from instrument.report.benchmark_view import Loops
 from instrument.report.device_view import DeviceView
-from instrument.report.endpoint_times import BlockedLoops, EndpointTimes
+from instrument.report.endpoint_statistics import BlockedLoops, EndpointTimes
 from instrument.report.phases_view import PhasesView
 from instrument.report.request_groups import have_name, joined_requests
 from instrument.report.requests_view import RequestTimes, request_table

@@ -18,7 +18,7 @@ import numpy as np
 
 from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
-from instrument.report.endpoint_times import IN_ORDER
+from instrument.report.endpoint_statistics import IN_ORDER
 from instrument.report.request_groups import joined_requests, request_ledger
 from instrument.report.request_life import find_request
 from instrument.report.requests_view import SlowRequest, blame_text

@@ -15,8 +15,8 @@ import numpy as np
 
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
-from instrument.recorder.span_attributes import key_text
-from instrument.report.endpoint_times import request_outcome
+from instrument.recorder.attribute_checks import key_text
+from instrument.report.endpoint_statistics import request_outcome
 from instrument.report.request_groups import have_name, joined_requests, request_device_ledger, request_ledger
 from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (

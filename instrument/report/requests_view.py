@@ -26,7 +26,7 @@ from instrument.report.device_view import (
     bound_endpoints,
     endpoint_section,
 )
-from instrument.report.endpoint_times import (
+from instrument.report.endpoint_statistics import (
     CLASSES,
     BlockedLoops,
     CompleteRequests,

@@ -31,10 +31,10 @@ from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp import metrics, recording_reader
+    from instrument.otlp import metrics_queue, recording_reader
 else:
     otlp, recording_reader = LazyModule("instrument.otlp"), LazyModule("instrument.otlp.recording_reader")
-    metrics = LazyModule("instrument.otlp.metrics")
+    metrics_queue = LazyModule("instrument.otlp.metrics_queue")
 
 FLUSH_POLL_S = 0.01
 """Seconds between two checks by `flush` whether the agent has sent everything."""
@@ -103,7 +103,7 @@ class Exporting:
         self._exporter, self.handover = recorded.exporter, recorded.handover
         self.lock = SessionLock()
         """The lock that guards the reader of the recording and the profile in force."""
-        self._scraped_here: metrics.Metered | None = None
+        self._scraped_here: metrics_queue.Metered | None = None
         """The metrics that the last scrape returned for this process alone."""
         self._scraped: dict[bool, str] = {}
         """The last answers of the agent to scrapes. The key is True for OpenMetrics."""
@@ -277,7 +277,7 @@ class Exporting:
         if self.handover.own is None and RECORDER.memory_fd >= 0:
             FAULTS.attempt("reading for a scrape", partial(self._while_no_fork_comes, self._begin_scrapes))
             self._start_reading()
-        nothing = metrics.Metered(self._recorded.origin(), None, [], ())
+        nothing = metrics_queue.Metered(self._recorded.origin(), None, [], ())
         metered = self._metered_here() or self._scraped_here or nothing
         self._scraped_here = metered
         return exposition.text_of(exposition.metrics_of_process(metered, why_alone), openmetrics=openmetrics)
@@ -294,7 +294,7 @@ class Exporting:
         self.handover.own = self._recorded.reader(nowhere, sends=False)
         self.handover.own.prepare()
 
-    def _metered_here(self) -> metrics.Metered | None:
+    def _metered_here(self) -> metrics_queue.Metered | None:
         """Return the current metrics of this process, None if the session is busy for longer than `SCRAPE_WAIT_S`."""
         with self.lock.acquired(SCRAPE_WAIT_S) as is_acquired:
             if not is_acquired:
@@ -309,7 +309,7 @@ class Exporting:
             gauges = self._recorded.gauges
             samples = gauges.samples(now_ns - GAUGE_AGE_LIMIT_NS, now_ns)
             snapshot = None if metered is None else metered.snapshot
-            return metrics.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
+            return metrics_queue.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
 
     # ---------------------------------------------------------------- what is still on its way
 

@@ -34,7 +34,7 @@ from instrument.sessions.membership import Membership
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp.metrics import Metered, Metrics
+    from instrument.otlp.metrics_queue import Metered, Metrics
     from instrument.otlp.recording_export import ExportedRun, RecordingExport
     from instrument.otlp.span_queue import Source
     from instrument.profile.model import Parquet

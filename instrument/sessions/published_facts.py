@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from instrument import otlp
     from instrument.otlp import export_facts
     from instrument.otlp.export_facts import MeteredFacts
-    from instrument.recorder import meter
+    from instrument.recorder import request_meter
     from instrument.recording import distributions
 else:
     distributions = LazyModule("instrument.recording.distributions")
-    meter = LazyModule("instrument.recorder.meter")
+    request_meter = LazyModule("instrument.recorder.request_meter")
     otlp = LazyModule("instrument.otlp")
     export_facts = LazyModule("instrument.otlp.export_facts")
 
@@ -206,13 +206,13 @@ class PublishedFacts:
         self._books_ns = now_ns
         recorded = self._recorded
         costs_ns = {"probes": RECORDER.calls * recorded.account.mean_ns(), **recorded.account.threads_ns()}
-        losses, queued = recorded.account.losses(), meter.queued_tasks()
+        losses, queued = recorded.account.losses(), request_meter.queued_tasks()
         self._publish_counts(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
 
     def _publish_counts(self, books: MeteredFacts) -> None:
         calls, streams = self._marks_of_rules(lambda rule: rule.metrics), self._marks_of_rules(lambda rule: rule.gen_ai)
         if self._recorded.profile.requests:
-            calls = (*calls, meter.mark_of(BLOCKED_LOOP))
+            calls = (*calls, request_meter.mark_of(BLOCKED_LOOP))
         before, self._books = self._books, replace(books, calls=calls, streams=streams)
         if self._books != before:
             self.publish()
@@ -222,7 +222,7 @@ class PublishedFacts:
         marks."""
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
         sites = self._recorded.sites_of(rules)
-        return tuple(sorted(set(map(meter.mark_of, sites))))[: distributions.SERIES_LIMIT] if sites else ()
+        return tuple(sorted(set(map(request_meter.mark_of, sites))))[: distributions.SERIES_LIMIT] if sites else ()
 
     # ---------------------------------------------------------------- verdicts
 

@@ -52,7 +52,7 @@ from instrument.sessions.window import WINDOWS_THREAD, Loop, Stretch, WindowRead
 
 if TYPE_CHECKING:
     from instrument import otlp
-    from instrument.otlp import export_facts, metrics
+    from instrument.otlp import export_facts, metrics_queue
     from instrument.recording.tally import Tally
     from instrument.report import section as report
     from instrument.report import view
@@ -60,7 +60,10 @@ if TYPE_CHECKING:
     from instrument.trace.trace import Trace
 else:
     otlp = LazyModule("instrument.otlp")
-    export_facts, metrics = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.metrics")
+    export_facts, metrics_queue = (
+        LazyModule("instrument.otlp.export_facts"),
+        LazyModule("instrument.otlp.metrics_queue"),
+    )
     view = LazyModule("instrument.report.view")
     report = LazyModule("instrument.report.section")
 

@@ -22,7 +22,7 @@ from instrument.errors import TraceError
 from instrument.recording.spans import AttributeValue, Gpu, Origin, Sample
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import AttributesOfRows, Columns, DeviceIntervals, Int64s
-from instrument.trace.dataset import ATTRIBUTES, SpanKeys, UInt64s, arrow_schema, import_pyarrow, read_definition
+from instrument.trace.dataset_tables import ATTRIBUTES, SpanKeys, UInt64s, arrow_schema, import_pyarrow, read_definition
 from instrument.trace.file import Saved
 from instrument.trace.indices import NONE, count_ancestors, rows_of, topmost_rows
 from instrument.trace.metadata import read_site

@@ -23,7 +23,7 @@ from instrument.trace.indices import NONE, mask_of, nearest, number_combinations
 from instrument.trace.joined import join
 from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows
 from instrument.trace.request_trees import grafted
-from instrument.trace.tail_sampler import EndedRequest
+from instrument.trace.sampling_criteria import EndedRequest
 from instrument.trace.unsettled import ADOPTED, PASSED, SETTLED, WAITING, Newest, UnsettledRows
 
 OPEN_NS = 1 << 61

@@ -22,7 +22,7 @@ from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, Site
 from instrument.recording.trace_context import RemoteParent, is_sampled
 from instrument.trace.of_recording import RowDetail, have_details
-from instrument.trace.tail_sampler import EndedRequest, TailSampler, are_in_sample
+from instrument.trace.sampling_criteria import EndedRequest, TailSampler, are_in_sample
 
 MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""

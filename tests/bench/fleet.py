@@ -41,7 +41,7 @@ from instrument.recording.spans import DeviceInterval  # noqa: E402
 from instrument.report.request_groups import joined_requests, request_device_ledger, request_ledger  # noqa: E402
 from instrument.report.view import Recording  # noqa: E402
 from instrument.trace.dataset_files import DatasetWriter, Folder  # noqa: E402
-from instrument.trace.dataset_rows import DatasetRows  # noqa: E402
+from instrument.trace.dataset_sources import DatasetRows  # noqa: E402
 from instrument.trace.file import Saved  # noqa: E402
 from instrument.trace.merge import merge  # noqa: E402
 from instrument.trace.request_trees import graft  # noqa: E402

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 from zlib import crc32
 
 from instrument.instrumentors.functions import Undo, call_before, replaces
-from instrument.instrumentors.requests import asgi
+from instrument.instrumentors.requests import asgi_apps
 from instrument.instrumentors.requests.exchange import Arrival, Attach, Exchanges, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
@@ -282,7 +282,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     wrapper = module.UserCallableWrapper
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
-    arrivals = asgi.get_arrivals(exchanges)
+    arrivals = asgi_apps.get_arrivals(exchanges)
     calls = exchanges.get_arrivals("ray_serve", lambda call: "/" + _ray_method_name(call), None, _read_ray_call)
 
     @replaces(wrapper, "call_http_entrypoint")
@@ -300,7 +300,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.set_route(metadata.route)
         except Exception as fault:
             FAULTS.note("route of a request of Ray Serve", fault)
-        channel = _RayAnswer() if scope["type"] == "http" else asgi.Websocket()
+        channel = _RayAnswer() if scope["type"] == "http" else asgi_apps.Websocket()
         channel.exchange, channel.server_receive, channel.server_send = exchange, receive, _send_nothing
         batches = SteppedItems(exchange, batches)
         try:
@@ -318,7 +318,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             channel.end()
         exchange.end()
 
-    async def read_messages(channel: asgi.AsgiChannel, messages: Any) -> None:
+    async def read_messages(channel: asgi_apps.AsgiChannel, messages: Any) -> None:
         try:
             for message in messages:
                 await channel.send(message)
@@ -402,7 +402,7 @@ def _read_ray_call(call: tuple[Any, Any], _: Any) -> tuple[Arrival, dict[bytes, 
     return (_ray_method_name(call), None, None, None), headers, {}
 
 
-class _RayAnswer(asgi.Http):
+class _RayAnswer(asgi_apps.Http):
     """The messages of a replica's answer. The request ends with the replica's work, not with the last message."""
 
     __slots__ = ()
@@ -410,7 +410,7 @@ class _RayAnswer(asgi.Http):
     def __init__(self) -> None:
         self.is_complete = False
 
-    async def _send_last(self, message: asgi.Message) -> None:
+    async def _send_last(self, message: asgi_apps.Message) -> None:
         self.is_complete = True
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
-from instrument.device.anchors import RESOLUTION_NS, Ahead, AnchoredMoment, Anchors
+from instrument.device.clock_anchors import RESOLUTION_NS, Ahead, AnchoredMoment, Anchors
 from instrument.device.cuda import Stream
 from instrument.device.torch_events import Driver
 from instrument.runtime.cheap_start import NamedTuple

@@ -19,7 +19,7 @@ from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import KEY
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s
-from instrument.trace.dataset import (
+from instrument.trace.dataset_tables import (
     DatasetProcess,
     SpanKeys,
     TraceRows,

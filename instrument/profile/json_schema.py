@@ -1,6 +1,6 @@
 """The generator of `profile.schema.json`. Editors use this JSON Schema to complete the keys of a `profile.yaml`.
 
-    python -m instrument.profile.schema    # writes profile.schema.json, next to this file
+    python -m instrument.profile.json_schema    # writes profile.schema.json, next to this file
 
 Keys come from `keys.KEYS`, their allowed values from the decorator `with_schema` of their readers, and their defaults
 from `model`. The descriptions of keys are written by hand in the file itself, and the generator keeps them.

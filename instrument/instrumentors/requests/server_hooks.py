@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.families import filter_by_role
 from instrument.instrumentors.functions import Instrumentor, Undo, call_before, change_argument, replaces
-from instrument.instrumentors.requests import asgi, blocked, propagation, wsgi
+from instrument.instrumentors.known_packages import filter_by_role
+from instrument.instrumentors.requests import asgi_apps, blocked, propagation, wsgi
 from instrument.instrumentors.requests.exchange import PORT, Attach, Exchanges, ServedApp, current_exchange
 from instrument.instrumentors.requests.routers import ROUTERS, attach_routers
 from instrument.instrumentors.verdict import Verdict
@@ -139,25 +139,27 @@ def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "asgi": {
-        "uvicorn.protocols.http.h11_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
-        "uvicorn.protocols.http.httptools_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi.AsgiApp),
+        "uvicorn.protocols.http.h11_impl": _attach_to_method("RequestResponseCycle", "run_asgi", asgi_apps.AsgiApp),
+        "uvicorn.protocols.http.httptools_impl": _attach_to_method(
+            "RequestResponseCycle", "run_asgi", asgi_apps.AsgiApp
+        ),
         "uvicorn.protocols.websockets.websockets_impl": _attach_to_stored_app(
-            "WebSocketProtocol", "run_asgi", asgi.AsgiApp
+            "WebSocketProtocol", "run_asgi", asgi_apps.AsgiApp
         ),
         "uvicorn.protocols.websockets.websockets_sansio_impl": _attach_to_stored_app(
-            "WebSocketsSansIOProtocol", "run_asgi", asgi.AsgiApp
+            "WebSocketsSansIOProtocol", "run_asgi", asgi_apps.AsgiApp
         ),
-        "uvicorn.protocols.websockets.wsproto_impl": _attach_to_stored_app("WSProtocol", "run_asgi", asgi.AsgiApp),
+        "uvicorn.protocols.websockets.wsproto_impl": _attach_to_stored_app("WSProtocol", "run_asgi", asgi_apps.AsgiApp),
         "hypercorn.app_wrappers": _join_attaches(
-            _attach_to_stored_app("ASGIWrapper", "__call__", asgi.AsgiApp),
+            _attach_to_stored_app("ASGIWrapper", "__call__", asgi_apps.AsgiApp),
             _attach_to_stored_app("WSGIWrapper", "__call__", wsgi.WsgiApp),
         ),
-        "daphne.server": _attach_to_stored_app("Server", "create_application", asgi.AsgiApp, "application"),
-        "granian.asgi": _attach_to_app_argument("_callback_wrapper", 0, asgi.AsgiApp),
+        "daphne.server": _attach_to_stored_app("Server", "create_application", asgi_apps.AsgiApp, "application"),
+        "granian.asgi": _attach_to_app_argument("_callback_wrapper", 0, asgi_apps.AsgiApp),
         "gunicorn.asgi.protocol": _join_attaches(
-            _attach_to_stored_app("ASGIProtocol", "_handle_http_request", asgi.AsgiApp),
-            _attach_to_stored_app("ASGIProtocol", "_handle_http2_request", asgi.AsgiApp),
-            _attach_to_stored_app("ASGIProtocol", "_handle_websocket", asgi.AsgiApp),
+            _attach_to_stored_app("ASGIProtocol", "_handle_http_request", asgi_apps.AsgiApp),
+            _attach_to_stored_app("ASGIProtocol", "_handle_http2_request", asgi_apps.AsgiApp),
+            _attach_to_stored_app("ASGIProtocol", "_handle_websocket", asgi_apps.AsgiApp),
         ),
     },
     "wsgi": {
