@@ -88,5 +88,5 @@ class Kept:
 
     def change(self, capture: Capture, spans_per_request: int) -> None:
         """Go by another rule."""
-        self.rows.sampler.change(capture)
+        self.rows.sampler.change_settings(capture)
         self.rows.spans_per_request = spans_per_request

@@ -248,7 +248,7 @@ def test_spans_shortly_before_a_failure_are_kept_with_it(recorder: Any) -> None:
     failed = serve(recorder, error=True)
     times = {span.span_id: (span.start_ns, span.end_ns) for span in spans_in(recorder)}
     between_ns = (times[long_ago][1] + times[just_before][1]) // 2
-    kept.change_settings(Capture(sample=0.0, errors=True, before_ns=times[failed][0] - between_ns), 100)
+    kept.change(Capture(sample=0.0, errors=True, before_ns=times[failed][0] - between_ns), 100)
     roots = [spans[0].span_id for spans in kept.read()]
     assert roots == [just_before, failed]
     assert long_ago not in roots
@@ -480,7 +480,7 @@ def test_a_profile_that_asks_otherwise_forgets_what_waits(timed: Timed) -> None:
     kept = Kept(timed.recorder, HALF_AS_LONG_AGAIN)
     timed.ask(REQUEST, 10 * SECOND_NS)
     kept.read()
-    kept.change_settings(Capture(**NOTHING), 100)
+    kept.change(Capture(**NOTHING), 100)
     for _ in range(LEAST_CALLS):
         timed.ask(REQUEST, SECOND_NS)
     assert kept.read() == []

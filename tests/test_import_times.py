@@ -246,7 +246,8 @@ def test_imports_of_the_interpreter_have_no_frame_and_are_not_ours(tmp_path: Pat
     begin = "from instrument.instrumentors.startup import ImportTimes\n"
     (tmp_path / "sitecustomize.py").write_text(f"{begin}times = ImportTimes(lambda: 0)\ntimes.install()\n")
     (tmp_path / "service.py").write_text(
-        "from sitecustomize import times\nprint(*(one.package for one in times.times_by_package() if 'runpy' in one.package))"
+        "from sitecustomize import times\n"
+        "print(*(one.package for one in times.times_by_package() if 'runpy' in one.package))"
     )
     environ = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "PATH": os.environ["PATH"]}
     words = [sys.executable, "-m", "service"]

@@ -61,7 +61,7 @@ FAMILIES: Mapping[str, Family] = {
     "functions": _make_family("rules", "Functions", ""),  # its rules name their packages
     # After functions: the span of a rule for a server's own function is within the request.
     "requests": _make_family(
-        "requests.servers",
+        "requests.server_hooks",
         "Requests",
         "http.server socketserver wsgiref werkzeug channels sanic websockets ray litserve mosec bentoml gradio"
         f" celery rq dramatiq arq taskiq faststream {_list_served_packages()}",

@@ -167,7 +167,8 @@ def summary(**options: Any) -> str:
     - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
     - `sorted_by`: default, calls, total, max, min, ave, or one of the last four with cpu_ or gpu_ before it, also
       cpu_total, gpu_total
-    - `rows`: the maximum number of rows of each table, None for `most` or for all; `least_ns`: the minimum time of a row in ns
+    - `rows`: the maximum number of rows of each table, None for `most` or for all
+    - `least_ns`: the minimum time of a row in ns
     - `threads`: merged, apart or both; `unit`: of times, s, ms, us or ns
     - `corrected`: subtracts the cost of the probes below a span from self times; `skip_first`: the number of first
       iterations to leave out of means
