@@ -140,7 +140,7 @@ class ProfileStats:
         lines = ["Function profiling", "==================", f"  Message: {safe(self.message or '')}"]
         if OFF:
             return "\n".join([*lines, "", process.SWITCHED_OFF]) + "\n"
-        tally, torch_tally = self._tally(), _tally_below(_take_torch_tally(), self._sites)
+        tally, torch_tally = self._tally(), _tally_below(_end_torch_recording(), self._sites)
         lines.append(f"  Time in {self.calls} calls to Function.__call__: {self.call_ns / 1e9:e}s")
         if torch_tally.calls:
             tally = torch_tally
@@ -288,7 +288,7 @@ def _begin_torch_on_call(target: Function) -> Function:
     return run_first_call  # type: ignore[return-value]
 
 
-def _take_torch_tally() -> Tally:
+def _end_torch_recording() -> Tally:
     with _lock:
         return Tally() if _torch is None or _torch.session is not process.session() else _torch.end()
 
@@ -324,7 +324,7 @@ def report() -> str:
         lines = [f"Sum of all({len(called)}) printed profiles at exit", ""]
         sites = [site for stats in called for site in stats._sites]
         tally = _tally_below(process.session().tally(), sites, SUM)
-        torch_tally = _tally_below(_take_torch_tally(), sites, SUM)
+        torch_tally = _tally_below(_end_torch_recording(), sites, SUM)
         tally = torch_tally if torch_tally.calls else tally
         texts.append("\n".join([*lines, *_section_lines(tally)]) + "\n")
     return "\n".join(texts)

@@ -126,10 +126,10 @@ class BatchTimes(View):
             shares_section(self.shares, self._options),
         ]  # fmt: skip
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}"]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.rows else self.coverage.explain_no_spans("batch", NO_BATCH)
 
 
@@ -313,13 +313,13 @@ class NeighbourBill(View):
         unit = self._options.unit
         return f"Requests of {name} waited {in_unit(delay.mean_ns, unit)} {unit} each for requests of {cause}."
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *wrap_text(self.sentence())]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.suffered_ns else self.coverage.explain_no_spans("wait in a queue or a batch", NO_BATCH)
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         unit = self._options.unit
         suffered, inflicted, nobody = (
             f"{in_unit(time_ns, unit)} {unit}" for time_ns in (self.suffered_ns, self.inflicted_ns, self.nobody_ns)

@@ -364,11 +364,11 @@ class Loops(View):
 
     TITLE = "Benchmark"
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         coverage = [] if self.coverage is None else self.coverage.lines()
         return [*coverage, f"Time unit: {self._options.unit}; ips: items per second"]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         complete = self.coverage is None or self.coverage.complete
         return [] if self.loops else explain_empty("step", NO_STEP, complete=complete)
 
@@ -383,7 +383,7 @@ class Loops(View):
             for loop in self.loops
         ]
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         return ["p50, p99: within 0.8 %. Averages are over the steps that were timed."]
 
 

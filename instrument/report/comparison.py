@@ -259,7 +259,7 @@ class Comparison(View):
             f"{load.a_second_before:.4g}: {cause}."
         ]
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         return [
             *(line for sentence in self.sentences() for line in wrap_text(sentence)),
             f"Time unit: {self._options.unit}",

@@ -150,14 +150,14 @@ class CopiesView(View):
             ),
         ]  # fmt: skip
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         rate = "GB/s: 10^9 bytes a second, over the time that the column Over names"
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}; MB: 10^6 bytes; {rate}"]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.calls else self.coverage.explain_no_spans("copy", NO_COPY)
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         lines = ["Device, Host: sums over calls. Timed: calls that have device time."]
         if any(use.device_ns and use.timed < use.calls for use in self.directions):
             lines.append("Over part: the rate is that of the calls with device time, over that time.")

@@ -131,7 +131,7 @@ class InstrumentationCost(View):
         caches."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         by = f"Recorder: {safe(self.recorder) or 'not known'}" + (f"; clock: {self.clock}" if self.clock else "")
         return [*wrap_text(by), f"Time unit: {self._options.unit}"]
 

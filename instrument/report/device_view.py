@@ -199,11 +199,11 @@ class DeviceView(View):
 
     TITLE = "Device"
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         why = self._no_device_time() if not self.devices and self.sections() else []
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *why]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.sections() else self._no_device_time()
 
     def sections(self) -> list[Section]:
@@ -212,7 +212,7 @@ class DeviceView(View):
         shares = [shares_section(self.shares, self._options)] if self.shares else []
         return [*gauges, *of_each, *shares, *self._untimed_section()]
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         return _explanatory_notes(self) if self.devices else []
 
     def _no_device_time(self) -> list[str]:

@@ -258,7 +258,7 @@ class Events(View):
         return Section("Host and Device Time", rows, columns, texts=texts)
 
     def lines(self) -> list[str]:
-        lines, nothing = list[str](), self.nothing()
+        lines, nothing = list[str](), self.reasons_if_empty()
         merged = [block for block in self.blocks if block.thread is None]
         by_thread = [block for block in self.blocks if block.thread is not None]
         for report in (merged, by_thread):
@@ -270,7 +270,7 @@ class Events(View):
             lines += [*title("Profiling Report"), *nothing, ""]
         return [*lines, *_reading_notes(self)]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.blocks else ["No calls were recorded."]
 
 

@@ -204,7 +204,7 @@ class Explanation(View):
             f"{accounted} of it; see `instrument explain`."
         )
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         unit = self._options.unit
         lines = wrap_text(self.sentence())
         if self.rivals and self.verdict != TYPICAL:

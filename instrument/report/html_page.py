@@ -303,7 +303,7 @@ def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
         more = len(full) - MOST_TABLES
         shown["more"] = f"{more} more tables: `instrument report FILE --view {name}` has them."
     if not tables:
-        why = view.nothing() or [*(line for section in sections for line in section.empty), *view.foot()]
+        why = view.reasons_if_empty() or [*(line for section in sections for line in section.empty), *view.footnotes()]
         shown["why"] = " ".join(map(str.strip, why))
     return shown
 

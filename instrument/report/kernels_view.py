@@ -197,7 +197,7 @@ class Kernels(View):
     def window_ns(self) -> int:
         return self.window[1] - self.window[0]
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         source = (
             "From: a profiler that saw every kernel"
             if self.source == KERNELS
@@ -205,7 +205,7 @@ class Kernels(View):
         )
         return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {_describe_order(self._options)}"]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.calls else NO_KERNEL if self.source == KERNELS else NO_STRETCH
 
     def sections(self) -> list[Section]:
@@ -232,7 +232,7 @@ class Kernels(View):
             ),
         ]  # fmt: skip
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         lines = [
             "Total, Avg, Max, Min: of calls; a sum counts each of what ran side by side. Busy: their union.",
         ]

@@ -249,7 +249,7 @@ class MemoryView(View):
 
     TITLE = "Memory"
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         sizes = f"Sizes in MiB (2^20 bytes); time unit: {self._options.unit}"
         return [*_coverage_lines(self), sizes] if self.devices else []
 
@@ -283,7 +283,7 @@ class MemoryView(View):
             ),
         ]  # fmt: skip
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         lines = [] if self.devices else [NO_ALLOCATIONS if self.since_ns is None else NOT_PROFILED]
         lines += [] if self.gauged else [NO_GAUGES]
         if self.devices:

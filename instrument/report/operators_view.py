@@ -317,7 +317,7 @@ class Operators(View):
 
     TITLE = "Operator"
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         return [
             *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {describe_order(self._options)}",
@@ -326,7 +326,7 @@ class Operators(View):
             *remaining_note(self.blocks),
         ]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.blocks or self.operations is not None else self._explain_no_operators()
 
     def _explain_no_operators(self) -> list[str]:
@@ -336,7 +336,7 @@ class Operators(View):
         operations = [] if self.operations is None else [self.operations.section()]
         return [*(block_section(block, self._options, "Operator") for block in self.blocks), *operations]
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         order = [] if self.in_order is None else _order_lines(self.in_order, self.coverage)
         return order if self.blocks else self._explain_no_operators()
 
@@ -491,7 +491,7 @@ class User(View):
 
     TITLE = "User"
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         return [
             *self.coverage.lines(),
             f"Time unit: {self._options.unit}; {describe_order(self._options)}",
@@ -499,7 +499,7 @@ class User(View):
             *remaining_note(self.blocks),
         ]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.blocks else self.coverage.explain_no_spans("span of kind user", NO_SPAN)
 
     def sections(self) -> list[Section]:

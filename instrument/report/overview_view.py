@@ -135,14 +135,14 @@ class Overview(View):
             ),
         ]  # fmt: skip
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         steps = ["Of steps: the part of the row within steps / the time of all steps"] * (self.steps_ns is not None)
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", *steps]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.sections() else self.coverage.explain_no_spans("span of that time", NO_SPAN)
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         has_none = not self.devices and self._options.state != "CPU"
         return ["No device time was recorded in it."] if has_none else []
 
@@ -287,12 +287,12 @@ class DistributionView(View):
             ),
         ]  # fmt: skip
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         unit, base = self._options.unit, "the time in steps" if self.of == "step" else "the window"
         ratios = f"ratios are of {base}, {in_unit(self.base_ns, unit)}"
         return [*self.coverage.lines(), f"Time unit: {unit}; unions; {ratios}"]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.places else self.coverage.explain_no_spans("communication", NO_COMMUNICATION)
 
 

@@ -269,18 +269,18 @@ class PhasesView(View):
 
     TITLE = "Phases"
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         counted = [self._count_line(), f"Time unit: {self._options.unit}"] if self.rows else []
         return [*self.coverage.lines(), *counted, *(BASE_NOTE if self.rows and self._options.state != "GPU" else ())]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         if self.rows:
             return [] if self.sections() else ["No device time was recorded in it."]
         if self.skipped and not self.timed + self.cut:
             return [f"No step was left: {self.skipped} were recorded, and all of them were to be skipped."]
         return self.coverage.explain_no_spans("phase", NO_PHASE)
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         lines = self._singa_lines() if self._options.state != "GPU" else []
         if self.outside:
             place = "in no step" if self.of == "step" else "in no request"

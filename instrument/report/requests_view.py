@@ -297,13 +297,13 @@ class RequestTimes(View):
 
     TITLE = "Requests"
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         cut = f"; {self.requests_cut} at an edge of the window, not counted below" if self.requests_cut else ""
         part = f", of which {self.requests} are kept and shown below" if self.is_part else ""
         counted = f"Requests: {self.counted}{part}{self.late}{cut}"
         return [*self.coverage.lines(), f"Time unit: {self._options.unit}", counted]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         if self.requests:
             return []
         why = "No request ended within the window." if self.requests_cut else "No request was recorded."

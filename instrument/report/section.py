@@ -179,11 +179,11 @@ class View:
     def heading(self) -> str:
         return self.TITLE
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         """Return the lines below the title: the number of spans, the unit of times, and the bases of the ratios."""
         return []
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         """Return the reason why the view is empty, as lines; [] if it is not empty."""
         return []
 
@@ -195,21 +195,21 @@ class View:
         shown = (section for section in self.sections() if section.rows or section.empty)
         return [line for section in shown for line in (*section.lines(self._options.unit), "")]
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         return []
 
     def _repr_html_(self) -> str:
         """Return the view as HTML for a notebook."""
-        text = "<br>".join(escape(line) for line in self.nothing() or self.head() if line)
-        shown = [section for section in self.sections() if section.rows and not self.nothing()]
+        text = "<br>".join(escape(line) for line in self.reasons_if_empty() or self.header_lines() if line)
+        shown = [section for section in self.sections() if section.rows and not self.reasons_if_empty()]
         tables = [section.html(self._options.unit) for section in shown]
         return f"<h4>{escape(self.heading())}</h4><p>{text}</p>{''.join(tables)}"
 
     def lines(self) -> list[str]:
         """Return the view as lines of text, with escaped names and with times in the unit of the options."""
-        head = self.head()
+        head = self.header_lines()
         lines = [*title(f"{self.heading()} Report"), *head, *([""] if head else [])]
-        return lines + (self.nothing() or [*self.table_lines(), *self.foot()])
+        return lines + (self.reasons_if_empty() or [*self.table_lines(), *self.footnotes()])
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:

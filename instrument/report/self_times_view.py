@@ -158,17 +158,17 @@ class SelfTimes(View):
     def heading(self) -> str:
         return self.of.capitalize()
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         less = ", less what the probes of the spans below cost" if self.corrected else ""
         return [
             f"Time unit: {self._options.unit}; times are self times{less}",
             "Time%: 100% is the sum of the self times of all rows of the table",
         ]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.functions else [NO_CALL]
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         lines = list[str]()
         if self.remaining:
             time = in_unit(self.remaining_ns, self._options.unit)

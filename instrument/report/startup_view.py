@@ -172,10 +172,10 @@ class StartupView(View):
 
     TITLE = "Startup"
 
-    def head(self) -> list[str]:
+    def header_lines(self) -> list[str]:
         return [f"Time unit: {self._options.unit}"]
 
-    def nothing(self) -> list[str]:
+    def reasons_if_empty(self) -> list[str]:
         return [] if self.is_known else wrap_text(UNKNOWN)
 
     def sections(self) -> list[Section]:
@@ -237,7 +237,7 @@ class StartupView(View):
             f"Each function that was called had run once after {in_unit(self.ran_ns, unit)} {unit}; the last: {ran}",
         ]
 
-    def foot(self) -> list[str]:
+    def footnotes(self) -> list[str]:
         lines = []
         if self.way:
             lines.append("The parts are sums over threads. Time within requests is not included.")

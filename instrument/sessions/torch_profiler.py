@@ -519,7 +519,7 @@ class TorchRecord:
         """
         window = f"window {trace.window}"
         try:
-            joined = self._join_window(trace)
+            joined = self._add_to_window(trace)
         except (InstrumentError, OSError) as error:
             return replace(trace, notes=[*trace.notes, f"{window}: what torch.profiler saw is not joined: {error}"])
         finally:
@@ -538,7 +538,7 @@ class TorchRecord:
             )
         return replace(joined, notes=[*joined.notes, *notes])
 
-    def _join_window(self, trace: Trace) -> Trace:
+    def _add_to_window(self, trace: Trace) -> Trace:
         torch_trace = chrome.read(Path(self._folder, "window.json")).trace
         moved_ns = self._clock_offset_ns(trace, torch_trace)
         watched = self.begin_ns - moved_ns, self.end_ns - moved_ns
