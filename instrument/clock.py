@@ -1,6 +1,8 @@
-"""The clocks of a recording. Spans are timed by CLOCK_MONOTONIC. The wall clock aligns several machines.
+"""The clocks of a recording. Spans are timed by CLOCK_MONOTONIC. The wall clock aligns the recordings of several
+machines.
 
-A `Deadline` limits the end of a session. All waits at the end share one `Deadline`, so their time-outs do not add up.
+A `Deadline` limits the time that a session takes to end. All waits at the end share one `Deadline`, so their time-outs
+do not add up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The agent's main program, which runs the event loop, answers commands, and ends in order at a signal."""
+"""The agent's main program, which runs the event loop, answers commands, and shuts down cleanly at a signal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The captures of ended processes: recordings saved as files, with the cause of the end and the open spans.
 
-A command or a child process of the agent makes captures. The agent itself never imports the readers of recordings.
+Captures are made by a command, or by a child process of the agent. The agent itself never imports the code that reads
+recordings.
 """
 
 from __future__ import annotations

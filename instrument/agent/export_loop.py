@@ -478,7 +478,8 @@ class ExportLoop:
             self._exporters.pop(settings).stop(0)
 
     def _note_settled(self, source: Source) -> None:
-        """Store up to which row the spans of a recording (`source`) have been sent. The sending thread calls this."""
+        """Store the position up to which the spans of a recording (`source`) have been sent. The sending thread calls
+        this."""
         for export in list(self._recordings.values()):
             if export.owns_source(source):
                 export.note_sent()

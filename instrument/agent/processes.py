@@ -1,8 +1,8 @@
 """The agent's records of runs and their processes, with a note file on each process for the agent's successor.
 
 The notes are in the folder of the run's socket. If an agent is killed, a living process joins the next agent by itself.
-Only the note remains of a process that ends without an agent, or before its recording is saved. The rows of that
-process are lost, unless a file has them (`limits.ring_dir`), or a child of the killed agent still saves them.
+If a process ends while there is no agent, or before its recording is saved, only its note remains. Its rows are lost,
+unless its recording is a file (`limits.ring_dir`), or a child of the killed agent still saves them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Some Python processes cannot start a session, such as those of an old Python. The package's `sitecustomize` reports
 them. The agent finds processes without this `sitecustomize` among the descendants of the run's first process. The agent
 also looks for connections to processes that have recorded no request: soon after they join, then at growing intervals.
-A process reports its ports with such connections. If it has ended, the agent reports these ports.
+The agent sends the ports with such connections to the process, which reports them. If the process has ended, the agent
+reports the ports.
 """
 
 from __future__ import annotations

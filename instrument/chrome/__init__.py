@@ -5,10 +5,10 @@ any profiler, `events` decodes the events, `slices` makes trees of slices, and `
 profilers. `reading` uses all three, and joins our trace with one of torch.profiler. `track_events` writes the same
 slices in Perfetto's own format.
 
-Viewers need only the events. The top-level key `instrument`, which viewers ignore, has all other facts. With these,
-`load` returns the trace of `dump` to the nanosecond. A few values change: a lone surrogate becomes the replacement
-character. In attributes, a sequence becomes a tuple, and a number that JSON or int64 cannot represent becomes text. A
-value of another type becomes its type's name in angle brackets.
+Viewers need only the events. The top-level key `instrument`, which viewers ignore, has all other facts. From these
+facts, `load` restores the trace that `dump` wrote, exact to the nanosecond. A few values change: a lone surrogate
+becomes the replacement character. In attributes, a sequence becomes a tuple, and a number that JSON or int64 cannot
+represent becomes text. A value of another type becomes its type's name in angle brackets.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ READER_GONE = 128 + 13
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code, unless the verb is `run`, which becomes the service."""
+    """Run the command. Returns the exit code, except for the verb `run`, which replaces the process by the service."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if sys.stdout is None:  # it was closed before
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - as long as the process

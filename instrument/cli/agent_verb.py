@@ -1,4 +1,5 @@
-"""`instrument agent`: start an agent by hand, for processes that join at a socket or for a run without an agent."""
+"""`instrument agent`: start an agent by hand, for processes that join at a given socket, or for a run that has lost its
+agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`instrument check`: show which functions and layers a profile's rules match, here or in a command's processes."""
+"""`instrument check`: show which functions and layers a profile's rules match, in its own process or in a command's
+processes."""
 
 from __future__ import annotations
 

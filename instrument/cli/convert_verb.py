@@ -106,7 +106,7 @@ def form_of(target: Path) -> str:
 
 
 def write_or_explain(target: Path, action: Callable[[], object]) -> None:
-    """Call `action`, which writes a file. If the system refuses that, raise a `TraceError` with the file's name."""
+    """Call `action`, which writes a file. If it fails with an `OSError`, raise a `TraceError` with the file's name."""
     try:
         action()
     except OSError as problem:
@@ -153,7 +153,8 @@ def _write_dataset(options: argparse.Namespace, paths: Sequence[str]) -> int:
 
 
 def _write_otlp(target: Path, files: Sequence[Saved]) -> None:
-    """Write files as OTLP, in wall clock time. Each process is a resource, and a request may have spans in several."""
+    """Write files as OTLP, in wall clock time. Each process is a resource, and a request may have spans in several
+    resources."""
     from instrument.otlp.export_facts import Ids
     from instrument.otlp.packed_spans import SpanIds, SpanPacker
     from instrument.otlp.service_sdk import resource_of

@@ -22,10 +22,10 @@ from instrument.proposal.observation import Observation, all_patterns, await_rep
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
-"""The seconds after SIGTERM in which the command must end before it is killed."""
+"""The seconds that the command has after SIGTERM to end. After them it is killed."""
 
 OTHERS_S = 5.0
-"""Seconds after the command's end in which its other processes must have reported their observations."""
+"""The seconds that the command's other processes have after its end to report their observations."""
 
 OBSERVING = """\
 service: init

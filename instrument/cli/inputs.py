@@ -1,4 +1,4 @@
-"""Find the input files that a name or folder means, and read them within a memory limit."""
+"""Find the input files for a name or folder on the command line, and read them within a memory limit."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SHARE_OF_DATA = 0.9
 """The share of the memory limit that is set as RLIMIT_DATA, which does not count libraries and stacks."""
 
 PACKED_NEEDS, PLAIN_NEEDS, RECORDING_NEEDS = 60, 3, 150
-"""The bytes of memory that a byte of a packed trace, a plain trace and a recording may need. A span takes 12 to 40
-bytes packed, 200 plain, 6 in a recording, and up to 600 in views."""
+"""The maximum bytes of memory that are needed per byte of a packed trace, of a plain trace, and of a recording. A span
+takes 12 to 40 bytes packed, 200 plain, 6 in a recording, and up to 600 in views."""
 
 
 def limit_bytes(files: Sequence[str]) -> int:
@@ -95,7 +95,8 @@ CLOCKS = ("monotonic", WALL)
 CLOCK = "wall: join files of several machines by the time of day, even if the accuracy of the clocks is unknown"
 
 SUFFIXES = (".npz", ".json", ".json.gz")
-"""The suffixes of files that are read in a folder. If files differ only in the suffix, the first one here counts."""
+"""The suffixes of files that are read in a folder. If files differ only in the suffix, only the file whose suffix comes
+first here is read."""
 
 
 def find_files(verb: str, options: argparse.Namespace) -> list[str]:
@@ -112,8 +113,8 @@ def find_files(verb: str, options: argparse.Namespace) -> list[str]:
 def expand_paths(paths: Sequence[str], run: str | None, is_of_all: bool, say: Callable[[str], None]) -> list[str]:
     """Return the files that paths name.
 
-    A folder means its files of `run`, of its newest run or, with `is_of_all`, for all its files. `say` is called with a
-    sentence on the runs that are left out.
+    A folder means its files of `run`, else those of its newest run or, with `is_of_all`, all its files. `say` is called
+    with a sentence on the runs that are left out.
     """
     files: list[str] = []
     for path in paths:
@@ -159,7 +160,8 @@ def _choose_files(folder: str, paths: Sequence[str], run: str | None, say: Calla
 
 
 def _read_facts(path: str) -> Trace | None:
-    """Return the facts of a file of ours without its spans, None for another or unreadable file."""
+    """Return the facts of a file that this package wrote, without the spans. Return None for any other file, or an
+    unreadable one."""
     from instrument.chrome import reading
     from instrument.trace import file
 

@@ -60,9 +60,11 @@ class LoadedTrace:
         return request_life(self.recording, key, Options.of(options))
 
     def explain(self, request: str | None = None, **choice: Any) -> Explanation:
-        """Return the cause of the time of a slow request (by key, else the slowest one) or of a window.
+        """Explain the time of one request (the one with the key `request`, else the slowest one) or of all requests in
+        a window.
 
-        `choice` has `endpoint`, `since_ns` and `until_ns`. With `slowest=None` a time selects a whole window.
+        `choice` may have `endpoint`, `since_ns` and `until_ns`. With `slowest=None` all requests between these times
+        are explained together.
         """
         from instrument.report.explanation import RequestChoice, explain
         from instrument.report.view import Options

@@ -1,9 +1,8 @@
 """The verb `run` starts a service under a profile.
 
-It replaces its own process by the service. But in a container it may be the first process, and all others end with that
-one. In this case it starts the service as a child in a process group of its own, gives it the terminal, and remains the
-parent of service and agent. It forwards signals to the service, reaps orphaned children, and exits with the service's
-exit code.
+`run` replaces its own process by the service. In a container, however, `run` may be the first process, whose end would
+end all others. It then starts the service as a child in a process group of its own, and gives the service the terminal.
+`run` forwards signals to the service, reaps orphaned children, and exits with the service's exit code.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ def add(verbs: Verbs) -> None:
 
 
 def run(options: argparse.Namespace, host: list[str]) -> int:
-    """Replace this process by the service or, if it is the first of a container, run the service as a child."""
+    """Replace this process by the service. If it is the first process of a container, run the service as its child
+    instead."""
     if native.WHY_MISSING:
         print(f"instrument: no call is recorded: {native.WHY_MISSING}", file=sys.stderr)
     path, is_unnamed = profile_of(options)
@@ -139,7 +139,8 @@ def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
 
 
 def _environment_of_host() -> dict[str, str]:
-    """Return our environment, or the one from before the `sitecustomize` of another program changed it.
+    """Return the environment of this process. If the `sitecustomize` of another program changed it, return it as it was
+    before.
 
     `opentelemetry-instrument` removes itself from PYTHONPATH in its own process. With our changed environment it would
     not instrument the service of `opentelemetry-instrument instrument run -- service.py`.
@@ -186,7 +187,7 @@ AGENT_WAIT_S = 5.0
 """The seconds that the agent has to write its last output after the service has ended."""
 
 AGENTS = 10
-"""The maximum number of agents that a run starts. Each starts after the last one has ended."""
+"""The maximum number of agents that a run starts. Each starts after the previous one has ended."""
 
 _TERMINAL = (signal.SIGTTIN, signal.SIGTTOU)
 

@@ -67,7 +67,8 @@ def start_profiler(state: str, tracer_option: str = "Default") -> None:
 
 
 def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PROFILE_PATH) -> None:
-    """Stop recording, if it is on. Print a report on all threads together and on each, and write a Chrome trace."""
+    """Stop recording, if it is on. Print a report on all threads together and on each thread, and write a Chrome
+    trace."""
     global _run
     _check_choices(sorted_key=(sorted_key or "default", SORTED_KEYS))
     with _lock:

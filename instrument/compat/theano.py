@@ -1,12 +1,12 @@
 """A substitute for Theano's profiles: one per function and their sum, printed when the interpreter exits.
 
 ``@function(profile=True)`` on a Python function replaces ``theano.function(..., profile=True)``. The views `classes`,
-`ops` and `instances` take the place of the sections Class, Ops and Apply. The first such function begins a session if
-none runs. Its first call begins torch.profiler if torch is imported and no `profile.yaml` is in use. The ops are then
-torch's operators. Differences: ``theano.function([x], y)``, which compiles a graph, is refused. Times are self times of
-spans instead of thunks. A function's profile has the whole time of its calls, and the sum counts nested calls once. In
-`THEANO_FLAGS` or `config.profile`, only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and
-`profiling.destination` have an effect. The log warns of other flags.
+`ops` and `instances` take the place of the sections Class, Ops and Apply. The first profiled function begins a session
+if none runs. The first call of a profiled function begins torch.profiler if torch is imported and no `profile.yaml` is
+in use. The ops are then torch's operators. Differences: ``theano.function([x], y)``, which compiles a graph, is
+refused. The views show self times of spans instead of times of thunks. A function's profile has the whole time of its
+calls, and the sum counts nested calls once. Only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and
+`profiling.destination` have an effect, in `THEANO_FLAGS` and in `config`. The log warns of other flags.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class ProfileStats:
     def summary(
         self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
     ) -> str:
-        """Print the text of `text` to `file`, by default to `config.profiling.destination`, and return it."""
+        """Print the text that the method `text` makes to `file`, by default to `config.profiling.destination`. Return
+        the text."""
         text = self.text(n_ops_to_print, n_apply_to_print)
         _print_text(text, file)
         return text
@@ -249,7 +250,8 @@ def function(
 
 
 def _attach_profile(target: Any, stats: ProfileStats) -> Any:
-    """Set the attribute `profile` of a function, and return the function, wrapped first if it takes no attributes."""
+    """Set the attribute `profile` of a function, and return the function. If it takes no attributes, a wrapper is used
+    in its place."""
     try:
         target.profile = stats
     except (AttributeError, TypeError):

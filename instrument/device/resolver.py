@@ -1,7 +1,7 @@
 """Computes device intervals from events that have happened, on a thread of its own (the resolver).
 
-The resolver polls for events instead of waiting for them. It does not disturb the capture of a graph, and sleeps while
-no pair is in flight.
+The resolver polls for events instead of waiting for them. It does not disturb the capture of a CUDA graph, and sleeps
+while no pair is in flight.
 """
 
 from __future__ import annotations

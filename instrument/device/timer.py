@@ -1,13 +1,13 @@
-"""Measures the device time of spans by pairs of events (the timer). No thread of the service waits for the device.
+"""Measures the device time of spans by pairs of events. No thread of the service waits for the device.
 
-A span that asks for device time records an event on the current stream when it begins and one when it ends. A thread of
-ours, the resolver, polls for events that have happened, places the interval between them on the host's clock and adds
-it to the tally. The interval is a part of the stream, not a kernel: it includes all work of the stream in between. Its
-label is one of `instrument.recording.slot_ring.LABELS`.
+A span that asks for device time records an event on the current stream when it begins and one when it ends. The
+resolver, a thread of ours, polls for events that have happened. It converts the interval between both events to the
+host's clock, and adds the interval to the tally. The interval includes all work of the stream between the two events,
+not only one kernel. Its label is one of `instrument.recording.slot_ring.LABELS`.
 
 Each context has a pool of events, which is filled outside of the calls that take events. Nothing is recorded on a
-stream that is being captured into a graph. After an error of the driver, one device time is lost and counted. After a
-fatal error, all later device times of that device are lost, and the error is reported.
+stream that is being captured into a graph. After an error of the driver, the device time of one span is lost and
+counted. After a fatal error, all later device times of that device are lost, and the error is reported.
 """
 
 from __future__ import annotations

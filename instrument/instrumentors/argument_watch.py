@@ -2,7 +2,7 @@
 
 The first calls of each function are examined. A key may be a number or text with a name such as `request_id`, or an
 object of the service's classes. Items of sequences and mappings are examined, too. A value is noted under the path by
-which a rule would read it. Values leave the process only as keyed digests. If digests are equal, two functions or
+which a rule would read it. Values leave the process only as keyed digests. Equal digests show that two functions or
 processes handle the same request. The examination runs no code of the service, such as properties, `__getattr__` or
 iterators.
 """
@@ -66,7 +66,7 @@ _SKIPPED = {"__init__", "__new__", "__post_init__", "forward"}
 
 @dataclass(slots=True)
 class SeenPath:
-    """The values that calls had at one path.
+    """The values at one path, such as `batch[].request_id`, in the arguments or results of calls.
 
     `many` is True if a call has several values. `looks` counts the calls with a value. `items` counts the values, and
     `largest` is the maximum number of values in a call. `weights` is the path of the weights.
@@ -202,7 +202,7 @@ class ArgumentWatch:
                 self._note_keys(paths, path, items, many=True, size=size)
 
     def _note_id(self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1) -> bool:
-        """Note the attribute of each object that identifies a request. Return False if the first object has none."""
+        """Note, for each object, the attribute that identifies a request. Return False if the first object has none."""
         attributes = [_read_attributes(thing) for thing in things]
         first = attributes[0] if attributes else {}
         names = [name for name, value in first.items() if type(value) in (str, int) and _is_id_key(name)]
@@ -251,7 +251,7 @@ class ArgumentWatch:
 
 
 class _FirstCalls:
-    """A limit to the examination of a function: its first `LOOKS` calls. Faults are counted, never raised."""
+    """An examiner of the first `LOOKS` calls of a function. Faults are counted, never raised."""
 
     def __init__(self, look: Callable[..., None], watch: ArgumentWatch) -> None:
         self._examine_value = look

@@ -1,10 +1,11 @@
 """Read the values that a rule names in a call's arguments and result: attributes and gauges.
 
-A value has a path such as `request.params.n`: a parameter, or `return` for the result, then attributes or keys of
-mappings. Only values that a rule names are recorded. Reading them runs no code of the service except that of their
-classes. An attribute is a value (a number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type (a
-class name). A gauge is a number, such as the length of a queue, and is read at most once per interval.
-`instrument.recorder.own_numbers` stores it. Reading never raises. Unreadable values are counted and logged.
+A path such as `request.params.n` begins with a parameter, or with `return` for the result. Attributes or keys of
+mappings follow. Only values that a rule names are recorded. Reading them runs no code of the service, except code of
+the values' classes, such as properties. An attribute is a value (a number, or text of up to `VALUE_LIMIT` characters),
+a size (`len`) or a type (a class name). A gauge is a number, such as the length of a queue, and is read at most once
+per interval. `instrument.recorder.own_numbers` stores it. Reading never raises. Unreadable values are counted and
+logged.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class ArgumentReader:
 def make_reader(
     function: Callable[..., Any], arguments: Sequence[Argument], place: str = ""
 ) -> tuple[Attributes | None, list[str]]:
-    """Return a reader of the arguments that a rule names, and a message for each one that the function lacks.
+    """Return a reader of the arguments that a rule names, and a message for each argument that the function lacks.
 
     `place` is the rule's file and line in the profile, for the log.
     """
@@ -118,7 +119,8 @@ def make_reader(
 
 
 def read_part(value: Any, name: str) -> Any:
-    """Return a mapping's value for a name, or an attribute of any other object. A `defaultdict` does not grow."""
+    """Return a mapping's value for a name, or an attribute of any other object. Reading a missing name adds no item to
+    a `defaultdict`."""
     if not is_mapping(value):
         return getattr(value, name)
     if isinstance_of(value, dict):
@@ -157,7 +159,7 @@ def split_steps(path: str) -> list[str]:
 
 
 def join_readers(readers: Sequence[Callable[..., dict[Any, Any] | None] | None]) -> Callable[..., Any] | None:
-    """Join several readers into one that returns the values of all. Return None if there are none."""
+    """Join several readers into one that returns the values of all. Return None without readers."""
     reads = [read for read in readers if read is not None]
     if len(reads) < 2:
         return reads[0] if reads else None

@@ -1,7 +1,7 @@
 """Record the copies of arrays by numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python. The recorded calls are:
 
 - numpy: `numpy.copyto`, with which services fill batches. `numpy.copy` is left out because compilers compare it by
-  identity. Methods of arrays are left out because they are made in C.
+  identity. Methods of arrays are left out because they are made in C and cannot be replaced.
 - JAX: `jax.device_put`, and the first read of a device array's values on the host. A call that moves several arrays is
   one span with the sum of their bytes. Its direction is that of most of the bytes.
 - onnxruntime: the methods of `OrtValue` and `IOBinding` that take or return numpy arrays. Copies inside
@@ -273,7 +273,7 @@ def _read_arguments(args: Any, kwargs: Any) -> tuple[Any, Any, int, Any]:
 
 
 def _read_device(array: Any) -> tuple[Any]:
-    """Return the device number of an array in a tuple. The number is None if the array does not report it."""
+    """Return a tuple with the device number of an array. The number is None if the array does not report it."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
 
@@ -344,14 +344,15 @@ def _descriptor_reader(sync: bool) -> Facts:
 
 
 def _named_arg(function: Any, *names: str) -> Reader:
-    """Return a reader of a function's argument. Of the given names, the first one that the function has is read."""
+    """Return a reader of a function's argument: the first of the given names that the function has."""
     parameters = list(inspect.signature(function).parameters)
     name = next(name for name in names if name in parameters)
     return _arg_reader(parameters.index(name), name)
 
 
 def _stream_reader(function: Any) -> Stream:
-    """Return a reader of a call's stream: of the function's argument for the stream, else of the default stream."""
+    """Return a reader of a call's stream. It reads the function's argument for the stream or, without such an argument,
+    returns the default stream."""
     parameters = list(inspect.signature(function).parameters)
     name = next((name for name in ("hStream", "stream") if name in parameters), None)
     if name is None:

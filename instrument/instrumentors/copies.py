@@ -1,9 +1,9 @@
 """Record memory copies between host and device: each copying call of a framework is a span with direction and bytes.
 
 When the service imports a framework, its adapter (`ADAPTERS`) replaces the functions that copy, and reads the direction
-and bytes (the transfer) of each call. A rule selects transfers by these. A call that moves no data has no span. If
-copying calls are nested, only the outermost is recorded. If the stream is known before the call, two events around the
-call measure its device time. They are cancelled if the call copied nothing.
+and bytes (the transfer) of each call. A rule selects transfers by direction and bytes. A call that moves no data has no
+span. If copying calls are nested, only the outermost is recorded. If the stream is known before the call, two events
+around the call measure its device time. Both events are discarded if the call copied nothing.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ Facts = Callable[[Any, Any, Any], Transfer | None]
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""A function that reads the stream of a call from `args` and `kwargs`. It returns a stream or its address, None for the
-framework's current stream, `Work` for that of another device, or `NOWHERE` if the stream is unknown before the call."""
+"""A function that reads the stream of a call from `args` and `kwargs`. It returns a stream or its address, or None for
+the framework's current stream. It returns a `Work` for the current stream of other devices, and `NOWHERE` if the stream
+is unknown before the call."""
 
 
 class _ThreadState(threading.local):
@@ -61,7 +62,7 @@ _STATE = _ThreadState()
 
 
 class FrameworkAdapter(NamedTuple):
-    """The copies of one framework, whose name is `framework` in rules. `directions` are those of its copies.
+    """The copies of one framework, whose name is `framework` in rules. `directions` are the directions of its copies.
 
     At the import of one of `modules`, the function `attach_FRAMEWORK` of the module `home` replaces the functions that
     copy. `unseen` describes the copies that cannot be recorded.
@@ -157,7 +158,8 @@ class Copies(Instrumentor):
             self._patched.popitem()[1].undo()
 
     def find_site(self, framework: str, qualname: str, transfer: Transfer) -> Site | None:
-        """Return the site of a call that has copied, and count it for the first rule that selects it, else None."""
+        """Return the site of a call that has copied data, and count the copy for the first rule that selects it. Return
+        None without such a rule."""
         direction, moved_bytes = transfer.direction, transfer.moved_bytes
         for index, rule in enumerate(self.rules if moved_bytes > 0 else ()):
             if direction in rule.directions and moved_bytes >= rule.min_bytes and framework in rule.frameworks:
@@ -234,16 +236,17 @@ class PatchedFunctions:
             self._undos.append(replace_attribute(owner, name, classmethod(watched)))
 
     def wrap_property(self, owner: Any, name: str, facts: Facts, is_fresh: Callable[[Any], bool]) -> None:
-        """Replace a property. A read of it copies only if `is_fresh(object)` is true before."""
+        """Replace a property. A read of the property copies data only if `is_fresh(object)` is true before the read."""
         read = vars(owner)[name].fget
         watched = self._wrap(read, f"{owner.__name__}.{name}", facts)
         replacement = property(lambda obj: watched(obj) if is_fresh(obj) else read(obj), doc=vars(owner)[name].__doc__)
         self._undos.append(replace_attribute(owner, name, replacement))
 
     def wrap_functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace functions of a module, if they exist. `bind` replaces them under their names in other modules.
+        """Replace functions of a module, if they exist.
 
-        numba and torch.compile must not compare the functions by identity.
+        `bind` later replaces the functions under their names in other modules. Do not use it for functions that numba
+        or torch.compile compares by identity.
         """
         for name in names:
             function = getattr(module, name, None)

@@ -1,7 +1,8 @@
 """Record the calls of entry points, by which a service uses machine learning frameworks, such as Keras's `predict`.
 
 A method is replaced in the class that defines it, after the import of its module. The name and the attributes of a span
-are read once per object, or once per class. If the framework's version lacks an entry point, a verdict names it.
+are read once per object, or once per class. If the framework's version lacks an entry point, a verdict names the entry
+point.
 
 The span of ONNX Runtime's `run_async` covers only the call, which returns before the work is done. If a transformers
 pipeline gets a dataset, its span also covers only the call, because the pipeline works later, while its result is read.
@@ -226,7 +227,8 @@ class Entries(Observer):
     def _choose_recording(
         self, entry: Entry, method: FunctionType, thing: Any, subject: Any, recordings: dict[int, Any]
     ) -> Any:
-        """Make the recording method for an object or class at its first call. Equal descriptions share a method."""
+        """Make the recording method for an object or class at its first call. Objects with equal descriptions share a
+        method."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:
@@ -242,7 +244,8 @@ class Entries(Observer):
 
 
 class Frameworks(Instrumentor):
-    """The instrumentor of a session's rules for frameworks. `layers` returns that of its layer rules, for Keras."""
+    """The instrumentor of a session's rules for frameworks. `layers` returns the instrumentor of the session's layer
+    rules, which Keras needs."""
 
     def __init__(
         self,

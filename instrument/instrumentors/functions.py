@@ -1,8 +1,9 @@
 """Replace functions by recording functions (probes), for `@profiled` and for function rules, and restore them.
 
 A decorator such as `@app.get` registers a function with the framework before the module has a name for the function. So
-`probe_registered` replaces handlers while they are registered. Other objects keep the original function. Pickle would
-refuse the original function, because its name now refers to the probe (see `keep_picklable`).
+`probe_registered` replaces handlers while they are registered. Objects that are not replaced keep the original
+function. Pickle would refuse to pickle this function, because its name now refers to the probe. `keep_picklable`
+prevents this.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Probe:
             self._places.append(Assignment(owner, attribute, self.wrapped))
 
     def _put_function(self, function: Any) -> Any:
-        """Replace the target's function. A property loses its name by that, so set the name again for messages."""
+        """Replace the target's function. This clears a property's name, so set the name again for error messages."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
@@ -190,7 +191,7 @@ def count_other_refs(target: Target) -> int:
 
 
 def count_refs(target: Target) -> int:
-    """Return how many objects refer to a target's function, with its own module or class."""
+    """Return how many objects refer to a target's function, including its own module or class."""
     return count_other_refs(target) + 1 + (target.raw is target.function)
 
 
@@ -434,7 +435,8 @@ SEAMS: Mapping[str, tuple[Seam, ...]] = {
 
 
 def probe_registered(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:
-    """Make a framework's module register `registered(handler)` for each handler. Return the functions that undo it."""
+    """Make a framework's module register `registered(handler)` in place of each handler. Return the functions that undo
+    it."""
     undos = []
     for seam in SEAMS[module.__name__]:
         owner = getattr(module, seam.owner, None)

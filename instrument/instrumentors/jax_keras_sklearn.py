@@ -3,14 +3,14 @@
 JAX: calls of jitted functions, of `jax.device_put` and of `block_until_ready` are recorded on the host. A jitted call
 returns before the device has finished. So its span covers only the dispatch, and at the first call also the
 compilation. The host waits for the result in `block_until_ready`, or when it reads an array. `jax.jit` is replaced by a
-function that returns a proxy of the jitted function. A function that was jitted before is replaced only under its names
-in modules of the service. Calls by other references are not recorded. The type of jitted functions is not changed,
-because it is made in C and JAX itself uses it. While JAX traces, no call is recorded.
+function that returns a proxy of the jitted function. A function that was jitted before this replacement gets a proxy
+only under its names in modules of the service. Calls by other references are not recorded. The type of jitted functions
+is not changed, because it is made in C and JAX itself uses it. While JAX traces a function, no call is recorded.
 
 Keras: the layers that the profile's layer rules select are recorded. A layer's path has the names of its parents,
 without the model's name. With the backend torch a layer is also a torch module, but is recorded only here. Calls that
 build or compile a model are not recorded. A model that JAX compiled runs as a whole, so its layers cannot be recorded.
-The verdict on the layers has the number of their calls that JAX traced.
+The verdict on the layers states how many of their calls JAX traced.
 
 scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimators are recorded. A method
 is replaced as soon as its class is defined, even in a class of the service or of another library. If methods of one
@@ -190,7 +190,8 @@ class JaxFunctions(Observer):
         return wrapper
 
     def _wrap_existing(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each jitted function in the service's modules with a proxy. Note a verdict on the other ones."""
+        """Yield each jitted function in the service's modules, with its proxy. Note a verdict on jitted functions that
+        no module names."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
@@ -258,7 +259,7 @@ class KerasLayers(Observer):
         return module_name == KERAS_LAYER
 
     def attach_to(self, module: ModuleType) -> None:
-        """Record the calls of layers, by the base class of all layers."""
+        """Record the calls of layers through the base class of all layers."""
         layer = module_namespace(module).get("Layer")
         call = vars(layer).get("__call__") if isinstance(layer, type) else None
         if self._note_recorded("Layer.__call__", call):
@@ -406,8 +407,8 @@ class SklearnEstimators(Observer):
         return [*([] if is_left_out else [Verdict(self.rule.text, state, why=why)]), *unreachable]
 
     def _attach_subclass(self, watched: type[Any], cls: type[Any]) -> None:
-        """Record the methods of a new class. If both base classes report it, only the last report (of `watched`)
-        counts."""
+        """Record the methods of a new class. If both base classes report it, act only on the last report. `watched` is
+        the base class that reports."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._attach_class(cls)

@@ -1,6 +1,7 @@
-"""Name the packages that rules are about, and load the code for a profile's key when the service imports one of them.
+"""List the packages that each key of a profile concerns.
 
-The rules under one key of a profile are a family.
+The code for a key is loaded when the service imports one of its packages. The rules under one key of a profile are a
+family.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def rules_of(profile: Profile, key: str) -> tuple[Any, ...]:
 
 
 MADE_FOR: Mapping[str, str] = {"fastapi": "fastapi", **ENGINES, "transformers": "transformers"}
-"""The packages that have a preset, with its name."""
+"""The name of the preset for each package that has one."""
 
 
 def imported_packages() -> list[str]:
@@ -134,6 +135,7 @@ def filter_by_role(names: Iterable[str], *roles: str) -> list[str]:
 
 
 def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (package, preset) for each name with a preset. If one is a model server, others are left out."""
+    """Return (package, preset) for each name with a preset. If any of the names is a model server, packages that are
+    not model servers are left out."""
     served_packages = set(filter_by_role(names, "engine") or names)
     return [(name, preset) for name, preset in MADE_FOR.items() if name in served_packages]

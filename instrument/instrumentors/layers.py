@@ -2,7 +2,7 @@
 
 The `forward` of the class is replaced, never that of an instance. Otherwise a copy of the instance would compute with
 the original's weights, and `pickle` would fail. The first call of an instance decides if its calls are recorded. The
-decision is stored outside of the module. Compiled graphs do not break, because the compiler skips the wrapper.
+decision is stored outside of the instance. The wrapper breaks no graph of torch.compile, because the compiler skips it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from instrument.runtime.faults import FAULTS
 class Layers(Instrumentor):
     """The instrumentor of a session's layer rules in torch. Other frameworks' instrumentors call `select`.
 
-    `known` maps a framework to a function that returns its layer classes, None before its import. `left_out` is True
-    for a class that another framework's instrumentor records.
+    `known` maps each framework to a function that returns its layer classes, or to None before the framework's import.
+    `left_out(cls)` returns True for a class that another framework's instrumentor records.
     """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
@@ -144,7 +144,8 @@ class Layers(Instrumentor):
             self._patch_class(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note a registered child module, as torch's hook. The result None means that the child does not change."""
+        """Note a registered child module. torch calls this as a hook. The result None means that the child does not
+        change."""
         try:
             if child is not None:
                 self._paths.add_child(parent, name, child)
@@ -198,10 +199,11 @@ class Layers(Instrumentor):
         return site
 
     def detach(self, site: Site) -> Undo | None:
-        """Stop recording the layers of a site. Return the function that resumes it, None without a layer.
+        """Stop recording the layers of a site.
 
-        Until then, the calls are not counted. A call costs as much as that of an unselected layer, because the class's
-        `forward` remains replaced.
+        Return the function that resumes the recording, None if the site has no layer. Until it resumes, the calls are
+        not counted. A call costs as much as that of an unselected layer, because the class's `forward` remains
+        replaced.
         """
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         for key in layers:

@@ -1,4 +1,4 @@
-"""Measure the cost of recording a call on this machine. Reports state the cost, and the budget limits it.
+"""Measure the cost of recording a call on this machine. Reports state the cost, and the profile's `budget` limits it.
 
 A probe's cost depends on its shape (function, coroutine, layer, request ...). A session measures each shape at its
 start.
@@ -23,7 +23,8 @@ from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The cost of a span between other Python code, as a multiple of that in a loop of spans. Measured: 1.2 to 1.5."""
+"""The factor by which a span among other Python code costs more than a span in a loop of spans. Measured: 1.2 to
+1.5."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
 """The rounds of a measurement, the calls in a round, and the factor by which a round of requests has fewer calls."""
@@ -51,9 +52,9 @@ class _Timed(NamedTuple):
 def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     """Measure the cost of a span for each shape of probe, in 4 ms: the time beyond that of a call without a probe.
 
-    `call`, `coroutine` and `generator` (with one item) are functions, `scope` is a `with` block, and `method` a layer.
-    `wrapper` is a function that is a request, `request` a request over ASGI, and `step` a further item of a generator.
-    `with_ticks` times spans by the processor's time stamp counter.
+    The shapes `call`, `coroutine` and `generator` (with one item) are kinds of functions, `scope` is a `with` block,
+    and `method` is a layer's call. `wrapper` is a function that is recorded as a request. `request` is a request over
+    ASGI, and `step` a later item of a generator. `with_ticks` times spans by the processor's time stamp counter.
     """
     return copy_context().run(_measure_costs, with_ticks)
 
@@ -273,7 +274,7 @@ class Costs:
     def measure(self, *, with_ticks: bool = False) -> None:
         """Measure the costs in 6 ms, or read the results of an earlier process of the run.
 
-        Outside of a run `cold_ns` is measured, too. `with_ticks` is that of `measure_costs`.
+        Outside of a run `cold_ns` is measured, too. `with_ticks` is as for `measure_costs`.
         """
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_passed_ns())  # noqa: E731
@@ -291,7 +292,8 @@ class Costs:
         return self._cold_ns
 
     def _share_measurement(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return the result that another process of the run has saved under a name, else measure and save it."""
+        """Return the result that another process of the run has saved under a name. Without one, measure and save the
+        result."""
         path = agent_socket.shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())

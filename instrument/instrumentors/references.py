@@ -33,7 +33,8 @@ DEPTH = 4
 """The maximum length of a chain of objects, such as lists and closures, that leads to a function."""
 
 WIDTH = 200
-"""The maximum number of objects at one depth whose referrers are searched for. The others are only described."""
+"""The maximum number of objects at one depth whose referrers are searched for. The remaining objects are described
+without a search."""
 
 MANY = 200
 """The maximum number of objects to pass to `gc.get_referrers`, whose time grows with their number. For more objects

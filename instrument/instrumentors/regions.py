@@ -67,7 +67,8 @@ class Paths:
         self._next_walk_ns = 0
 
     def add_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`. The first parent of a child remains its parent while it exists."""
+        """Note that `parent.name` is `child`. The first parent of a child remains its parent while that parent
+        exists."""
         if id(parent) not in self._parents:
             key = id(parent)
             self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))
@@ -190,9 +191,8 @@ class SharedSites:
         self.clear = self._sites.clear
 
     def select(self, entry: Selected, place: tuple[Any, ...], tensors: Sequence[Any], make: Callable[[], Site]) -> Site:
-        """Return the site for a rule and a place (class and path), which `make` creates. Rules with device time have
-        a site per set of devices of the `tensors`.
-        """
+        """Return the site for a rule and a place (class and path). `make` creates the site at the first use. Rules with
+        device time have a site per set of devices of the `tensors`."""
         rule, selected = entry
         work = ModuleWork(tensors) if tensors else None
         key = (rule.name, rule.device, *place, () if work is None else work.devices)
@@ -362,7 +362,7 @@ class Regions:
         return name_for_rules(type(module if inner is None else inner)), "compiled"
 
     def _why_children_unseen(self, module: Any) -> str:
-        """Return the reason why the children of a module are not called from Python, "" if they are called so."""
+        """Return the reason why the children of a module are not called from Python, "" if they are."""
         torch, kind = self._torch, type(module)
         if isinstance(module, torch.jit.ScriptModule):
             return _SCRIPTED
@@ -379,7 +379,8 @@ class Regions:
         return _ENCODER if kind is torch.nn.TransformerEncoderLayer and not module.training else ""
 
     def _walk_models(self) -> Iterator[tuple[Any, str, str]]:
-        """Yield each module with its path and the reason why Python does not call it, except those of torch.compile."""
+        """Yield each module, except wrappers of torch.compile, with its path and the reason why Python does not call
+        it."""
         # Each entry has the module's own reason, and the reason that its children inherit.
         waiting = [(root, "", "", "") for root in self._paths.roots()]
         visited: set[int] = set()

@@ -1,10 +1,10 @@
 """Read the keys, batches and facts of requests from a call's arguments and result.
 
-The path of a value is that of `arguments`. A batch has a path to several keys. `[]` in the path means each item of a
-sequence, or each value of a mapping. If the path ends at a mapping, the mapping's keys are the request keys, and its
-values are the weights if they are numbers. Another path may lead to the weights: a sequence, or a mapping from keys to
-weights. Keys are text, integers, UUIDs or bytes. Within a process, an object of the service may be a key. Reading never
-raises. Unreadable values are counted and logged.
+Paths to values are written as in the module `arguments`. A batch has a path to several keys. `[]` in the path means
+each item of a sequence, or each value of a mapping. If the path ends at a mapping, the mapping's keys are the request
+keys, and its values are the weights if they are numbers. Another path may lead to the weights: a sequence, or a mapping
+from keys to weights. Keys are text, integers, UUIDs or bytes. Within a process, an object of the service may be a key.
+Reading never raises. Unreadable values are counted and logged.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class _FactPath(NamedTuple):
     take: Callable[[Any], AttributeValue]
 
     def read_below(self, value: Any) -> AttributeValue | None:
-        """Return the fact below a value, None if an object on the path is None."""
+        """Follow the path from a value to the fact, and return the fact. Return None if an object on the path is
+        None."""
         for step in self.steps:
             if value is None:
                 return None
@@ -164,7 +165,7 @@ class _FactPath(NamedTuple):
 
 
 class _FactsReader(NamedTuple):
-    """A reader of facts below one parameter or the result, for the request of a call.
+    """A reader of facts about the request of a call, from one parameter or from the result.
 
     The reader in C calls this reader with a value and the index of a fact that it cannot read itself. If a call omits
     the argument, the reader in C passes the call's arguments, and the facts are read from the parameter's default.
@@ -227,8 +228,8 @@ def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
 class FactReader:
     """A reader of a rule's facts of requests. `of_call` reads a call's arguments, and `of_result` its result.
 
-    Both also call the reader that is passed to the class. They are None if they have nothing to read. `missing` has a
-    message for each fact that the function lacks. A value of None does not count as a fact.
+    Each also calls the reader that is passed to the class under its name, and is None if there is nothing to read.
+    `missing` has a message for each fact that the function lacks. A value of None does not count as a fact.
     """
 
     def __init__(
@@ -269,7 +270,8 @@ class FactReader:
                 self.of_call = _make_facts_reader(parameter, facts, names, self.of_call)
 
     def _find_parameters(self, function: Callable[..., Any], paths: Sequence[str]) -> list[Parameter | None] | None:
-        """Return the parameter of a fact's values and that of its keys. It is None for values or keys in the result."""
+        """Return two parameters: that of a fact's values, and that of its keys. A parameter is None for values or keys
+        in the result."""
         parameters = [None if first_of(path) == RETURN else parameter_of(function, first_of(path)) for path in paths]
         missing = [parameter for parameter in parameters if isinstance(parameter, str)]
         if not missing and (parameters[0] is None) != (parameters[1] is None):
@@ -281,7 +283,8 @@ class FactReader:
 def _make_facts_reader(
     parameter: Parameter | None, facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None
 ) -> Any:
-    """Return a reader of facts below a parameter or the result, in C if possible. It also calls `before`, a reader."""
+    """Return a reader of facts from a parameter or the result, in C if possible. It first calls another reader,
+    `before`."""
     reader = _FactsReader(parameter, facts, names, before)
     if _native is None:
         return reader
@@ -369,7 +372,8 @@ def _take_items(iterable: Any, most: int) -> list[Any]:
 
 
 def _values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a function that follows a path with `[]` below a value, and returns the values there."""
+    """Return a function that follows `steps` from a value, and returns the value at their end. With `[]` among the
+    steps, it returns a list."""
     if EACH not in steps:
 
         def plain(value: Any) -> Any:

@@ -72,7 +72,7 @@ class Functions(Instrumentor):
         self._module_patterns = sorted({text.partition(":")[0] for rule in self.rules for text in rule.match})
 
     def change(self, rules: Sequence[FunctionRule], modules: Iterable[ModuleType]) -> None:
-        """Apply other rules to the imported modules. Probes that the new rules would make in the same way remain."""
+        """Apply other rules to the imported modules. A probe remains if the new rules would make an equal probe."""
         with self._lock:
             self._change_rules(rules, modules)
 
@@ -379,7 +379,8 @@ class Functions(Instrumentor):
         return probe
 
     def _make_lineage_test(self, target: Target) -> Passes | None:
-        """Return the test for calls that another class's probe records, None if no rule has a `+`."""
+        """Return the test for calls that the probe of another class records. Return None if no rule with a `+` selects
+        the method."""
         for lineage in self._lineages.values():
             if lineage.contains_method(target.owner, target.attribute):
                 if target.owner is lineage.base:
@@ -421,7 +422,8 @@ class Functions(Instrumentor):
             return verdicts
 
     def _add_overrides(self, index: int, verdict: Verdict) -> Verdict:
-        """Add overrides that are not recorded to the verdict on a method that a rule names without a wildcard."""
+        """Extend the verdict on a method that a rule names without a wildcard: add the overrides that are not
+        recorded."""
         rule = self.rules[index]
         probe = next((probe for probe in self._probes if probe.target.label == verdict.target), None)
         if verdict.state not in RECORDING or probe is None or probe.target.label not in rule.match:

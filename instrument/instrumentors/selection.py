@@ -1,7 +1,8 @@
 """Attach the probes of a profile in this process, now and at later imports, and change them at a reload.
 
 The rules of one key of the profile are a family. A module's functions are replaced as soon as its code has run, before
-the importing code can bind their names. A family's code is loaded only when one of its packages is imported.
+the importing code can bind their names. A family's code is loaded only when the service imports a package that the
+family can instrument.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class Selection:
                         self.late.append(names_of(module)[0])
 
     def _families_to_load(self, module_name: str) -> list[str]:
-        """Return the keys of the families that an import of a module loads. A number is a package of Triton's."""
+        """Return the keys of the families that an import of a module loads. A package whose name is a number belongs to
+        Triton."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
         if not is_of_triton and package not in self._loading_packages and module_name not in self._loading_packages:
@@ -298,7 +300,7 @@ class Selection:
         return family is not None and bool(family.has_begun())
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return, by site, the number of times that the site blocked an event loop, and the longest of them in ns."""
+        """Return how often each site blocked an event loop, and the longest block of each site in ns."""
         family = self._families.get("requests")
         return {} if family is None else family.blockers()
 

@@ -169,7 +169,8 @@ class _Local(threading.local):
 
 
 class ImportTimes:
-    """The times of imports by package, since `install`. `is_inside` is True while the calling thread has a span."""
+    """The times of imports by package, since `install`. `is_inside()` returns True while the calling thread has an open
+    span."""
 
     def __init__(self, is_inside: Callable[[], object]) -> None:
         self._is_inside = is_inside
@@ -243,7 +244,8 @@ class ImportTimes:
     def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
         """Return the times of the finished imports by package.
 
-        `request_ns` is the start time of the first request. Up to `NEWEST` imports after that are summed separately.
+        `request_ns` is the start time of the first request. Up to `NEWEST` imports that start later are summed
+        separately.
         """
         late: Counter[str] = Counter()
         with self._lock:

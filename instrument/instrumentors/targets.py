@@ -203,7 +203,8 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
 
 
 def _find_named(module: ModuleType, owner: Any, last: str, qualname: str, label: str) -> Iterator[Target | Unreachable]:
-    """Yield the functions that `qualname` selects. It has no wildcards, and `last` is its last name, in `owner`."""
+    """Yield the functions that `qualname`, a name without wildcards, selects. `last` is the last part of the name, an
+    attribute of `owner`."""
     if type(owner) is FunctionType:
         if any(isinstance(const, CodeType) and const.co_name == last for const in owner.__code__.co_consts):
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
@@ -243,7 +244,8 @@ def _add_notes(things: Iterable[Target | Unreachable], holder: Any) -> Iterator[
 
 
 def _raw_attribute(owner: Any, attribute: str) -> Any:
-    """Return the value of an attribute without binding it, as a descriptor remains. Return None if there is none."""
+    """Return the value of an attribute without binding it: a descriptor is returned itself. Return None for a missing
+    attribute."""
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
     names = own_names(owner) or {}
@@ -304,7 +306,7 @@ def is_public(method: str) -> bool:
 
 
 def _is_function(thing: Any) -> bool:
-    """Return True for a function that a recording one can replace."""
+    """Return True for a function that can be replaced by a recording function."""
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
     return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or site_on(thing) is not None
@@ -434,7 +436,7 @@ def _find_class_inside(raw: Any, module: str, qualname: str) -> type[Any] | None
 def _find_decorated(raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType) -> tuple[Any, Put | None]:
     """Find a function or class by its module and name inside the object that a framework's decorator made.
 
-    Also return the call that replaces it, None if no attribute and no dict refers to it.
+    Also return a function that replaces it, None if no attribute and no dict refers to it.
     """
     visited, near = {id(raw)}, Kept([raw])
     function: Any = None
@@ -472,7 +474,8 @@ def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, Deco
 
 
 def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
-    """Replace a function in all objects, classes and dicts of `near` that contain it. `now` has the current one."""
+    """Replace a function in all objects, classes and dicts of `near` that contain it. `now` is a list with the current
+    function."""
     for thing, name, part in Kept(_find_containers(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))

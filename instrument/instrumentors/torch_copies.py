@@ -3,7 +3,7 @@
 Moving a model (`Module.to`), loading a checkpoint or pinning a batch calls these methods for each tensor. Functions
 such as `torch.tensor` are not replaced, because torch.compile compares them by identity and would break the graph.
 
-If torch was built without a device, nothing is replaced, unless a rule selects copies from host to host.
+If torch was built without support for any device, nothing is replaced, unless a rule selects copies from host to host.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def why_absent(torch: Any) -> str:
 def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable[[], bool] | None = None) -> None:
     """Replace the methods that copy.
 
-    A replaced method only records once `initialised` returns True, because torch then uses its device. It defaults to
-    `torch.cuda.is_initialized` (also for HIP), which takes about 40 ns.
+    A replaced method records nothing until `initialised` returns True, because torch uses no device before that.
+    `initialised` defaults to `torch.cuda.is_initialized` (also for HIP), which takes about 40 ns.
     """
     used = _make_used_test(torch, patched.copies) if initialised is None else initialised
     compiling = get_compiling_test(torch)

@@ -2,17 +2,17 @@
 
 The phases are forward, backward and optimizer, each a span of kind `phase`. Forward is the outermost call of a module
 on a thread. Backward is a run of the autograd engine (`backward`, `grad`). Optimizer is the `step` of any optimizer. A
-call inside a phase has no span, except in two cases. Forward and backward inside an optimizer's closure (LBFGS,
-Lightning) are phases of their own. A module called inside backward recomputes activations that a checkpoint did not
-store, so its span is `recompute`. Compiled models are recorded, too.
+call inside a phase has no span of its own, except in two cases. Forward and backward inside an optimizer's closure
+(LBFGS, Lightning) have spans. A module called inside backward recomputes activations that a checkpoint did not store,
+so its span is `recompute`. Compiled models are recorded, too.
 
 Each call of torch.distributed is a span of kind `comm`. A synchronous collective is one span, such as `all_reduce`. An
 asynchronous collective has two spans: `all_reduce` for the call, and `all_reduce.wait` for the wait. Its attribute
 `in_flight_ns` is the time from the call to the end of the wait. Sends and receives always have both spans, because a
 call does not show if it is asynchronous. Methods of process groups are replaced. The functions of `torch.distributed`
 are not, because compilers and torch compare them by identity. A span has attributes for the operation, bytes (the
-larger of this rank's input and output), backend, group, rank and world size. The device time of a span is the time that
-the calling stream waits.
+larger of this rank's input and output), backend, group, rank and world size. The device time of a span is the time for
+which the calling stream waits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD, RECOMPUTE}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER}),
 }
-"""The phases that suppress the span of a call if they are open on its thread, by the phase of the call."""
+"""The phases that suppress a call's span while they are open on the call's thread, by the phase of the call."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -133,7 +133,8 @@ class Phases(Switch):
         """Return the wrapper of `Module.__call__`. No other function may use it.
 
         torch.profiler (`with_stack`) recognises calls of modules by the code of `Module.__call__`, now the wrapper's,
-        and reads the module from its local `self`. Without such a local, or with an optimizer, the process would crash.
+        and reads the module from its local `self`. If that local were missing, or were an optimizer, the process would
+        crash.
         """
         recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[FORWARD]
         is_compiling = self._is_compiling
@@ -292,7 +293,8 @@ _METHODS: Mapping[str, Sequence[str]] = {
     "coalesced": ("_end_coalescing",),
 }
 OPERATIONS: Mapping[str, str] = {method: name for name, methods in _METHODS.items() for method in methods}
-"""The name in `torch.distributed` of the operation of each method of process groups, in all versions of torch."""
+"""The name of an operation in `torch.distributed`, by the method of process groups that performs it. The methods are
+those of all versions of torch."""
 
 PEERS = frozenset({"send", "recv"})
 
@@ -418,7 +420,8 @@ class Comm(Switch):
         return issued
 
     def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
-        """Record a wait that has ended. A synchronous call and its wait are one span. Others are separate spans."""
+        """Record a wait that has ended. A synchronous call and its wait are one span. An asynchronous call and its wait
+        are separate spans."""
         if issued is None:
             return
         if issued.waits:

@@ -1,4 +1,5 @@
-"""The verdicts on a profile's rules: if a rule records its targets, else why not. `instrument check` prints them."""
+"""The verdicts on a profile's rules. A verdict states whether a rule records its targets, and if not, why. `instrument
+check` prints them."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ class Verdict:
         return {name: getattr(self, name) for name in ("rule", "state", "target", "why", "calls")}
 
     def merge(self, peer: Verdict) -> Verdict:
-        """Merge the verdicts of two processes on a target. The state that takes precedence remains, with all calls."""
+        """Merge the verdicts of two processes on a target. The state that takes precedence remains, and the calls are
+        summed."""
         first, second = sorted((self, peer), key=lambda verdict: _BY_KNOWLEDGE.index(verdict.state))
         counts = [verdict.calls for verdict in (first, second) if verdict.calls is not None]
         return replace(first, calls=sum(counts) if counts else None)

@@ -2,8 +2,8 @@
 
 The current device may be wrong, because a model may be on another device or on several. A layer works on the devices of
 its parameters. For any other call, a torch model is searched for in the method's object, the arguments, and the names
-in the function's code. If there is one, its devices count. Otherwise the devices of tensor arguments count, else the
-current device.
+in the function's code. If a model is found, its devices are used. Otherwise the devices of tensor arguments are used.
+Without tensor arguments, the current device is used.
 
 Calls are examined only while device time is recorded and torch uses one of several devices. The devices of an object's
 model are read once and cached. If an object has no model, the search is repeated at growing intervals.
@@ -36,7 +36,8 @@ KEPT = 1024
 """The maximum number of objects whose devices are cached. A further object empties the cache."""
 
 SELDOM = 1024
-"""The maximum number of calls between two searches of an object without a model. The number doubles up to it."""
+"""The maximum number of calls between two searches of an object without a model. The number begins at 1, and doubles
+with each such search up to this maximum."""
 
 ITEMS = 64
 """The maximum number of items to examine in a container among a call's arguments."""
@@ -46,9 +47,10 @@ _CONTAINERS = (list, tuple, dict, UserDict)
 
 
 class ModuleWork:
-    """The CUDA devices of a module, which may move to others.
+    """The CUDA devices of a module, which may move to other devices.
 
-    One tensor per device is watched by a weak reference. After their deletion the last known devices are returned.
+    One tensor per device is watched by a weak reference. After the deletion of all watched tensors, the last known
+    devices are returned.
     """
 
     __slots__ = ("_devices", "_tensors")
@@ -98,8 +100,8 @@ def list_tensors(module: Any) -> list[Any]:
 def search_near(module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]) -> list[Any]:
     """Return a list with one tensor from the neighbours of a module without tensors, [] if they have none.
 
-    The modules before the given one, which make its input, are searched first. Those after it, its parent, and the
-    parent's neighbours follow. The first tensor on a device is returned, else the first on the host.
+    The search begins with the modules before the given one, which make its input. It continues with the modules after
+    it, the parent, and the parent's neighbours. The first tensor on a device is returned, else the first on the host.
     """
     host_tensors: list[Any] = []
     while (parent := parent_of(module)) is not None:
@@ -240,7 +242,7 @@ class _DeviceCache:
 def find_models(things: Iterable[Any], module_type: type[Any]) -> list[Any]:
     """Search objects and their attributes for torch modules, without running code of the service.
 
-    Return the modules of the first level that has one with a tensor on a device.
+    Return the modules of the first level at which a module has a tensor on a device.
     """
     visited: set[int] = set()
     level = list(things)

@@ -1,4 +1,4 @@
-"""The import of the recorder in C, with the reason if this Python cannot use it.
+"""Imports the recorder, which is written in C. `WHY_MISSING` has the reason if this Python cannot use it.
 
 The recorder relies on the GIL. A free-threaded Python would enable the GIL for the whole service if it imported the
 recorder, so this module does not import it there.

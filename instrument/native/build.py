@@ -1,4 +1,5 @@
-"""The build of the recorder in C at installation. Without a compiler, the build fails and reports what to do."""
+"""Builds the recorder, which is written in C, at installation. Without a compiler, the build fails and reports what to
+do."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sends spans and metrics to an OpenTelemetry collector from a background thread, and counts every loss.
 
 `packed_spans` packs rows by the rules of `packing`. `span_queue` keeps the packed requests and counts spans. The thread
-of `exporter` sends the requests through `senders`, by HTTP or gRPC. `service_sdk` reads the resource of the service's
-own OpenTelemetry SDK, so that both SDKs report the same one, and that SDK's current span.
+of `exporter` sends the requests through `senders`, by HTTP or gRPC. `service_sdk` reads the resource and the current
+span of the service's own OpenTelemetry SDK. Both SDKs then report the same resource.
 """
 
 from __future__ import annotations

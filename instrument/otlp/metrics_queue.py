@@ -1,4 +1,4 @@
-"""Prepares metrics for a collector from samples of gauges and from snapshots of totals, and counts lost ones.
+"""Prepares metrics for a collector from samples of gauges and from snapshots of totals, and counts lost metrics.
 
 `metric_definitions` declares the metrics. A value has the time at which it was read. A failed delivery of a snapshot
 loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered one. The start time of

@@ -1,6 +1,6 @@
 """Reads the current span and the resource of the service's own OpenTelemetry SDK, and makes our resource from it.
 
-It also turns the instrumentations of that SDK off on our threads.
+It also turns OpenTelemetry's instrumentation of libraries off on our threads.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ _TOO_LARGE = "more than 1 MiB; is this the right file?"
 class Document:
     """A YAML text, with the environment variables that it may refer to, and the problems noted so far.
 
-    `faults` counts the problems, and attempts to read broken nodes. For a setting from a variable, `origins` has the
-    variable's name and `shown` its text for messages, both by the setting's path.
+    `faults` counts the noted problems and the attempts to read a broken node. For a setting from a variable, `origins`
+    has the variable's name and `shown` its text for messages, both by the setting's path.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
@@ -164,7 +164,8 @@ class YamlNode:
         return f"{self.key_path}.{name}" if self.key_path else name
 
     def note(self, allowed: str, *, actual: str = "", near: str = "") -> None:
-        """Note a problem. `actual` is the found value, by default that of this node. `near` is the likely value."""
+        """Note a problem. Messages show `actual` as the found value, by default this node's value. `near` is the value
+        that was probably meant."""
         document, path = self.document, self.key_path
         path = clip_text(path or "profile") if path.isprintable() else ascii(clip_text(path))
         suggestion = f"; did you mean '{clip_text(near)}'?" if near and not self.written else ""
@@ -304,7 +305,8 @@ _REFERENCE = late_pattern(
 class _Tree:
     """A converter of YAML's nodes to ours: it expands aliases, merges merge keys and replaces references.
 
-    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`; `resolve` returns a plain scalar's tag.
+    YAML's nodes are typed `Any`, because PyYAML's stubs lack their `id`. `resolve` is PyYAML's function that returns a
+    plain scalar's tag.
     """
 
     def __init__(self, document: Document, resolve: Callable[[type[Any], str, tuple[bool, bool]], str]) -> None:
@@ -483,7 +485,8 @@ def whole_number(least: int) -> Read:
 
 
 SMALL = 1024
-"""The smallest number without a unit for which a message suggests bytes. Below it, it suggests the example's unit."""
+"""The smallest number without a unit for which a message suggests bytes. For smaller numbers the message suggests the
+example's unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
@@ -499,7 +502,7 @@ def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def quantity(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Return a reader of a number with a unit, such as 64MiB, which returns it in the smallest unit.
+    """Return a reader of a number with a unit, such as 64MiB. The reader returns the number in the smallest unit.
 
     0 needs no unit. `also` names further allowed values in messages, such as `auto, or `.
     """

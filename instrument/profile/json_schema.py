@@ -2,8 +2,8 @@
 
     python -m instrument.profile.json_schema    # writes profile.schema.json, next to this file
 
-Keys come from `keys.KEYS`, their allowed values from the decorator `with_schema` of their readers, and their defaults
-from `model`. The descriptions of keys are written by hand in the file itself, and the generator keeps them.
+Keys come from `keys.KEYS`, and their defaults from `model`. The decorator `with_schema` of a reader gives the allowed
+values of its keys. The descriptions of keys are written by hand in `profile.schema.json`, and the generator keeps them.
 """
 
 from __future__ import annotations
@@ -70,10 +70,11 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
-"""The descriptions of keys that are computed from names in other modules. All others are only in the schema's file."""
+"""The descriptions of keys that are computed from names in other modules. All other descriptions are only in the
+schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults of keys whose reader changes the value, in the form that a profile has."""
+"""The defaults of keys whose reader changes the value, as a profile writes them."""
 
 
 def schema() -> dict[str, Any]:

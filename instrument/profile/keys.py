@@ -4,10 +4,10 @@
 ``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key. From the
 table, `schema` makes `profile.schema.json`, with which editors complete keys.
 
-A key whose value is null counts as omitted. Only the keys of `export` differ: null switches that export on, with its
-defaults. Values may refer to environment variables (see `document`). A setting that the profile omits may come from a
-variable that `values.VARIABLES` names. `Profile.origins` has the source of each setting. The module `presets` merges a
-preset into the profile.
+A key whose value is null counts as omitted. Only the keys of `export` differ: a null value there switches the export on
+with its defaults. Values may refer to environment variables (see `document`). A setting that the profile omits may come
+from a variable that `values.VARIABLES` names. `Profile.origins` has the source of each setting. The module `presets`
+merges a preset into the profile.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class Key:
     """A key of `profile.yaml`: the field of the model that it sets, and the reader of its value.
 
     `required` describes the allowed values in the message on a missing key, "" for an optional key. `blank` is True if
-    null means something else than an omitted key.
+    the value null has another meaning than an omitted key.
     """
 
     field: str

@@ -1,4 +1,4 @@
-"""The file with the parsed profile that `instrument run` saves, so that the processes of the run need no YAML.
+"""The file in which `instrument run` saves the parsed profile, so that the processes of the run need not parse YAML.
 
 A process uses this file only if the profile's file and all environment variables that the profile used are unchanged.
 """
@@ -22,10 +22,11 @@ NAME = "profile"
 """The name of the file with the parsed profile, in the folder of a run."""
 
 _CLASS = ""
-"""The key with the name of a saved dataclass among its fields. No field has this name."""
+"""The key of the class name among the fields of a saved dataclass. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of environment variables that the reader of profiles lists. All of them count as used by the profile."""
+"""The prefix of environment variables that the reader of profiles iterates over. All variables with this prefix count
+as used by the profile."""
 
 
 class Consulted(Mapping[str, str]):
@@ -58,7 +59,8 @@ def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> 
 
 
 def read_shared_profile(path: Path | None, source: str) -> Profile | None:
-    """Read the profile that another process parsed. Return None without it, or if its file or variables changed."""
+    """Read the profile that another process parsed. Return None if no process has written it, or if the profile's file
+    or variables have changed since."""
     if path is None:
         return None
     try:

@@ -1,7 +1,7 @@
 """The readers of single values of `profile.yaml`, such as durations and patterns, and of `OTEL_*` variables.
 
-A reader takes a node of the document and returns its value, or refuses the node and reports the allowed values. The
-patterns `*_SYNTAX` and the arguments of `with_schema` are also used for `profile.schema.json`.
+A reader takes a node of the YAML document and returns its value. It refuses an invalid node, and reports the allowed
+values. The patterns `*_SYNTAX` and the arguments of `with_schema` are also used for `profile.schema.json`.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ def _read_pairs(node: YamlNode, syntax: str, allowed: str, called: str, read: Re
 
 @with_schema(syntax_shape(f"(?:{URL_SYNTAX})?"))
 def url(node: YamlNode) -> str:
-    """Read a collector's URL. Empty text, as from a quoted reference to an unset variable, means none."""
+    """Read a collector's URL. Empty text, as from a quoted reference to an unset variable, means no URL."""
     if node.kind == "text" and not node.text:
         return ""
     text = string(node)
@@ -444,8 +444,8 @@ FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_PROPAGATORS": ("propagators", ".*"),
 }
 """Further variables of OpenTelemetry that the export honours, each with the name of its setting and the honoured
-values. An exporter `none` turns off its signal. The propagators read a caller's trace. Other variables than these and
-`VARIABLES` are ignored."""
+values. An exporter `none` turns off its signal. The propagators read a caller's trace. All OpenTelemetry variables that
+are in neither `FOLLOWED` nor `VARIABLES` are ignored."""
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
 """The prefix of environment variables that only OpenTelemetry's Python SDK and instrumentations read."""

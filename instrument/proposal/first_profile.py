@@ -33,22 +33,24 @@ KEYS, BATCHES = 3, 3
 """The maximum number of rules with a key outside of requests, and of rules with a batch."""
 
 LOOKS = 3
-"""The minimum number of observed values of an argument for a key. As many must also be seen in another function."""
+"""The minimum number of observed values of an argument for a key. At least this number must also occur in another
+function."""
 
 DISTINCT = 0.8
 """The minimum share of distinct values among an argument's values for the argument to be a key of requests."""
 
 SHARED = 0.5
-"""The minimum share of an argument's values that are keys of requests, for a function outside of requests."""
+"""A function outside of requests gets a key or batch only if this share of an argument's values are keys of
+requests."""
 
 LEAST_BATCH = 0.05
 """The minimum share of the work outside of requests that a function with batches must have to get a rule."""
 
 PASSED = 0.95
-"""The minimum calls of a function that may name the requests, as a share of the calls of the most called candidate."""
+"""A function may name the requests only if it has at least this share of the calls of the most called candidate."""
 
 COVERED = 0.8
-"""The minimum share of a function's time that callees with batches must take to get rules in its place."""
+"""The minimum share of a function's time that callees with batches must take to get rules in place of the function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,8 @@ def _choose_batches(
 ) -> dict[str, _Path]:
     """Return the functions whose calls serve batches, with the path of the batch.
 
-    A function's callees take its place if most of its time is in them and in callees that serve single requests.
+    A function is replaced by its callees with batches if these and callees that serve single requests take most of its
+    time.
     """
     best = _pick_best(paths)
     total = {label: sum(node.total_ns for node in outside[label]) for label in (*best, *singles)}

@@ -1,9 +1,9 @@
 """Choose the functions that the profile of `instrument init` records, from the call trees that it has observed.
 
-A function gets a rule if its self time is large, or if it calls two or more functions with such a rule. Some calls get
-no rule: calls that are too short or too frequent, layers, and copies. Their time counts as self time of their caller.
-Outside of requests, a unit of work is a function that a loop calls repeatedly. A loop is a function that is called once
-or never ends, such as `main` or the body of a thread.
+A function gets a rule if its self time is large, or if it calls two or more functions with a rule. Layers, copies, and
+functions with too short or too frequent calls get no rule. Their time counts as self time of their caller. Outside of
+requests, a unit of work is a function that a loop calls repeatedly. A loop is a function that is called once or never
+ends, such as `main` or the body of a thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 function with a leading underscore needs twice as much."""
 
 LEAST_SPLIT = 0.1
-"""The minimum share of time of a function that gets a rule only because its callees divide its time."""
+"""A function whose callees divide its time gets a rule for that only if it has this share of all requests' or units'
+time."""
 
 LEAST_PART = 0.02
 """The minimum share of its caller's time that a callee must have to count as dividing that time."""
@@ -130,7 +131,8 @@ class FunctionProposal:
 class FunctionChoice:
     """The rules chosen for functions, and the functions without a rule.
 
-    `hot` maps labels of too short or too frequent functions to the reason. `small` are labels with little time.
+    `hot` maps labels of too short or too frequent functions to the reason. `small` are the labels of functions with
+    little time.
     """
 
     rules: list[FunctionProposal]
@@ -236,7 +238,8 @@ class _Chooser:
         return units
 
     def _find_delegate(self, node: ObservedNode) -> ObservedNode:
-        """Return the function to which a private function delegates its time. Without it, return the private one."""
+        """Return the function to which a private function delegates its time, or the given function if there is
+        none."""
         while function_name(node.callee.label).startswith("_"):
             delegates = [
                 child

@@ -1,4 +1,5 @@
-"""The observation of `instrument init`: processes of a service report their call trees, and `init` merges them."""
+"""The observation for `instrument init`: the processes of a service report their call trees, and `init` merges these
+trees."""
 
 from __future__ import annotations
 
@@ -88,8 +89,8 @@ class Observation:
 
     `keys` maps labels and argument paths to the observed values. `unseen` maps unobserved targets to reasons.
     `blockers` maps the label of a function to the number of times that it blocked an event loop, and to the longest of
-    these times in ns. `seconds` and `cost` (a share of time) are the processes' maxima. `silent` counts processes
-    without a report.
+    these times in ns. `seconds` and `cost` (a share of time) are the maxima over the processes. `silent` counts
+    processes without a report.
     """
 
     roots: list[ObservedNode]

@@ -1,8 +1,8 @@
 """The check of attributes, names and statuses that a service gives to open spans.
 
 The types of OpenTelemetry's attributes are allowed. A value of another type is left out, counted, and logged once. The
-check runs no code of a value's class, except for numbers and for arrays on the host with a single number. So it reads
-classes by `type`, because `isinstance` would load a lazy object such as Django's `request.user`.
+check runs no code of a value's class, except for numbers and for arrays on the host with a single number. It gets the
+class by `type`, because `isinstance` would load a lazy object such as Django's `request.user`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_NAMES_PER_SITE = 256
 
 
 def rename(recorder: Any, frame: Any, name: object) -> None:
-    """Rename the span of a frame, or for None the innermost open span of this context."""
+    """Rename the span of a frame. Without a frame, rename the innermost open span of this context."""
     site = recorder.site_of_open(frame)
     text = name_of(name)
     if site is None:
@@ -57,8 +57,8 @@ def rename(recorder: Any, frame: Any, name: object) -> None:
 def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
     """Return a copy of a site with another name. The same name gets the same copy.
 
-    A site has at most `MOST_NAMES_PER_SITE` names, and all sites together as many as scopes. Beyond these limits the
-    site itself is returned, and that is counted.
+    A site has at most `MOST_NAMES_PER_SITE` names. All sites together have at most as many names as all scopes. Beyond
+    these limits, count the refusal and return the site itself.
     """
     place: Site = recorder.place_of.get(site, site)
     if name == place.name:
@@ -76,7 +76,7 @@ def _renamed_site(recorder: Any, site: Site, name: str) -> Site:
 
 
 def set_status(recorder: Any, frame: Any, code: object, description: object, error_type: object) -> None:
-    """Set the status of a frame's span, or for None of the innermost open span of this context."""
+    """Set the status of a frame's span. Without a frame, set that of the innermost open span of this context."""
     status = status_attributes(code, description, error_type)
     if status is None:
         recorder.complain("states that no span has", f"there is no status {code!r:.60}; allowed: ok, error")
@@ -87,7 +87,7 @@ def set_status(recorder: Any, frame: Any, code: object, description: object, err
 
 
 REFUSED = "attributes of a kind that no span has"
-"""The name in reports of the data loss that counts refused values."""
+"""The name under which reports count refused values as a data loss."""
 
 ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an object of the service's own"
 NO_WEIGHTS = "found some that are not finite numbers from 0 on of 64 bits; all count alike"
@@ -189,7 +189,7 @@ def _text_of_bytes(value: bytes) -> str:
 
 
 def _shortened(key: str) -> str:
-    """Shorten a long key to its begin and a checksum, which distinguishes keys that begin alike."""
+    """Shorten a long key to its first characters and a checksum, which distinguishes keys that begin alike."""
     parts = f"{len(key)} {key[:CHECKSUM_CHARACTERS]}{key[-CHECKSUM_CHARACTERS:]}"
     return f"{key[: KEY_LIMIT - 9]}~{crc32(parts.encode('utf-8', 'surrogatepass')):08x}"
 
@@ -205,7 +205,8 @@ _OF_ARRAYS = ("__array__", "__array_interface__", "__cuda_array_interface__", "_
 
 @lru_cache(maxsize=256)
 def _is_array(kind: Any, *, on_device: bool = False) -> bool:
-    """Return True for a class of arrays or tensors, with `on_device` only if these may be on a device."""
+    """Return True for a class of arrays or tensors. With `on_device`, return True only if its objects may be on a
+    device."""
     return any(name in vars(base) for base in kind.__mro__ for name in _OF_ARRAYS[2 * on_device :])
 
 
@@ -243,7 +244,8 @@ _VALUES = (str, bytes, bytearray, float, complex, tuple, list, dict, set, frozen
 
 @lru_cache(maxsize=256)
 def _is_value(kind: Any) -> bool:
-    """Return True for a class of values or containers, such as decimals and dates, whose identity names no request."""
+    """Return True for a class of values or containers, such as decimals and dates, whose identity does not identify a
+    request."""
     return issubclass(kind, _VALUES) or any(base.__module__ == "datetime" for base in kind.__mro__)
 
 
@@ -282,7 +284,8 @@ def weights_of(values: Sequence[object]) -> tuple[int | float, ...] | None:
 
 
 def key_attributes(key: object, batch: object, complain: Complain) -> dict[str, AttributeValue]:
-    """Return the attributes of a span that serves a key, or a batch of keys. A mapping has the weights of its keys."""
+    """Return the attributes of a span with a key or a batch of keys. If the batch is a mapping, its values are the
+    weights."""
     attributes: dict[str, AttributeValue] = {}
     if key is not None and (text := key_text(key)):
         attributes[KEY] = text
@@ -400,7 +403,7 @@ def _class_name(value: object) -> str:
 
 
 def _class_names(value: object) -> str:
-    """Return the name of a value's class, for a list also those of its items' classes."""
+    """Return the name of a value's class. For a list, add the names of its items' classes."""
     items = _check_items(value, ATTRIBUTE_LIMIT)
     if items is None:
         return "int of more than 64 bits" if type(value) is int else _class_name(value)

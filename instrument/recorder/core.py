@@ -1,6 +1,6 @@
-"""The core of the recorder, which is in C, or a substitute that records nothing if the C module is missing.
+"""The core of the recorder: the C module or, if that is missing, a substitute that records nothing.
 
-This module adds what is not on the hot path: it renames and mutes sites, and reads rows and totals.
+This module adds the functions that are not on the hot path. They rename and mute sites, and read rows and totals.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class SiteCore(Core):
         return True
 
     def allow_muting(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Allow a site to be muted. Its probe is `function`, which `wrap` made, or reads `passes` itself if None."""
+        """Allow a site to be muted. Its probe is `function`, which `wrap` made. With None, the probe reads `passes`
+        itself."""
         if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return
         functions = self._mutable.setdefault(site, None)
@@ -135,7 +136,7 @@ class SiteCore(Core):
     def mute(self, site: Site) -> bool:
         """Mute a site: count its new calls without recording spans. Return False if it cannot be muted.
 
-        Spans that are open still end, that of a generator when its body next resumes.
+        Open spans still end. The span of a generator ends when its body next resumes.
         """
         if site not in self._mutable or site in self.passes:
             return False
@@ -165,7 +166,7 @@ class SiteCore(Core):
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
     def bind_innermost(self, key: object) -> None:
-        """Set the key of the request that the innermost open span serves."""
+        """Set the key of the request on which the innermost open span works."""
         self.annotate_innermost(attribute_checks.key_attributes(key, None, self.complain))
 
     def _annotate_checked(self, attributes: object, more: dict[str, object]) -> dict[str, AttributeValue]:
@@ -210,8 +211,8 @@ class Readback(SiteCore):
         return paths.site(row[ROW_NODE])
 
     def cursor(self) -> Cursor:
-        """Return a reader of all rows that are written from now on. It reads each row once, unless the ring overwrites
-        the row before."""
+        """Return a reader of all rows that are written from now on. It reads each row once. Rows that the ring
+        overwrites before that are lost."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.mapped)
@@ -238,7 +239,7 @@ class Readback(SiteCore):
 
     @property
     def ended_rows(self) -> int:
-        """The number of rows that ended threads had written into rings which other threads have reused."""
+        """The number of rows that ended threads had written before other threads reused their rings."""
         return sum(self._head("ended_rows"))
 
     @property

@@ -1,14 +1,14 @@
 """The overhead governor, which keeps the cost of recording within a share (budget) of each thread's time.
 
-Once a second it estimates the cost of each site (an instrumented function) on each thread, from new calls and the
-measured cost of a call. On a thread over the budget it mutes sites with many short calls. The calls of a muted site are
-only counted, and reports name the site. The site is recorded again once the budget has room. If it must soon be muted
-again, the next wait is longer.
+Once a second it estimates the cost of each site (an instrumented function) on each thread. The estimate is computed
+from new calls and the measured cost of a call. On a thread over the budget, the governor mutes sites with many short
+calls. The calls of a muted site are counted but not recorded, and reports name the site. The site is recorded again
+once the budget has room. If the site must soon be muted again, it remains muted for longer.
 
-A count costs some tens of ns. If counting alone exceeds the budget, the governor detaches the probe, so that calls go
-to the bare function. At growing intervals it attaches the probe for a moment, to measure the load. A scope in the
-service's code cannot be detached. Requests and steps of a schedule are never muted, because captures, windows and the
-view of requests need them. Reports name the sites that exceed the budget for these reasons.
+Counting a call costs a few tens of ns. If counting alone exceeds the budget, the governor detaches the site's probe, so
+that calls go to the bare function. At growing intervals it attaches the probe for a moment, to measure the load. A
+scope in the service's code cannot be detached. Requests and steps of a schedule are never muted, because captures,
+windows and the view of requests need them. If such sites exceed the budget, reports name them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP_NS = 10**9
 """Nanoseconds between two comparisons of the cost of recording with the budget."""
 
 UNMUTE_SHARE = 0.8
-"""The share of the budget up to which muted sites are recorded again. Otherwise they would soon be muted again."""
+"""The share of the budget up to which sites are unmuted. With the whole budget they would soon be muted again."""
 
 BUSY_STEP_NS = 5 * 10**7
 """Nanoseconds between two comparisons while the budget is exceeded, or while the rings lose rows."""
@@ -48,11 +48,12 @@ REMAINING_SHARE = 0.5
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
-"""Nanoseconds from detaching a probe to the first trial to attach it, and the maximum of this wait. Each failed trial
-doubles the wait."""
+"""Nanoseconds of the first and of the longest wait before a trial to attach a detached probe. Each failed trial doubles
+the wait."""
 
 WAIT_MULTIPLE = 10
-"""A multiple of a site's last wait. The wait doubles if the site is muted or detached again within that time."""
+"""The time after a site's return, as a multiple of its last wait, within which another muting or detaching doubles the
+wait."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
 """A function that detaches a site's probe and returns a function that attaches it again. It returns None on failure."""
@@ -94,9 +95,9 @@ class _Off:
 class Governor:
     """A governor that keeps the cost of recording below the share `budget` of each thread's time (0.01 is 1 %).
 
-    One thread calls `step` regularly, and soon again if `is_busy`. `costs_ns` has the cost of a span by the kind of its
-    probe, `passed_ns` the cost of a muted call. Both have the cost of a generator's later steps. `detach` detaches
-    probes.
+    One thread calls `step` regularly, and soon again if `is_busy`. `costs_ns` has the cost of a span for each kind of
+    probe, `passed_ns` the cost of a muted call. In both, `STEP` has the cost of a generator's later steps. `detach`
+    detaches probes.
     """
 
     def __init__(
@@ -331,8 +332,8 @@ class Governor:
         return own_ns + max(use.steps - use.calls, 0) * self._costs_ns.get(STEP, 0.0)
 
     def _sort_by_burden(self, uses: Mapping[Site, _Use]) -> list[Site]:
-        """Return the sites, those first whose recording costs most for its worth: by the cost, and by its ratio to the
-        calls' time."""
+        """Return the sites in descending order of burden, which is the recording cost times the ratio of that cost to
+        the calls' time."""
 
         def burden(site: Site) -> float:
             cost_ns = self._cost_ns(site, uses[site])
@@ -389,7 +390,7 @@ class Governor:
         return "its probe cannot be removed: record it by a rule instead, or not at all"
 
     def release(self) -> None:
-        """Unmute and attach all sites, at the end. `notes` still names the sites that were muted."""
+        """Unmute all sites, and attach their probes again. `notes` still names the sites that were muted."""
         for off in self._off.values():
             off.attach()
         for site in self.muted:
@@ -397,7 +398,7 @@ class Governor:
 
 
 def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
-    """Return for how many ns a site is muted, twice as long as the last time if it was unmuted recently."""
+    """Return the ns for which to mute a site: twice the last time if it was unmuted recently, else `first_ns`."""
     at_ns, wait_ns = returned or (0, 0)
     return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < WAIT_MULTIPLE * wait_ns else first_ns
 
@@ -454,8 +455,8 @@ class Budget:
             self._governor.release()
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
-        """Return a sentence for each site that was ever detached, and with `with_muted` for each that was ever
-        muted."""
+        """Return a sentence for each site whose probe was ever detached. With `with_muted`, add one for each site that
+        was ever muted."""
         if self._governor is None:
             return []
         return self._governor.notes() if with_muted else self._governor.notes_off()

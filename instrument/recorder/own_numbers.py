@@ -1,7 +1,7 @@
 """The gauges, counters and histograms that a service sets in its code, or by rules of its profile.
 
-Each has a slot in the recording, in which every call overwrites the value. Once per interval the value is also added to
-a ring, for timelines. A new session counts from 0.
+The recording has the current value of each metric, which every call updates. Once per interval the value is also added
+to a ring, for timelines. A new session counts from 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EVERY_NS = 10**9
 """The default minimum interval in ns between two values of a metric that timelines show."""
 
 REFUSED = "metrics not kept: no number, or too many names"
-"""The name in reports of the data loss that counts refused values."""
+"""The name under which reports count refused values as a data loss."""
 
 
 class Number(core.Number):
@@ -53,8 +53,8 @@ _numbers: dict[tuple[str, str], Number] = {}
 
 
 def _number(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number:
-    """Return the metric with a name, the same one at each call. Names beyond the limit share a metric that keeps no
-    value."""
+    """Return the metric with a name. Each call returns the same metric. Names beyond the limit share a metric that
+    keeps no value."""
     number = _numbers.get((kind, name))
     if number is None and len(_numbers) >= MOST_GAUGES:
         kind, name = "", ""
@@ -72,7 +72,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _remembered(function: Function) -> Function:
-    """Cache the newest results of a function, which a cached call returns in a fifth of the time."""
+    """Cache the newest results of a function. A cached call takes a fifth of the time."""
     return cast(Function, lru_cache(MOST_GAUGES)(function))
 
 

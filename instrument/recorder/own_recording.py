@@ -1,4 +1,5 @@
-"""The reader of a recording in its own process. It adapts the reader for other processes to the recorder's objects."""
+"""The reader with which a process reads its own recording. It is a subclass of `Mapped`, the reader for other
+processes, and uses the recorder's own objects."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class OwnRecording(Mapped):
         return np.frombuffer(memory, kind, min(part.used, part.slots), part.offset)
 
     def _slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return copies of the slots of several parts, made at one moment, because `join` keeps the GIL."""
+        """Return copies of the slots of several parts at one moment. `bytes.join` keeps the GIL, so no other thread
+        writes meanwhile."""
         memory = memoryview(b"") if self._memory is None else self._memory
 
         def slot_counts() -> list[int]:
@@ -76,7 +78,8 @@ class OwnRecording(Mapped):
 
 
 class Cursor:
-    """A reader that returns each row of all rings once, and counts the rows that were overwritten before."""
+    """A reader that returns each row of all rings once. It counts the rows that were overwritten before it read
+    them."""
 
     def __init__(self, recording: Callable[[], OwnRecording]) -> None:
         self._recording = recording

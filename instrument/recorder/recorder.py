@@ -43,7 +43,7 @@ _awaited: Callable[[], object] | None = None
 
 
 def await_first_span(action: Callable[[], object] | None) -> None:
-    """Have the next thread that records its first span call `action`, once; None cancels that.
+    """Call `action` once, on the next thread that records its first span. With None, cancel the previous action.
 
     The action runs within a call of the service, perhaps under a lock, so it must be short and must not wait.
     """
@@ -164,9 +164,9 @@ class Recorder(Readback):
     wrap = wrapping.wrap
 
     def retire(self, function: Any) -> None:
-        """Have a function that `wrap` made call the bare function from now on, at the cost of one branch.
+        """Make a function that `wrap` made only call the bare function from now on, at the cost of one branch.
 
-        The service may still refer to it. Running calls end as they began.
+        The service may still refer to the made function. Running calls end as they began.
         """
         functions = self._mutable.get(getattr(function, "__instrument__", OVERFLOW))  # a retired one has none
         if functions is not None:
@@ -174,8 +174,8 @@ class Recorder(Readback):
         wrapping.set_switch(function, False)
 
     def scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
-        """Return the site for a scope's name. The first use makes it, with the place in the code that opened the
-        scope."""
+        """Return the site for a scope's name. The first use of the name makes the site, with the place in the code that
+        opened the scope."""
         site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
@@ -325,7 +325,7 @@ class Recorder(Readback):
         self.facts = facts  # who reads them here knows that they outlive this process
 
     def switch(self, *, on: bool) -> None:
-        """Switch the recording on or off, and write that state into the recording."""
+        """Switch recording on or off, and write the new state into the recording."""
         self.on, self._is_off = on, not on
         if self.memory is not None:
             memory.write_switched(self.memory, on=on)
@@ -403,7 +403,8 @@ class Scope(core.Scope):
 
 
 def stream_handle(stream: Any) -> int:
-    """Return the address of a stream, given as such or as an object of torch, cupy, numba, cuda.core or cuda-python.
+    """Return the address of a stream. `stream` is the address, or an object of torch, cupy, numba, cuda.core or
+    cuda-python.
 
     Raises `TargetError` for any other object.
     """

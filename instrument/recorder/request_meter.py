@@ -86,8 +86,8 @@ class Meter:
     """A counter of all metrics of one process, from `start_ns` on.
 
     Only the thread that reads the rings calls `count` and `snapshot`. `generations` are the routes whose answers a
-    model generates. With `watches`, functions that generate and batches have metrics, too. Requests are grouped `by` an
-    attribute with up to `at_most` values. The `groups` are shared by the meters whose metrics are summed.
+    model generates. With `watches`, batches and functions that generate have metrics, too. Requests are grouped by the
+    attribute `by`, in up to `at_most` groups and one more for the rest. Meters whose metrics are summed share `groups`.
     """
 
     def __init__(self, recorder: MeteredRows, start_ns: int) -> None:
@@ -158,7 +158,7 @@ class Meter:
     def count_served(
         self, request: Span, queue_ns: int, batch_size: float, sampled_ids: tuple[int, int] | None
     ) -> None:
-        """Count a request's time in the queue, and the mean size of its batches, unless that is 0.
+        """Count a request's time in the queue. Also count the mean size of its batches, unless the mean is 0.
 
         With `sampled_ids`, its trace id and span id, the request also becomes an exemplar.
         """
@@ -199,7 +199,7 @@ class Meter:
             self._histograms.add(name, labels, value_ns)
 
     def count_ended(self) -> Ended:
-        """Return the counts of all ended requests from the tally. It may be ahead of the rows that were read."""
+        """Return the counts of all ended requests from the tally, which may be ahead of the rows that were read."""
         totals = self._totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
         endpoints = totals.tree.map_sites(lambda site: (site.name, *labels) if (labels := endpoint_of(site)) else ())
@@ -285,7 +285,8 @@ class Meter:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the counts of an earlier meter. Raises one of `export_checkpoint.DAMAGED` for invalid ones."""
+        """Continue from the counts of an earlier meter. Raises one of `export_checkpoint.DAMAGED` for invalid
+        counts."""
         start_ns, histograms = int(state["start_ns"]), Histograms.from_state(state["histograms"])
         met = {str(name): Counter({int(index): int(count) for index, count in counts}) for name, counts in state["met"]}
         endpoints = dict.fromkeys(map(labels_from_json, state["endpoints"]))
@@ -353,7 +354,7 @@ def _calls_of(totals: Tally, lines: Sequence[int]) -> Distribution:
 def queued_tasks() -> Mapping[str, int]:
     """Return the number of tasks in the queues of thread pools, by the pools' names.
 
-    These are the pools of `concurrent.futures`: asyncio's default executor, and those of gRPC's servers and of
+    The pools are those of `concurrent.futures`: asyncio's default executor, and those of gRPC's servers and of
     gunicorn's threads. Pools without a name of their own are counted together.
     """
     queues = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", None)

@@ -5,11 +5,12 @@ steps the coroutine and times its suspensions. A generator runs in the context o
 only while its body runs. Wrappers are in C, so they add no Python frame. The wrapper of a coroutine function is itself
 a coroutine function.
 
-Web frameworks answer requests by raising: a handler that raises `HTTPException(404)` has served its request, because
-HTTP statuses below 500 are no errors of the server. The classes are found by their module's name, so that no framework
-is imported; derived classes count as well. A task may also be cancelled, a stream be closed early, or the process be
-stopped. Python then raises an exception that is no `Exception`, such as `CancelledError`. The span gets no error, but
-an attribute with its outcome, because OpenTelemetry counts no such end as an error.
+In web frameworks a handler may answer a request by raising an exception. A handler that raises `HTTPException(404)` has
+served its request, because HTTP statuses below 500 are not errors of the server. Such exception classes are identified
+by the names of their modules, so that no framework is imported. Their subclasses count as well. A task may also be
+cancelled, a stream may be closed early, or the process may be stopped. Python then raises an exception that does not
+derive from `Exception`, such as `CancelledError`. OpenTelemetry does not count such an end as an error. So the span has
+an attribute with its outcome, and no error.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ Results = Callable[[Any], "dict[Any, Any] | None"]
 """A function of a call's result that returns attributes for the span, or None for none. It never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
-"""The forms of functions, by the recorder's number of the form. `submit` and `start` pass work to other threads."""
+"""The forms of functions. The recorder numbers the forms by their index here. `submit` and `start` pass work to other
+threads."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
 """A function of a call's positional arguments that returns True if the call gets no span. It never raises."""
@@ -88,9 +90,10 @@ def wrap(
     """Return the function with a span of the recorder around each call.
 
     The result has the function's kind, signature, names, code and attributes, and its `__wrapped__` if there is one.
-    Its site is `__instrument__`. The span gets `attributes` before the call, and `results` after it, except a
-    generator's. `passes` is called before `attributes`, and a plain function with it is not on the fast path. `works`
-    returns the objects that a call with device time works on, as an attribute that no reader sees.
+    The attribute `__instrument__` of the result is the site. The span gets `attributes` before the call. It gets
+    `results` after the call, unless the function is a generator. `passes` is called before `attributes`. A plain
+    function with `passes` is not on the fast path. `works` returns the objects that a call with device time works on,
+    as an attribute that no reader sees.
     """
     evaluate = attributes or works
     if attributes is not None and works is not None:
@@ -176,8 +179,8 @@ def wrap_method(
 
     Other calls take at most 60 ns more. `sites` maps an instance's identity to its site, or to None for no span. For a
     new instance, `decide(instance)` returns the site, and never raises. If the site will not change, `decide` adds it
-    to `sites`, and removes it when the instance goes. `evaluate` sets the evaluator of Python's frames (None: Python)
-    and returns the earlier one, so that `decide` is run and not compiled.
+    to `sites`, and removes it when the instance goes. `evaluate` sets the evaluator of Python's frames (None: Python's
+    own) and returns the previous one. With Python's own, `decide` is run and not compiled.
     """
     # A compiler of models takes the code of the wrapped function, and never meets the probe.
     method: Function = native.MODULE.Function(recorder, function, None, sites, decide, evaluate)

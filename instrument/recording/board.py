@@ -1,9 +1,9 @@
-"""The board of a run: shared memory in which each process marks the rules of the profile that it uses.
+"""The board of a run: shared memory in which each process marks the profile's rules that it uses.
 
-The processes of a service share a profile, and each runs only some of the targets. So before a process reports a rule
-without a target, it checks on the board if another process uses the rule. The run's first process owns the memory,
-which ends with that process. Other processes find the board by a path in the environment. Without it, a process knows
-only its own marks.
+The processes of a service share a profile, and each process runs only some of the targets. So before a process reports
+a rule without a target, it checks on the board if another process uses the rule. The run's first process owns the
+memory, which disappears when that process ends. Other processes find the board by a path in the environment. Without
+this path, a process knows only its own marks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WAIT_LINE = "%020d\n"
 """The format of a board's first line: the monotonic time in ns of the last wait for a collector that did not answer."""
 
 RECORDED = "recorded"
-"""The mark that some process of the run has recorded calls, which that process reports itself."""
+"""The mark that a process of the run has recorded calls. That process reports the calls itself."""
 
 
 def make_board() -> Callable[[], None]:
@@ -56,12 +56,12 @@ def make_board() -> Callable[[], None]:
 
 
 def attached_mark(rule: str) -> str:
-    """Return the mark that a rule is attached in some process of the run."""
+    """Return the mark for a rule that at least one process of the run has attached."""
     return f"a {_digest(rule)}"
 
 
 def called_mark(rule: str) -> str:
-    """Return the mark that a target of a rule was called in some process of the run."""
+    """Return the mark for a rule whose target was called in at least one process of the run."""
     return f"c {_digest(rule)}"
 
 
@@ -107,8 +107,8 @@ def _read(most_bytes: int) -> bytes:
 def _open_board(flags: int) -> Iterator[int | None]:
     """Open the board and yield its descriptor.
 
-    Yield None if the board's owner has ended and its path names another file by now. An `OSError` in the `with` block
-    ends that block, and is not raised.
+    Yield None if the board's owner has ended and the board's path names another file by now. An `OSError` in the `with`
+    block ends that block, and is not raised.
     """
     descriptor = -1
     with suppress(OSError):

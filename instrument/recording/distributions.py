@@ -1,4 +1,4 @@
-"""Histograms of durations, with the only definition of their buckets and percentiles, and the metrics made of them.
+"""Histograms of durations, with the definition of their buckets and percentiles, and the metrics made from them.
 
 A histogram maps the index of a bucket to the number of calls in it, and omits empty buckets. The middle of a bucket is
 at most 1/128 (0.78 %) away from any value in it. A `Distribution` is a histogram with the exact count, sum, minimum and
@@ -64,13 +64,13 @@ def percentiles(
 
 
 def percentiles_of(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
-    """Return the percentiles of sorted times, equal to those that a histogram of them has."""
+    """Return the percentiles of sorted times. They equal the percentiles from a histogram of the same times."""
     middles_ns = (bucket_middle(bucket_of(values[_rank(fraction, len(values)) - 1])) for fraction in fractions)
     return [min(max(middle_ns, values[0]), values[-1]) for middle_ns in middles_ns]
 
 
 def _rank(fraction: float, calls: int) -> int:
-    """Return the rank, from 1, of a percentile among sorted calls. Rounding removes errors of floats."""
+    """Return the rank, from 1, of a percentile among sorted calls. Rounding removes floating-point errors."""
     return max(1, math.ceil(round(fraction * calls, 6)))
 
 
@@ -85,8 +85,8 @@ OVERFLOW: Labels = (("otel.metric.overflow", True),)
 """The labels, as OpenTelemetry names them, of the series that all label sets beyond `SERIES_LIMIT` share."""
 
 OTHER = "other"
-"""The group of requests whose attribute value comes after the maximum number of groups has been reached. A group has
-one attribute value."""
+"""The group of all requests whose attribute value was new after the maximum number of groups had been reached. Any
+other group has one attribute value."""
 
 MOST_COUNT = (1 << 63) - 1
 """The largest count that fits into OTLP."""
@@ -94,8 +94,8 @@ ONE = 10**9
 """The value 1 in a distribution of counts, whose unit is 1e-9."""
 
 LARGEST_SUM = 10**200
-"""The largest valid sum in a stored distribution, in units of 1e-9. It is beyond 64 bits, because sums of bytes in this
-unit soon are."""
+"""The largest valid sum in a stored distribution, in units of 1e-9. It exceeds 64 bits, because a sum of bytes in this
+unit soon does, too."""
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class Distribution:
             self.buckets[index] = self.buckets.get(index, 0) + count
 
     def add_growth(self, now: Distribution) -> None:
-        """Add the calls by which `now`, a later state of this distribution, exceeds it.
+        """Add the calls that were counted since this state of the distribution. `now` is the later state.
 
         A call that is already counted stays in its bucket, even if its device time has moved it to another one in
         `now`.
@@ -186,8 +186,8 @@ class Distribution:
 
 
 def group_of(value: object) -> str | None:
-    """Return the name of the group for the value of a request's attribute, None for no group. The value may be a list,
-    such as that of a header."""
+    """Return the name of the group for the value of a request's attribute, None for a value that forms no group. The
+    value may be a list, such as all values of a header."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     return str(value) if isinstance(value, str | int | float) else None
@@ -235,7 +235,8 @@ class Exemplar:
 
 
 class Exemplars:
-    """The exemplars of one series: the newest call for each power of two of its ns, up to `MOST_EXEMPLARS`."""
+    """The exemplars of one series: the newest call in each range of durations from one power of two to the next, up to
+    `MOST_EXEMPLARS`."""
 
     __slots__ = ("_newest",)
 
@@ -346,7 +347,7 @@ class Histograms:
         self.of(name, labels).add(max(value, 0))
 
     def note(self, name: str, labels: Labels, exemplar: Exemplar) -> bool:
-        """Add an exemplar for a value. Return False if none with these labels has been counted."""
+        """Add an exemplar for a value. Return False if no value with these labels has been counted yet."""
         is_counted = labels in self.series(name)
         if is_counted:
             self._exemplars.setdefault(name, {}).setdefault(labels, Exemplars()).add(exemplar)

@@ -1,8 +1,8 @@
 """The checkpoint of an export, written into the exported recording so that another exporter can continue from it.
 
 Only one process exports at a time. It locks the recording, and the system releases the lock if the process ends. The
-checkpoint has a state of the spans and a state of the metrics. Each state is stored in two copies of JSON, so that one
-copy is valid if the exporter is killed while it writes the other.
+checkpoint has one state for the export of spans, and one for the export of metrics. Each state is stored twice, as
+JSON. If the exporter is killed while it writes one copy, the other copy is valid.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ seen spans are `kept`. A kept span waits, is `sending` in the current request, o
 exported without their device times. Without a collector, a span in a complete file is `exported`, any other
 `unwritten`. `unstored` counts lost rows of a dataset. If the exporter is killed, `sending` spans become `unanswered`,
 because the collector may have them. Waiting spans, and spans of requests that had not ended, become `abandoned`.
-`derived lost` counts lost spans of stages, and `unqueued` requests without a queue time in the metrics. `deriving` and
-`queueing` count the spans and requests that may still be counted in one or the other."""
+`derived lost` counts lost spans of stages, and `unqueued` requests without a queue time in the metrics. `deriving`
+counts spans that may still become `derived lost`, and `queueing` counts requests that may still become `unqueued`."""
 
 SENT = ("exported", "rejected", "failed", "dropped")
 """The final counters of kept spans if there is a collector."""
@@ -123,7 +123,8 @@ class MeterState:
 
 
 class _TwoCopies:
-    """A text that is written to two places of a file in turns. If a writer is killed, the earlier copy is valid."""
+    """A text that is written alternately to two places of a file. If a writer is killed, the earlier copy remains
+    valid."""
 
     _HEAD = Struct("<QII")
 
@@ -215,7 +216,8 @@ def _decode(text: bytes) -> dict[str, Any]:
 
 
 def losses_by_name(fates: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the losses of an export by their names in reports. `fates` are counters, also `unread` and `perhaps`."""
+    """Return the losses of an export by their names in reports. `fates` maps counters to counts, and may also have
+    `unread` and `perhaps`."""
     return {name: fates[fate] for name, fate in _FATE_BY_LOSS.items() if fates.get(fate)}
 
 

@@ -1,8 +1,9 @@
 """The reader of a recording in memory, while the recorded process writes it or after the end of that process.
 
 Another process writes the bytes, so they may be half-written, stale or invalid. The reader copies bytes before it
-checks them, follows an address only to a slot of the right part, and leaves out invalid values. The writer never waits
-for readers. Files are read and not mapped, because a truncated mapped file would kill the reader.
+checks them, and leaves out invalid values. It follows a pointer only if the pointer leads to a slot of the right part
+of the recording. The writer never waits for readers. Files are read and not mapped, because a truncated mapped file
+would kill the reader.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ MOST_SLOTS = {
 MOST_OPEN_SPAN_READS = 3
 """The maximum number of reads of the open spans. A span is valid once two successive reads of it are equal."""
 MOST_TOTALS_READS = 10
-"""The maximum number of reads of the totals. A read is repeated if totals were moved meanwhile, as at the end of a
-thread."""
+"""The maximum number of reads of the totals. A read is repeated if totals were moved meanwhile, for example because a
+thread ended."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 
@@ -328,7 +329,7 @@ class Mapped:
         return {ring.number: ring.head for ring in self._read_rings() if ring.thread_id}
 
     def first_row_after(self, after_ns: int) -> dict[int, int]:
-        """Return, by the number of each ring, the number of its first row that ended after a time."""
+        """Return, by ring number, the number of the ring's first row that ended after a time."""
         return {ring.number: self._first_after(ring, after_ns) for ring in self._read_rings() if ring.thread_id}
 
     def _first_after(self, ring: _Ring, after_ns: int) -> int:
@@ -362,8 +363,8 @@ class Mapped:
     def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
         """Return the rows of all rings from the numbers in `since` on, the newest `most` of them.
 
-        `since` maps the number of a ring to that of a row. Rows `in_doubt` are left out. The next call continues from
-        the `head` of each result.
+        `since` maps ring numbers to row numbers. Rows `in_doubt` are left out. The next call continues from the `head`
+        of each result.
         """
         copied, requests = [], []
         for place, ring in enumerate(ring for ring in self._read_rings() if ring.thread_id):
@@ -466,7 +467,7 @@ class Mapped:
     def details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
         """Return the details that were written from the offset `begin` on, by span id, and the offset after them.
 
-        A detail is the active time in ns, and a text for `facts_in` and `detail_of`.
+        A detail is the active time in ns, and a text that `facts_in` parses for `detail_of`.
         """
         pieces, used = self.copied_details(begin)
         return details_in(pieces), used
@@ -526,7 +527,7 @@ class Mapped:
         return sorted([*samples, *values], key=attrgetter("at_ns")) if values else samples
 
     def _read_newest(self, name: str, kind: np.dtype[np.void], slots: int, since: int = 0) -> Records:
-        """Return the slots of a part that is a ring, in order, without the next slot, which may be half-written."""
+        """Return the slots of a ring in order, without the slot to be written next, because it may be half-written."""
         self._read_head()
         part = self._parts[name]
         slots, used = min(slots, part.slots), part.used
@@ -543,7 +544,7 @@ class Mapped:
     def tally(self, choose_sites: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
         """Return the totals of all calls so far, by call path and thread.
 
-        `choose_sites(tree)` returns for each site, by its number, True to include it.
+        `choose_sites(tree)` returns a value for each site by its number, True for a site to include.
         """
         tree, threads, totals, *histograms = self._totals(choose_sites)
         return Tally.of_nodes(tree, *_convert_totals(threads, totals, self._histograms(totals, *histograms)))
@@ -627,7 +628,8 @@ class Mapped:
 
 
 def details_in(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
-    """Return, by span id, the active time and the text of each detail in bytes that `copied_details` has returned."""
+    """Return, by span id, the active time and the text of each detail. `pieces` are the bytes that `copied_details`
+    returned."""
     return {
         span_id: (active_ns, text)
         for data in pieces
@@ -663,7 +665,8 @@ def _convert_totals(
 
 
 def numbers_in(mapped: Mapped) -> tuple[list[Cell], list[Cell]]:
-    """Return the former values of the service's own metrics (`Gauge`, `Counter`), and the newest value of each."""
+    """Return the former values of the service's own metrics (`Gauge`, `Counter`), and the newest value of each
+    metric."""
     mapped._read_head()
     part, first = mapped._parts["numbers"], layout.NUMBERS
     if not part.used or part.slots < first + layout.NEWEST_NUMBERS:

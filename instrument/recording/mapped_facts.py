@@ -22,7 +22,7 @@ Fact = TypeVar("Fact", dict[str, Any], list[Any])
 FARTHEST_NS = 1 << 62
 """The largest valid time in a recording, in ns."""
 MOST_DEVICES = 1 << 16
-"""The number of valid device indices. An index in a recording that is not below it is invalid."""
+"""The lowest invalid device index. All higher indices in a recording are invalid, too."""
 UNKNOWN = "(unknown)"
 
 
@@ -51,7 +51,7 @@ class Header(NamedTuple):
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
     def fact(self, name: str, kind: type[Fact]) -> Fact:
-        """Return a fact of this type, an empty one if it is missing or of another type."""
+        """Return a fact. If it is missing or not of the type `kind`, return an empty value of this type."""
         value = self.facts.get(name)
         return value if isinstance(value, kind) else kind()
 

@@ -1,4 +1,4 @@
-"""The creation of the memory into which a process records and which other processes read, and the writes of its header.
+"""Creates the memory into which a process records, and writes the memory's header. Other processes read this memory.
 
 The memory is a file without a name (`memfd_create`), or a file in the profile's `limits.ring_dir`. A file without a
 name exists while any process has it open. A file in the folder outlives the process.
@@ -46,9 +46,9 @@ _NAME = re.compile(r"([0-9]+)-([0-9]+)\.recording")
 def make_memory(ring_bytes: int, directory: str = "", disk_bytes: int = 1 << 30) -> Memory:
     """Make the memory of a recording with rings of `ring_bytes`, and write its header. The caller must close it.
 
-    In `directory`, the oldest recordings of ended processes are removed to keep it within `disk_bytes`. A file there
-    gets all its blocks at once, because a write to a mapped file on a full disk would kill the process. A lock on the
-    file shows that its process lives. Raises `OSError`.
+    The oldest recordings of ended processes in `directory` are removed, so that the folder's size remains within
+    `disk_bytes`. A file there gets all its blocks at once, because a write to a mapped file on a full disk would kill
+    the process. A lock on the file shows that its process lives. Raises `OSError`.
     """
     parts, size_bytes = layout.plan_parts(ring_bytes, is_sparse=not directory)
     _refuse_beyond_limits(size_bytes, is_sparse=not directory)
@@ -93,9 +93,10 @@ def abandoned_recordings(directory: Path) -> list[Path]:
 
 
 def is_alive(path: Path) -> bool:
-    """Return True if the process that writes the recording at a path lives, which its lock on the file shows.
+    """Return True if the process that writes the recording at a path is alive. The process's lock on the file shows
+    this.
 
-    A process that has closed all its descriptors, and so the lock, is found by its id and start time.
+    A process that has closed all its descriptors has no lock. It is recognised by its id and start time.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -158,7 +159,7 @@ def _pack_header(parts: Mapping[str, layout.Part], size_bytes: int) -> bytes:
 
 
 def write_owner(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
-    """Write into the header of a recording which process it is of, the state of the session, and `facts` about both.
+    """Write the recorded process, the state of its session, and `facts` about both into the header of a recording.
 
     Facts are written as JSON, and left out if they are too long.
     """
@@ -183,7 +184,7 @@ def write_state(view: memoryview, state: int) -> None:
 
 
 def write_switched(view: memoryview, *, on: bool) -> None:
-    """Write into a recording that its session is switched on or off. Do nothing if no session runs."""
+    """Write to a recording whether its session is switched on or off. Do nothing if no session runs."""
     (state,) = struct.unpack_from("<I", view, layout.HEADER.fields["state"][0])
     if state in (layout.RUNNING, layout.OFF):
         write_state(view, layout.RUNNING if on else layout.OFF)

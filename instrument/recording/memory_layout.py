@@ -2,8 +2,8 @@
 
 A recording has a header of one page, and several parts. Each part is an array of slots of one size. The recorder's C
 structures are in this memory, so `native/_recording_layout.h` repeats the layout. A released slot is zeroed. Pointers
-are addresses in the recorded process. Subtracting the header's `address` makes them offsets. Numbers are little-endian.
-A row, which is a finished span, has two forms: 64 bytes in a recording, or a tuple.
+are addresses in the recorded process. A pointer minus the header's `address` is an offset in the recording. Numbers are
+little-endian. A row is a finished span. It takes 64 bytes in a recording, and is unpacked into a tuple.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class RecordingHead:
         return self.number("generation")
 
     def find_part(self, name: str) -> Part:
-        """Return where a part is in the recording. Raises `OSError` if that is invalid."""
+        """Return the place of a part in the recording. Raises `OSError` if the place is invalid."""
         part = Part(*struct.unpack_from("<5Q", self._data, part_at(name)))
         if part.stride != STRIDES[name] or part.offset + part.slots * part.stride > 1 << 62:
             raise OSError(errno.EINVAL, f"the part {name} is damaged")
@@ -394,8 +394,8 @@ def plan_parts(ring_bytes: int, *, is_sparse: bool) -> tuple[dict[str, Part], in
 
 Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any, Any] | None"]
 """A row (a finished span) as a tuple: node, span id, parent id, root id, task, begin, end, time of the children, active
-time, error and attributes. The children's time is reduced by the span's own waits, so the active time minus this time
-is the self time with waits. The active time is -1 if it is the total time."""
+time, error and attributes. The children's time is reduced by the span's own waits, so that the active time minus this
+time is the self time including waits. The active time is -1 if it is the total time."""
 
 ROW_NODE: Final = 0
 """The index of the node (call path) in a row."""

@@ -1,9 +1,10 @@
-"""Declares every metric of ours once. The OTLP export, both forms for Prometheus and the documentation follow.
+"""Declares each of our metrics once. The OTLP export, the two formats for Prometheus and the documentation use these
+declarations.
 
-A total is a metric that a process counts, such as a request's duration. A gauge is read at intervals, such as a GPU's
-power, and a collector gets it as one or more metrics. Names, units and kinds follow OpenTelemetry's conventions for
-HTTP, RPC, generative models, hardware, processes and systems (version 1.44). A metric without a convention has a name
-that begins with `instrument.`. A service's own metrics are added to `GAUGES` when its recording is read.
+A total is a metric that a process counts, such as a request's duration. A gauge, such as a GPU's power, is read at
+intervals. A collector gets a gauge as one or more metrics. Names, units and kinds follow OpenTelemetry's conventions
+for HTTP, RPC, generative models, hardware, processes and systems (version 1.44). A metric without a convention has a
+name that begins with `instrument.`. A service's own metrics are added to `GAUGES` when its recording is read.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ else:
     distributions = LazyModule("instrument.recording.distributions")  # a process that counts nothing needs none
 
 COUNTER, UPDOWN, GAUGE, HISTOGRAM = "counter", "updown", "gauge", "histogram"
-"""The kinds of metrics. An `updown` is a sum that goes both ways."""
+"""The kinds of metrics. An `updown` is a sum that can rise and fall."""
 
 
 class MetricDefinition(NamedTuple):
     """The declaration of a metric.
 
-    `needs` is the key of the profile that a total needs, "" for none. `bounds` are those of a histogram's buckets in
-    Prometheus's text, in the unit of the metric. The metric of a gauge is the gauge's value times `scale`, divided by
-    the newest value of the gauge `per`. All its series have the `attributes`.
+    `needs` is the key of the profile that a total needs, "" for none. `bounds` are the bucket bounds of a histogram in
+    Prometheus's text format, in the unit of the metric. The metric of a gauge is the gauge's value times `scale`,
+    divided by the newest value of the gauge `per`. All its series have the `attributes`.
     """
 
     name: str
@@ -140,8 +141,8 @@ same values."""
 class Gauge:
     """The unit and the description of a gauge in reports, and its metrics for a collector.
 
-    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning. One
-    that `is_own` is a number of the service.
+    A gauge that `grows` is a counter with an arbitrary start, so only differences of its values have a meaning. A gauge
+    that `is_own` is one of the service's own metrics.
     """
 
     unit: str
@@ -161,7 +162,7 @@ def _metric(name: str, unit: str, kind: str = GAUGE, **facts: Any) -> tuple[Metr
 
 
 def _percent(name: str, **facts: Any) -> tuple[MetricDefinition, ...]:
-    """Return the metric of a gauge in percent, which is a share."""
+    """Return the metric of a gauge in percent. The metric is a share of 1."""
     return _metric(name, "1", scale=0.01, **facts)
 
 

@@ -24,8 +24,8 @@ LARGEST_MIDDLE = 9e9
 
 
 class Cell(NamedTuple):
-    """A value of one of the service's own metrics, written at `at_ns`. `kind` is `gauge`, `counter`, `sum` or a
-    bucket."""
+    """A value of one of the service's own metrics, written at `at_ns`. `kind` is `gauge`, `counter`, `sum` or the
+    number of a histogram's bucket."""
 
     name: str
     unit: str
@@ -77,8 +77,8 @@ def samples_of(
 
 
 def note_gauge(name: str, unit: str, *, grows: bool) -> bool:
-    """Add a metric of the service to `GAUGES`. Return False if a gauge has that name, or if there are too many
-    names."""
+    """Add a metric of the service to `GAUGES`. Return False if a known gauge of the host or a GPU has that name, or if
+    there are too many names."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         metrics = () if grows else (MetricDefinition(name, unit),)  # counters and sums are in snapshots
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
@@ -89,7 +89,8 @@ ABOUT, GROWS = "a number of the service's own", "a number of the service's own, 
 
 
 def learn_gauges(gauges: Mapping[object, object]) -> None:
-    """Add the service's metrics in a file to `GAUGES`. The unit and the description of each are one text."""
+    """Add the service's metrics in a file to `GAUGES`. `gauges` maps each metric's name to one text with its unit and
+    description."""
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):

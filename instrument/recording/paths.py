@@ -1,4 +1,5 @@
-"""The call tree, in which each node is a call path: its last site (an instrumented function) and its caller's node.
+"""The call tree, in which each node is a call path. A node has the path's last site (an instrumented function) and the
+caller's node.
 
 The tree of a process only grows. So a value that was computed for a node stays valid, and is kept.
 """
@@ -19,7 +20,7 @@ Result = TypeVar("Result")
 CallPath = tuple[Site, ...]
 
 NOT_BELOW = -1
-"""The parent's number in a topmost node, which has no parent."""
+"""The value of a topmost node's parent number, because the node has no parent."""
 
 OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 """The site of all calls on new call paths once the tally is full."""
@@ -84,7 +85,7 @@ class CallTree:
         return located
 
     def merged_nodes(self, places: Iterable[int]) -> array[int]:
-        """Return all nodes that `located` has merged into the given places."""
+        """Return all nodes that `merge_equal_paths` merges into the given places, including the places themselves."""
         located = self.merge_equal_paths()
         of, nodes_of = self._shared
         if of is not located:
@@ -123,8 +124,8 @@ class CallTree:
 class Located(NamedTuple):
     """The nodes of a call tree with equal paths merged. A node's place is the first node with an equal path.
 
-    Paths are equal if the keys of their sites are. `parents` has the place of each node's parent, `shared` the nodes
-    whose place is another node.
+    Paths are equal if the keys of their sites are equal. `parents` has the place of each node's parent, `shared` the
+    nodes whose place is another node.
     """
 
     site_of: array[int]

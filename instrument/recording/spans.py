@@ -79,7 +79,7 @@ def plain_fields(kind: type) -> list[Field[Any]]:
 Site.told = tuple(name for name, kind in Site.__annotations__.items() if not kind.startswith(("Callable", "ClassVar")))
 
 NO_DEVICE_TIME = "no device time: "
-"""The words with which a note begins that says why no device time was measured."""
+"""The first words of every note that says why no device time was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,7 @@ STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_d
 """OpenTelemetry's attributes for the status of a span: `OK` or `ERROR`, its reason, and the kind of error."""
 
 OUTCOME = "instrument.outcome"
-"""The attribute with the cause by which a span was interrupted, such as `cancelled`. An interrupted span has not
-failed."""
+"""The attribute with the cause of a span's interruption, such as `cancelled`. An interrupted span has not failed."""
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
 """The attributes of a span that streams its result: ns from its begin to the first item, and to the last item."""
@@ -120,7 +119,8 @@ ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
 two items in ns."""
 
 KEY = intern("instrument.key")
-"""The attribute with the key of the request that a span serves, such as a request id, the same in all processes."""
+"""The attribute with the key of the request that a span serves, such as a request id. All processes use the same
+key."""
 
 BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.batch.weights")
 """The attributes of a batch, a span that serves several requests: the requests' keys, and the weight of each."""

@@ -5,10 +5,11 @@ node and thread. Merging lines adds integers and takes minima and maxima, so it 
 
 Recursion makes no new paths: a call of a site that is on the path already counts at that site's node. Such an inner
 call adds to the count of calls, errors, self time, extremes and percentiles. It adds nothing to total and device time,
-because the outer call's times include it. So the self times of a tree sum to its total. If a child of a node ran inside
-another child of it, the children together may have more total time than the node.
+because the outer call's times include it. So the self times of a tree sum to its total. If one child of a node ran
+inside another child, the inner child's time counts for both. The children's sum may then exceed the node's total time.
 
-The first `NODE_LIMIT` call paths have nodes of their own. Later, all new paths that end in a site share one node.
+The first `NODE_LIMIT` call paths have nodes of their own. Beyond this limit, all new paths that end in the same site
+share one node.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Totals(NamedTuple):
 
 
 CORE_WIDTH = Totals._fields.index("first_ns") + 1
-"""The number of fields of a line that the recorder in C fills. They come first."""
+"""The number of a line's first fields, which the recorder in C fills."""
 
 TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
 WIDTH = len(Totals._fields)
@@ -254,7 +255,8 @@ class Tally:
         return self.sum_by_group(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by_key(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
-        """Return the indices of lines by the key of their site in `keys`. Lines with an empty key are left out."""
+        """Return the indices of lines, grouped by the key of the line's site. `keys` has the key of each site. Lines
+        with an empty key are left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
             if keys[site]:
@@ -450,7 +452,7 @@ def _keys(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, 
 
 
 def _summed_buckets(buckets: Records) -> Records:
-    """Add up the buckets of each line. Leave out empty buckets and those of no line."""
+    """Add up the buckets of each line. Leave out empty buckets, and buckets that belong to no line."""
     key, group = np.unique(buckets["line"] * (LAST_BUCKET + 1) + buckets["bucket"], return_inverse=True)
     times = np.zeros(len(key), np.int64)
     np.add.at(times, group, buckets["times"])

@@ -1,6 +1,7 @@
-"""The references of our spans to spans of other tracers, as callers or by links, with their text form in recordings.
+"""References from our spans to spans of other tracers, which called our spans or are linked to them.
 
-Traces are sampled by their ids, and `tracestate` names the sampled share (W3C Trace Context).
+A recording has each reference as text. Traces are sampled by their ids, and `tracestate` has the sampling ratio (W3C
+Trace Context).
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass, late_pattern
 class RemoteParent:
     """The span of another tracer that was current when a request began: the fields of an OpenTelemetry span context.
 
-    `span_id` is 0 if only the trace is known. `is_local` is True for a span of this process, `in_server_span` if that
-    is the request's server span or a span below it. `state` is its W3C `tracestate`, which is passed on unchanged.
+    `span_id` is 0 if only the trace is known. `is_local` is True for a span of this process. `in_server_span` is True
+    if it is the request's server span or below that span. `state` is its W3C `tracestate`, which is passed on
+    unchanged.
     """
 
     trace_id: int
@@ -141,13 +143,14 @@ class LinkedSpan(NamedTuple):
 
 
 RANDOM_BITS = 56
-"""The number of random bits at the end of a trace id. Samplers decide by them (W3C Trace Context, level 2)."""
+"""The number of random bits at the end of a trace id. Samplers base their decisions on them (W3C Trace Context, level
+2)."""
 
 
 @lru_cache(maxsize=64)
 def threshold_of(sample: float) -> int:
-    """Return the lowest value of a trace id's random bits at which a trace is sampled, if the share `sample` of traces
-    is.
+    """Return the lowest value of a trace id's random bits at which a trace is sampled. `sample` is the share of traces
+    to sample.
 
     After leading digits F, the value is rounded to four hexadecimal digits, as in OpenTelemetry's `tracestate`.
     """

@@ -10,7 +10,7 @@ The numbers have these meanings:
   self time.
 - A generator is active while its body runs. Its total is the time from its first to its last resumption.
 - The device time of a row is the time between its own CUDA events, but at least the sum of the rows below it.
-- A step recorded by a function call or a scope includes the wait for its input right before it.
+- The time of a step that a function call or a scope records includes the wait for input right before the step.
 - Rows are sums and may exceed the elapsed time if work runs in parallel. The base of every ratio is printed.
 - p50 and p99 of the tally come from a histogram with at most 0.8 % relative error. Counts, sums, minima and maxima are
   exact.

@@ -4,9 +4,9 @@ A batch is a span that names the requests that it serves (`batch:` in a rule, or
 weight is its amount of work in the batch, such as its tokens. A batch is uneven if the weights differ. Uneven batches
 waste time only if the engine pads all items to the heaviest weight. Engines with continuous batching do not pad.
 
-The `neighbours` view shows how long requests of one group (such as a tenant) waited because of requests of another.
-Each nanosecond of waiting is attributed to one group or to nobody, by the rules of `instrument.trace.bill`. A replay of
-the queues (`instrument.trace.bill`) predicts the queue times without a group.
+The `neighbours` view shows how long requests of one group (such as a tenant) waited because of requests of another
+group. Each nanosecond of waiting is attributed to one group or to nobody, by the rules of `instrument.trace.bill`. A
+replay of the queues predicts the queue times for the case that one group sends no requests.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ NOBODY = "(nobody)"
 """The cause of waits during which no recorded batch ran and no known request blocked the event loop."""
 
 REPLAYED = 3
-"""The number of groups whose absence is simulated: the groups that delayed other groups most."""
+"""The number of groups whose absence is simulated. The groups that delayed other groups most are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,8 @@ class GroupWaits:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The waits of one group's requests that another group caused. `ratio` is the share of all waits of the first."""
+    """The waits that one group (`cause`) caused for another group (`name`). `ratio` is their share of all waits of the
+    group `name`."""
 
     name: str
     cause: str
@@ -245,7 +246,8 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The queue times of all other requests: as recorded, and as predicted if the requests of one group were absent."""
+    """The queue times of all requests outside one group: the recorded ones, and a prediction without that group's
+    requests."""
 
     name: str
     requests: int
@@ -259,8 +261,8 @@ class Without:
 class NeighbourBill(View):
     """The `neighbours` view: the waits that each group caused, the delays of one group by another, and predictions.
 
-    `queue_ns` is the recorded mean queue time, and `replayed_ns` the mean of a replay of all requests, None without
-    one.
+    `queue_ns` is the recorded mean queue time, and `replayed_ns` the mean in a replay of all requests, None without a
+    replay.
     """
 
     coverage: Coverage

@@ -9,7 +9,7 @@ longer than the previous one. This view has neither error.
 
 `find_units` returns the units that the `phases` view averages over: the steps of each track. Without steps the units
 are the requests, and without requests the whole window. A track (`line` in the code) is one thread, or one task on a
-thread. Each request is a track, too, and so is the window.
+thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PROFILERS = "instrument.Profiler.step"
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the phase that a site declares, None if its spans are no phase, for example after `phase: false`."""
+    """Return the phase that a site declares. Return None if the site is not a phase, for example because of `phase:
+    false`."""
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
@@ -90,11 +91,11 @@ def include_waits(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64s:
 class Units:
     """The units of a trace, ordered by track and time and clipped to the interval in which no span is missing.
 
-    `of` is `step`, `request` or `window`. `is_whole` is True for units that were not clipped. `line_of` is the number
-    of the track whose units a row of the trace belongs to, `NONE` for a row without units. `is_aside` is True for a row
-    whose own track has no units, so that the row belongs to those of another track. `steps` are all steps, also the
-    skipped ones, or None without steps. `skipped` counts the first steps that were left out, and `before` is the number
-    of the first step after them.
+    `of` is `step`, `request` or `window`. `is_whole` is True for units that were not clipped. `line_of` has, for each
+    row of the trace, the number of the track whose units contain the row, or `NONE`. `is_aside` is True for a row that
+    belongs to another track's units, because its own track has none. `steps` are all steps, also the skipped ones, or
+    None without steps. `skipped` counts the first steps that were left out, and `before` is the number of the first
+    step after them.
     """
 
     of: str
@@ -188,7 +189,8 @@ def _mask_rows(trace: Columns, rows: Int64s) -> Bools:
 
 
 def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
-    """Return the steps inside no step of another track. A `Profiler`'s step may contain the steps of tasks."""
+    """Return the steps that are not inside a step of another track. A `Profiler`'s step may contain the steps of
+    tasks."""
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
     is_below = nearest_above(trace.parent, _mask_rows(trace, rows))[rows] != NONE
@@ -436,7 +438,7 @@ def _count_lines(loop: LoopTimes) -> list[str]:
 
 
 def running_steps(recording: Recording) -> Benchmark | None:
-    """Return the steps of a running loop. Only `Recording.put` can set them, so the result is None here."""
+    """Return None. For a running loop, `Recording.put` replaces this result by the counted steps."""
     return None
 
 

@@ -49,7 +49,8 @@ LAUNCH_BOUND_FROM = 0.1
 
 LOSSES = 3
 NOTE_LINES, NOTE_LINES_BELOW_HEADLINES = 6, 4
-"""The maximum number of lines on what was not observed, without and with headlines. The view `cost` has them all."""
+"""The maximum number of lines on what was not observed: the first without headlines, the second with headlines. The
+view `cost` has no such limit."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."
@@ -154,8 +155,8 @@ class Brief(View):
 
     @property
     def most_cost_ratio(self) -> float | None:
-        """The largest possible cost as a share of the window, with no memory of the probes in the processor's
-        caches."""
+        """The largest possible cost as a share of the window. It assumes that the processor's caches never contain the
+        probes' data."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
 
@@ -285,9 +286,10 @@ def _more_line(count: int, noun: str) -> list[str]:
 
 
 def _device_lines(view: DeviceView, why: str) -> list[str]:
-    """Return a line for each device. Without a device, return the reason: `why`, else that of the view `device`.
+    """Return a line for each device.
 
-    Return no line if there is no reason to report one: no span asked for device time, and no GPU is present.
+    Without a device, return the reason `why` or, if it is empty, the reason from the view `device`. Return no line if
+    `why` is empty, no span asked for device time, and no GPU is present.
     """
     if not view.devices:
         has_gpu = view.gauges is not None and bool(view.gauges.gpus)

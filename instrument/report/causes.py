@@ -1,9 +1,9 @@
 """The causes that delay requests: how long each cause took in a request, and the spans that prove it.
 
-`CAUSES` lists all causes. Each moment of a request counts for one cause, for expected work, or as unknown. So a
-request's differences from a typical request add up to the difference of their wall times. A moment within a garbage
-collection or a blocked event loop counts for that. Any other moment counts for the causes that belong to its part of
-the request's time, such as `queue`. `instrument.trace.blame` divides the time of engine steps.
+`CAUSES` lists all causes. Each moment of a request counts for one cause, for expected work, or as unknown. So the
+differences per cause between a request and a typical request add up to the difference of their wall times. A moment in
+a garbage collection or a blocked event loop counts for that cause. Any other moment counts for a cause that fits the
+current part of the request, such as `queue`. `instrument.trace.blame` divides the time of engine steps into parts.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class CauseTimes:
         }, names
 
     def _mask_requests(self, places: Int64s) -> Bools:
-        """Return True for the given requests. A last False is for `NONE`."""
+        """Return a mask that is True for the given requests. It ends with an extra False, which the index `NONE`
+        selects."""
         return np.append(np.isin(np.arange(len(self.joined.rows)), places), False)
 
     def _find_blocks(self) -> Int64s:
@@ -462,7 +463,7 @@ class CauseTimes:
         """Return a text on the request that had a lock of the same name for most of a wait, "" if no request had it.
 
         A request has the lock from the end of its own wait to the end of the call that contains the wait. A plain
-        `Lock` passes to the next request when that one's wait ends.
+        `Lock` passes to the next request when the wait of that request ends.
         """
         trace, joined = self.trace, self.joined
         site = trace.sites[trace.site[wait]]

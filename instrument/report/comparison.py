@@ -1,11 +1,11 @@
 """The comparison of recordings before and after a change: the effect of the code, separated from that of the load.
 
-For each call path it compares the self time without waits, and the device time of work that its calls launch. Only
-calls with like work and like load are compared. Work is measured by the size of the batch around a call and by
-attributes that give a size (see `SIZE`). Load is the number of requests in flight when the call begins. The difference
-that remains is the effect of the code (see `instrument.report.effects`). Paths with less than `LEAST_SHARE` of the time
-before and after the change are left out. If nothing has changed, the probability of any wrong verdict is at most
-`FAMILY`.
+For each call path, the comparison covers the self time without waits, and the device time of work that the calls
+launch. Only calls with like work and like load are compared. Work is measured by the size of the batch around a call
+and by attributes that give a size (see `SIZE`). Load is the number of requests in flight when the call begins. The
+difference that remains is the effect of the code (see `instrument.report.effects`). A path is left out if it has less
+than `LEAST_SHARE` of the time both before and after the change. If nothing has changed, the probability of any wrong
+verdict is at most `FAMILY`.
 
 Queue times, waits and stalls are printed without a verdict, because slower work or more load may cause them.
 
@@ -52,13 +52,13 @@ FAMILY = 0.01
 """The maximum probability that any verdict of a comparison is wrong if nothing has changed."""
 
 LEAST_SHARE = 0.005
-"""The minimum share of the time, before or after the change, that a call path needs to be compared."""
+"""A call path is compared only if it takes at least this share of the time, before or after the change."""
 
 MAJOR_SHARE = 0.05
 """The minimum share of the time with which an unclear call path makes the gate inconclusive."""
 
 LEAST_CHANGE = 1e-4
-"""The largest relative change that counts as no change, because clocks and rounding may have caused it."""
+"""A relative change up to this value counts as no change, because clocks and rounding may have caused it."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
 DEVICE = " (device)"
@@ -67,10 +67,11 @@ NOTEWORTHY = 0.05
 """The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The minimum share of time in like calls with which the report says whether the load caused a change."""
+"""The report says whether the load caused a change only if like calls take at least this share of the time."""
 
 CLEAR = 1.0
-"""The largest detectable change with which a path counts as unchanged. With a larger one it is inconclusive."""
+"""The largest value of `detectable_ratio` with which a call path counts as unchanged. With a larger value it counts as
+inconclusive."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 was not recorded.
 
 The cost of a probe is its number of calls times the time that it adds to a call, as measured on this machine. A saved
-trace has only the mean over all probes. It does not list the muted sites, or the use of the memory for spans.
+trace has only the mean cost over all probes. It has neither the muted sites nor the use of the memory for spans.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class InstrumentationCost(View):
 
     @property
     def most_ratio(self) -> float | None:
-        """The largest possible cost as a share of the window, with no memory of the probes in the processor's
-        caches."""
+        """The largest possible cost as a share of the window. It assumes that the processor's caches never contain the
+        probes' data."""
         return None if self.cost is None else share(self.cost.most_ns, self.window_ns)
 
     def header_lines(self) -> list[str]:

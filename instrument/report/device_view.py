@@ -1,7 +1,7 @@
 """The `device` view: how each GPU was used in the window, by stream, by name and within requests; and all gauges.
 
-Module `utilisation` computes the use. In shares of time, parallel work counts once. In times by name it counts several
-times.
+The module `utilisation` computes the use. In shares of time, parallel work counts once. In times by name, parallel work
+of several calls counts for each call.
 
 The Device Summary has the minimum, mean and maximum of each gauge. Its rows have Paddle's names: `CPU(Process)`,
 `CPU(System)`, `GPU n`. Lines below the table name the base of each percentage.
@@ -80,7 +80,8 @@ def _gauge_cell(value: float | None, row: DeviceRow) -> str:
 
 
 def device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
-    """Return a row for each gauge: of the process, then of the machine, then of each GPU by number."""
+    """Return a row for each gauge: first the gauges of the process, then those of the machine, then those of each
+    GPU."""
     values_by_gauge: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
         values = values_by_gauge.setdefault((sample.device, sample.name), [])
@@ -112,7 +113,7 @@ class DeviceSummary:
     _options: Options
 
     def section(self) -> Section:
-        """Return the table, with lines below it that say what each percentage is a share of."""
+        """Return the table. The lines below it name the base of each percentage."""
         unit = self._options.unit
         every = "" if self.interval_ns is None else f", every {in_unit(self.interval_ns, unit)} {unit}"
         names = [name for name in dict.fromkeys(row.gauge for row in self.rows) if name in GAUGES]
@@ -179,7 +180,8 @@ COLUMN_WIDTH = 10
 
 @dataclass(frozen=True, slots=True)
 class DeviceView(View):
-    """The `device` view: the gauges, and the use of each device as in `Utilisation` without single requests.
+    """The `device` view: the gauges, and the use of each device as in `Utilisation`. It has no numbers on single
+    requests.
 
     `reasons` counts the spans without device time by reason. `is_ours` is False for a trace of another profiler.
     """
@@ -245,7 +247,7 @@ def device(recording: Recording, options: Options) -> DeviceView:
     """Return the view of the kept spans.
 
     `rows` limits each table to its largest rows. `least_ns` limits the table of device times to names with that much
-    time. A last row sums up the others.
+    time. In each table a last row sums up the omitted rows.
     """
     facts = recording.trace
     use = recording.once(measure_utilisation)

@@ -2,13 +2,15 @@
 
 Calls are grouped into strata by their covariates, such as sizes and load. Within a stratum a covariate varies by at
 most a factor of 1.4. A stratum is used if both samples have calls in it, and its weight is the smaller count of calls.
-In it, linear regression removes what the covariates still explain. The slopes are fitted within each sample, so that
-they do not absorb the samples' difference. Effects are differences of logarithms of times. So a slowdown by 10 % counts
-the same for short and long calls, and a few preempted calls hardly matter. Percentiles show slow outliers instead.
+Within a stratum, linear regression removes the differences that the covariates still explain. The slopes are fitted
+within each sample, so that they do not absorb the samples' difference. Effects are differences of logarithms of times.
+So a slowdown by 10 % counts the same for short and long calls, and a few preempted calls hardly matter. Percentiles
+show slow outliers instead.
 
 Successive calls are correlated, so a test cannot treat them as independent. The test compares runs if each sample has
-three or more runs. Otherwise it compares up to 16 blocks of successive calls per sample, and joins correlated blocks.
-If blocks are still correlated, the error limits are widened, as for a first-order autoregression.
+three or more runs. Otherwise it compares up to 16 blocks of successive calls per sample. If neighbouring blocks are
+correlated, they are joined in pairs. If blocks are still correlated, the error limits are widened, as for a first-order
+autoregression.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from instrument.trace.indices import number_combinations, rank_distinct
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The minimum number of like calls in each sample to compare blocks of calls. Smaller blocks would be correlated."""
+"""The minimum number of like calls in each sample to compare blocks of calls. With fewer calls the blocks would be so
+small that they correlate."""
 
 LEAST_OF_STRATUM = 5
 """The minimum number of calls in a stratum, in each of the two samples. A stratum with fewer is not used."""
@@ -204,7 +207,8 @@ def _variance(sums: Floats) -> tuple[float, float]:
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the variance of a sum over correlated calls, and its degrees of freedom, from blocks of calls."""
+    """Return the variance of a sum over correlated calls, estimated from blocks of calls, and its degrees of
+    freedom."""
     blocks = MOST_BLOCKS
     while True:
         edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]

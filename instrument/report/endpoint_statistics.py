@@ -1,8 +1,9 @@
 """The requests of each endpoint: their wall times, errors, phases and answers.
 
-Answers are attributes of request spans, which `requests:` in the profile records. A stream is an answer in several
-items: server-sent events, messages, or chunks. The time per item is the time from the first to the last item, divided
-by the number of later items. A blocked loop is an event loop that a callback blocked for more than `limits.blocked`.
+The data on an answer are attributes of the request's span, if `requests:` in the profile records such spans. A stream
+is an answer in several items: server-sent events, messages, or chunks. The time per item is the time from the first to
+the last item, divided by the number of later items. A blocked loop is an event loop that a callback blocked for more
+than `limits.blocked`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class BlockedLoops:
 
 
 def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
-    """Return the times that event loops were blocked, None for none. `rows` and `least_ns` limit the blockers."""
+    """Return the times that event loops were blocked, None if none was blocked. `rows` and `least_ns` limit the
+    blockers."""
     durations: dict[str, list[int]] = {}
     places: dict[str, Counter[str]] = {}
     spans = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
@@ -288,7 +290,8 @@ class CompleteRequests:
         )
 
     def times_of_endpoints(self, options: Options, counted: Mapping[str, int]) -> list[EndpointTimes]:
-        """Return a row for each endpoint, in no order. `counted` has the number of ended requests of each endpoint."""
+        """Return a row for each endpoint, in no particular order. `counted` has the number of ended requests of each
+        endpoint."""
         rows = self._times_of_groups(self.endpoint, self.names, options)
         return [replace(row, counted=max(counted.get(row.name, 0), row.requests)) for row in rows]
 
@@ -372,7 +375,8 @@ class CompleteRequests:
         return {int(groups[places[indexes[0]]]): self.answers.select_answers(places[indexes]) for indexes in members}
 
     def phases_of(self, number: int) -> dict[str, list[int]]:
-        """Return the time of each phase of one request, in a list of its own, as for a group of requests."""
+        """Return the time of each phase of one request. Each time is in a list, because a group of requests has
+        several."""
         first, last = np.searchsorted(self.request, [number, number + 1])
         times = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
         return {self.parts[part]: [time_ns] for part, time_ns in times}

@@ -1,7 +1,7 @@
-"""The tree of names behind the `events` view: its entries, their sums, and the rows of the entries to print.
+"""The tree of names for the `events` view: its entries, the sums of each entry, and the rows to print.
 
-An entry is a list of names, identified by a number. Arrays hold the entries, and only printed ones become objects. The
-sums of topmost calls by name are here, too.
+An entry is a list of names, and has a number. Entries are stored in arrays, and only printed entries become objects.
+The module also sums the topmost calls by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INSTANTIATED = ("op", "layer")
 """The kinds of span that have a row for each instance if the tracer option is `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
-"""The field of the tally that the Total column adds up, by state."""
+"""The field of the tally whose sum is the Total column, for each state."""
 
 ROOT = 0
 
@@ -44,7 +44,7 @@ class NameTree:
 
     Entries are ordered by the first tally line that needs them, parents before children. Each entry has its parent, its
     level, and the node that first needed it. Each node has its entry, `NONE` if no tally line needs it. A node that is
-    not visible has no entry of its own and counts for that of its caller.
+    not visible has no entry. Its calls count for the entry of its caller.
     """
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
@@ -165,7 +165,7 @@ class NameTree:
         return site.instance or where_of(site)
 
     def histogram(self, entries: Sequence[int], thread: int | None) -> dict[int, int]:
-        """Return the histogram of the calls of some entries."""
+        """Return the histogram of the calls of the given entries."""
         if len(self._instances):
             below = [child for entry in entries for child in self._instances_of(entry)]
             entries = [*entries, *below]
@@ -281,10 +281,10 @@ def _first_line_below(parents: Int32s, nodes: Int64s) -> Int64s:
 
 
 def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
-    """Return for each site two levels that it adds to the tree, and the level that it adds if it is topmost.
+    """Return three levels for each site: two that it adds to the tree, and one that it adds if it is topmost.
 
-    `NONE` is no level. A hidden phase adds none, and a printed instance adds two. A phase without parents is a row like
-    any other, so that the Total time is equal for all tracer options.
+    `NONE` means no level. A hidden phase adds none, and a printed instance adds two. A phase without parents is a row
+    like any other, so that the Total time is equal for all tracer options.
     """
     tree, hides_phases = tally.tree, tracer_option == "Default"
     instantiated = INSTANTIATED if tracer_option == "AllOpDetail" else ()
@@ -368,7 +368,8 @@ class EventsBlock:
 
 
 def event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]:
-    """Return a block of all threads merged, if the options ask for it, and a block per thread, the newest first."""
+    """Return a block of all threads merged, if the options ask for it, and a block per thread, the newest thread
+    first."""
     by_thread: list[int | None] = [thread for thread in reversed(tally.threads) if tally.of(thread)["calls"].any()]
     shown: list[int | None] = []
     if options.threads == "merged" or (options.threads == "both" and len(by_thread) > 1):

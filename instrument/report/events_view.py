@@ -1,7 +1,7 @@
 """The `events` view: all calls as a tree of names, in the layout of Paddle's fluid profiler.
 
-The options `tracer_option` and `state` and the names of rows are fluid's, too. The numbers follow these rules, which
-differ from fluid's where fluid is wrong:
+The options `tracer_option` and `state`, and the names of rows, are the same as in fluid. The numbers follow these
+rules, which differ from fluid's only to correct its errors:
 
 - Total is a sum over calls. In state All it adds up `elapsed` times, in which a moment counts once even if host and
   device both worked. In state CPU it adds up host times, in state GPU device times.
@@ -11,17 +11,18 @@ differ from fluid's where fluid is wrong:
   if a row's Total is not the sum of `elapsed` times.
 - Ratio. is a row's Total as a share of the sum of the topmost rows of its block. A span that has not ended, or that
   ended on another thread, does not count as a call, but the rows below it count.
-- Rows are sums of work. So parallel children may exceed their parent, and device work may go on after its launching
-  call has returned. The Total time of all threads may exceed the elapsed time.
-- The Total time is split into computation and framework, and for a service a third part, waiting. A service spends most
-  of its time waiting: in queues, for I/O, and for its turn on the event loop. So the time in which coroutines are
+- Rows are sums of work. So the children of a row may exceed it if they run in parallel, or if device work continues
+  after the call that launched it. The Total time of all threads may exceed the elapsed time.
+- The Total time is split into computation and framework. For a service there is a third part, waiting. A service spends
+  most of its time waiting: in queues, for I/O, and for its turn on the event loop. So the time in which coroutines are
   suspended is waiting, not overhead. The time of a call is divided among the calls below it, on any thread or task, and
-  the remaining time is the call's own. If the calls below took longer, their times are scaled down.
+  the remaining time is the call's own. If the calls below took longer than the call itself, their times are scaled
+  down.
 - A row is identified by a list of names, so names may contain any character.
 
 Lines have 100 columns (160 in fluid). Times have six significant digits as in fluid, or fewer if names would not fit.
-Percentiles have four. A second table lists CPU Time and GPU Time of the rows with device time. Any other row has its
-Total as CPU Time, and 0 as GPU Time.
+Percentiles have four digits. A second table lists CPU Time and GPU Time of the rows with device time. For all rows that
+are not in this table, CPU Time is equal to Total.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ COLUMNS = {
     "default": "first call", "calls": "number of calls", "total": "total time", "max": "maximum time",
     "min": "minimum time", "ave": "average time",
 }  # fmt: skip
-"""The printed name of each sort key's column. Keys of `max` and `min` sort by `elapsed` times, the only extremes."""
+"""The printed name of each sort key's column. The keys of `max` and `min` sort by `elapsed` times, because only these
+have extremes."""
 
 WIDE = 160
 """The width of fluid's lines, in columns."""
@@ -77,7 +79,8 @@ CALLS_WIDTH = 10
 """The maximum number of digits of a count of calls. Larger counts are rounded."""
 RATIO_WIDTH = 6
 DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
-"""Numbers of significant digits for totals, and for other exact times. The first pair with room for names is used."""
+"""Pairs of numbers of significant digits: for totals, and for other exact times. The first pair that leaves room for
+names is used."""
 EXPONENT = 3
 """The maximum width of the exponent of a large time, in columns."""
 SAMPLE = 100
@@ -192,7 +195,8 @@ def _is_waiting(site: Site) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The sum of copies to, from or within devices, at any depth: of all, asynchronous or synchronous copies.
+    """The sum of copies to, from or within devices at any depth. It covers all copies, or only asynchronous or
+    synchronous ones.
 
     `ratio` is their share of the Total time of all threads.
     """
@@ -322,7 +326,8 @@ def copy_sums(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
 
 
 def _sync_of_copy(site: Site) -> tuple[object] | None:
-    """Return (True,) if a site's copies are synchronous; None if it does not copy to, from or within devices."""
+    """Return a tuple with the attribute `sync` of a site. Return None if the site does not copy to, from or within
+    devices."""
     if site.kind != "copy":
         return None
     attributes = dict(site.attributes)

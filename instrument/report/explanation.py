@@ -1,13 +1,13 @@
 """The explanation of a slow request or window: the causes of its excess (the time that similar requests do not need).
 
 Requests are similar if they have the same endpoint and like work: engine steps, weight in batches, and sizes among
-their attributes. Up to `NEAREST` similar requests are sorted by wall time. The typical time is the mean of the middle
-half of them, and the means of its parts add up to it. A cause accounts for its time beyond its own typical time. The
-largest causes are counted first, until they add up to the excess. If all causes add up to less, the rest of the excess
-is unexplained.
+their attributes. Up to `NEAREST` similar requests are sorted by wall time. The typical time is the mean over the middle
+half of them. Each part's typical time is its mean over the same requests, so these parts add up to the typical time. A
+cause accounts for its time beyond its own typical time. The largest causes are counted first, until they add up to the
+excess. If all causes add up to less, the rest of the excess is unexplained.
 
-For a window, the mean of its requests is explained. Each request of the window is compared with one outside. Among the
-`TRIALS` outside requests with the most similar work, it is the one with the median wall time.
+For a window, the mean of its requests is explained. Each request of the window is compared with one request outside of
+the window. That request has the median wall time among the `TRIALS` outside requests with the most similar work.
 
 The verdict is `typical` if the time is within the usual spread. It is `explained` if one cause accounts for at least
 `MOSTLY` of the excess, and the evidence separates that cause from all others. Otherwise it is `inconclusive`.
@@ -61,7 +61,7 @@ MORE_STEPS = "more steps"
 """The text in place of a cause's call path if the request had more engine steps than is typical of its endpoint."""
 
 NEARLY = 0.75
-"""The minimum share of a slowdown with which waits for a processor or for memory explain all of it."""
+"""The minimum share of a slowdown that waits for a processor or for memory must take to explain all of it."""
 
 NOTABLE = 0.01
 """The minimum share of the excess that a cause needs for a row in the table of causes."""
@@ -374,7 +374,8 @@ def _add_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) 
 
 
 class _Evidence:
-    """The mean time of each cause in the explained requests and in typical ones, and what follows from the difference.
+    """The mean time of each cause in the explained requests and in typical ones, and the conclusions from the
+    difference.
 
     `arrivals` is the interval whose new requests may have delayed the explained requests.
     """
@@ -536,7 +537,7 @@ def _excess_of(claim: CauseShare) -> float:
 
 def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
     """Return a cause that accounts for nothing yet. If steps were faster than usual, the typical time is negative. Both
-    times are then raised so that it is 0."""
+    times are then raised until the typical time is 0."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 
@@ -544,7 +545,8 @@ def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> Caus
 def _account_for_excess(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
-    """Return the causes that account for the excess, the largest first, all other causes, and the unexplained ns."""
+    """Return the causes that account for the excess (the largest first), all other causes, and the unexplained time in
+    ns."""
     shares, rivals, remaining_ns = [], [], excess_ns
     for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
         accounted_ns = min(_excess_of(claim), remaining_ns)

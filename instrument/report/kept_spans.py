@@ -1,9 +1,9 @@
 """The requests that a page lists, and the spans that fit into the page. The most important requests get room first.
 
-A page lists the requests. Without requests it lists the outermost steps, or else the topmost spans. The spans of a
-request that the user chose come first, then those of each endpoint's median request, then those of the slowest. The
-spans of a request are its own spans in all processes, the batches that served it, and the spans below these. If even
-the first request does not fit, its longest spans are kept.
+A page lists the requests. Without requests it lists the outermost steps, and without steps the topmost spans. The spans
+of a request that the user chose come first, then those of each endpoint's median request, then those of the slowest.
+The spans of a request are its own spans in all processes, the batches that served it, and the spans below these. If
+even the first request does not fit, its longest spans are kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ MOST_SPANS = 200_000
 """The maximum number of spans in a page. They take about 1.5 MB, and turns of requests may take as much again."""
 
 TURNS_OF_A_BATCH = 3
-"""The size in the page of each batch of a request, in spans: for the turn in the batch, and a stall before it."""
+"""The number of spans that take as much room in the page as one batch of a request. A batch is stored as a turn and a
+stall before it."""
 
 TEXT_BYTES = 2_000_000
 """The maximum number of bytes that the attributes of all spans may take."""
@@ -323,7 +324,7 @@ class KeptSpans:
         return {"threads": thread_names, **lanes}
 
     def _turn_columns(self) -> dict[str, Any]:
-        """Return the turns of the requests with spans. The time between two turns is unknown."""
+        """Return the turns of the requests whose spans are all in the page. The time between two turns is unknown."""
         listed = self.listed
         if listed.ledger is None or not self._whole.any():
             return {}
@@ -345,7 +346,8 @@ class KeptSpans:
         }
 
     def _batch_columns(self) -> dict[str, Any]:
-        """Return the batches of each request with spans, their sizes, and the request's share of the time of each."""
+        """Return the batches of each request whose spans are all in the page. Each batch has its size, and the
+        request's share of its time."""
         served = self.listed.served
         if served is None or not self._whole.any():
             return {}

@@ -47,7 +47,7 @@ SHARED = "(several tasks were open)"
 """The place of an event at a time when several tasks of its thread had open spans."""
 
 UNKNOWN_NUMBER = 0
-"""The index of `UNKNOWN` among the places. It is the smallest."""
+"""The index of `UNKNOWN` among the names of places, which is the smallest index."""
 
 
 class NumberedPlaces(NamedTuple):
@@ -114,9 +114,9 @@ NO_HOST_TIME = "total time, for a kernel has no host time"
 class KernelUse:
     """The calls of one kernel: the sum of their times, and the time in which at least one of them ran (`busy_ns`).
 
-    `ratio` is the sum's share of all kernels. `name` is complete. If the view's `source` is `STRETCHES`, it is the name
-    of the span with this device time. If `remaining` is above 0, the row sums up that many kernels, and `busy_ns` is
-    None.
+    `ratio` is this sum as a share of the sum over all kernels. `name` is complete. If the view's `source` is
+    `STRETCHES`, it is the name of the span with this device time. If `remaining` is above 0, the row sums up that many
+    kernels, and `busy_ns` is None.
     """
 
     name: str

@@ -102,7 +102,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The sums of one allocator. Of `freed_bytes`, `earlier_bytes` were allocated before the record began."""
+    """The sums of one allocator. `earlier_bytes` is the part of `freed_bytes` that was allocated before the record
+    began."""
 
     device: int
     allocations: int
@@ -118,8 +119,8 @@ class DeviceMemory:
 
 
 class CountedAllocations(NamedTuple):
-    """The sums of all allocations: by place and thread, in the order of the first allocations, and by device number.
-    `outside` is the number of allocations outside of the watched time."""
+    """The sums of all allocations. `uses` has a row per place and thread, by first allocation, and `devices` a row per
+    device, by number. `outside` is the number of allocations outside of the watched time."""
 
     uses: list[PlaceMemory]
     peaks: list[Peak]
@@ -129,8 +130,9 @@ class CountedAllocations(NamedTuple):
 
 
 def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Return the allocations of the watched time by device, place and, if `by_thread`, thread. The wanted spans are the
-    places. `state` selects all allocations (All), those of the host (CPU), or those of devices (GPU)."""
+    """Return the allocations of the watched time by device, place and, if `by_thread`, thread. The places are the spans
+    in the mask `is_wanted`. `state` selects all allocations (All), those of the host (CPU), or those of devices
+    (GPU)."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     allocations = Allocations.of(facts.allocations)

@@ -1,7 +1,8 @@
-"""The tables of the views `operators` and `user`: a row for each name of calls, with host and device times.
+"""The tables of the views `operators` and `user`: a row for each name, with the host and device times of its calls.
 
 A track is one thread, or one task on it. If a call runs on a different track from its caller, its time is not part of
-the caller's time. The device time of a call is the union of the device intervals at or below it on its track.
+the caller's time. The device time of a call is the union of its device intervals and those of the calls below it on the
+same track.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from instrument.trace.indices import NONE, Groups, Members, find_distinct, neare
 
 @dataclass(frozen=True, slots=True)
 class CallTimes:
-    """The sum, maximum and minimum of the known times of a row's calls. `ave_ns` is the sum per call of the row."""
+    """The sum, maximum and minimum of the known times of a row's calls. `ave_ns` is the sum divided by the number of
+    all calls of the row."""
 
     total_ns: int
     ave_ns: float | None
@@ -63,13 +65,13 @@ class CallTable:
         return cls(paths, names, name, around, inside, again)
 
     def calls_of(self, kinds: Collection[str]) -> Int64s:
-        """Return the nodes of some kinds that have calls."""
+        """Return the nodes of the given kinds that have calls."""
         is_of = np.array([kind in kinds for _, kind in self.names], dtype=np.bool_)
         return np.flatnonzero((self.paths.host.calls > 0) & is_of[self.name])
 
     @cached_property
     def below(self) -> Members:
-        """The nodes with calls right below each node on the same track."""
+        """The direct children of each node on the same track, without nodes that have no calls."""
         return Members(np.where(self.paths.host.calls > 0, self.around, NONE), len(self.name))
 
     @cached_property
@@ -86,7 +88,8 @@ class CallTable:
         return {self.names[self.name[nodes[places[0]]]]: nodes[places] for places in groups}
 
     def sum_times(self, nodes: Int64s, on: str) -> CallTimes | None:
-        """Return the times of all calls on `host` or `device`, None without any. A missing time counts as 0."""
+        """Return the times of all calls on `host` or `device`, None if no call has a time. A missing time counts as
+        0."""
         times: NodeTimes = getattr(self.paths, on)
         calls, timed = (int(counts[nodes].sum()) for counts in (self.paths.host.calls, times.calls))
         if not timed:

@@ -11,12 +11,12 @@ execution, as SINGA prints them at verbosity 2.
 
 The attribute `flops` of a span is the number of its own floating-point operations. Three sources set it: traces of
 torch.profiler with shapes, spans recorded together with such a trace, and scopes of the user. A row adds up the `flops`
-of its calls and of the spans below them on the same track, like the FLOPs columns of `paddle.profiler` and of Theano's
-Apply section.
+of its calls and of the spans below them on the same track. `paddle.profiler` and Theano's Apply section have such FLOPs
+columns, too.
 
 The `user` view has a row for each name of the spans of kind `user`, such as ``with scope("tokenize")``. It is the
-UserDefined Summary of `paddle.profiler`. Nested calls of the same name count as above. Ratios are shares of the window.
-Their sum may exceed 100 % if several threads work.
+UserDefined Summary of `paddle.profiler`. Nested calls of the same name count as in the `operators` view. Ratios are
+shares of the window. Their sum may exceed 100 % if several threads work.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ def _launched_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
 
 
 def _device_ns(trace: Columns, is_call: Bools) -> tuple[Int64s, Int64s]:
-    """Return the calls that have device intervals, their own or those of calls below them on the same track, and the
-    device time of each call."""
+    """Return the calls with device intervals, and the device time of each call. Intervals of calls below it on the same
+    track count, too."""
     intervals = trace.device
     intervals = intervals.select(intervals.timed & (intervals.start_ns < intervals.end_ns))
     return device_lengths_below(trace.around, is_call, intervals.row, intervals.start_ns, intervals.end_ns)
@@ -366,7 +366,8 @@ def operators(recording: Recording, options: Options) -> Operators:
 
 
 def _child_rows(calls: CallTable, row: CallRow, nodes: Int64s, options: Options) -> Iterator[CallRow]:
-    """Yield the rows below an operator, each followed by its streams, and then the operator's own streams."""
+    """Yield the rows below an operator, each followed by rows for its streams. Rows for the operator's own streams come
+    last."""
     cpu_ns, gpu_ns = row.cpu.total_ns if row.cpu else 0, row.gpu.total_ns if row.gpu else 0
     below = np.concatenate([calls.below[node] for node in nodes.tolist()])
     children = calls.by_name(below)
@@ -428,7 +429,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
     below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
-        """Return some nodes, grouped by site. The group with the latest first call comes first."""
+        """Return the given nodes, grouped by site. The group with the latest first call comes first."""
         groups = [nodes[places] for places in Groups(number_by_first_sight(key[nodes])[0], len(nodes)).members()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
 

@@ -9,16 +9,16 @@ Device times are intervals between pairs of events on a stream. Compute is all w
 memsets and communication. Communication is the work of spans of kind `comm` and of the spans below them.
 
 The `distribution` view shows how much communication runs at the same time as computation. It is the Distribution
-Summary of `paddle.profiler`. In all times parallel work counts once. Only time within steps counts or, without steps,
-the whole window. Ratios are shares of that time. On the host, communication is the time in spans of kind `comm`. An
-asynchronous communication lasts from its call to the end of its wait. On a device, communication is the work of such
-spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a device is all other work except copies.
-Computation on the host is the time in operators, layers and phases, without communication, copies and loading on the
-same thread.
+Summary of `paddle.profiler`. In all times, parallel work counts once. If there are steps, only the time within steps
+counts, otherwise the whole window. Ratios are shares of that time. On the host, communication is the time in spans of
+kind `comm`. An asynchronous communication lasts from its call to the end of its wait. On a device, communication is the
+work of such spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a device is all other work
+except copies. Computation on the host is the time in operators, layers and phases, without communication, copies and
+loading on the same thread.
 
 The row `together` compares all communication with computation on the devices (on the host if no device computed).
-Unlike `paddle.profiler`, the view does not count the work of a communication as computation. It also does not count
-computation on one device during the communication of another device as overlap.
+Unlike `paddle.profiler`, the view does not count the work of a communication as computation. If one device computes
+while another device communicates, the view does not count that as overlap.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ WORK = {
 
 @dataclass(frozen=True, slots=True)
 class KindUse:
-    """The spans of one kind in the window: their number, the time in which any was open, and the part of it in steps.
+    """The spans of one kind in the window: their number, the time in which any was open, and the part of this time in
+    steps.
 
     `ratio` is the share of the window. `step_ratio` is the share of the time of steps, None without steps.
     """
@@ -220,7 +221,7 @@ def are_in_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
 
 
 def divide_by_device(intervals: DeviceIntervals, works: Mapping[str, Bools]) -> dict[tuple[int, str], _Stretches]:
-    """Return the intervals of each device and kind of work, without those that have none."""
+    """Return the intervals of each device and kind of work. Kinds of work that a device does not have are left out."""
     return {
         (device, work): _Stretches(len(chosen), chosen.union())
         for device in find_distinct(intervals.device).tolist()
@@ -260,7 +261,8 @@ NO_COMMUNICATION = (
 
 @dataclass(frozen=True, slots=True)
 class DistributionView(View):
-    """The `distribution` view. `base_ns` is the time of the `step`s or the `window` (`of`). Ratios are shares of it."""
+    """The `distribution` view. `base_ns` is the time of the steps or of the window, as `of` says (`step` or `window`).
+    Ratios are shares of `base_ns`."""
 
     coverage: Coverage
     of: str
@@ -323,7 +325,7 @@ class DistributionUse:
 
 @dataclass(frozen=True, slots=True)
 class OperationUse:
-    """The calls of one operation in one process group. Sums are over calls and waits for asynchronous calls.
+    """The calls of one operation in one process group. The sums contain the calls and the waits for asynchronous calls.
 
     `device_ns` is None if no call has device time.
     """
@@ -422,7 +424,8 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
 
 
 def _flight_times(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the start and end times of each communication. With `in_flight_ns`, a wait starts at its call."""
+    """Return the start and end times of each communication. A wait with the attribute `in_flight_ns` starts when the
+    awaited communication was called."""
     starts, ends = trace.start_ns[calls].copy(), trace.end_ns[calls]
     for place, flight_ns in enumerate(trace.attributes.values("in_flight_ns", calls)):
         if isinstance(flight_ns, int) and not isinstance(flight_ns, bool):

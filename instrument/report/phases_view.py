@@ -7,9 +7,10 @@ requests the window.
 A phase is a span declared as one (`phase:` in a rule or scope), a span of kind `phase`, or a loader. Each moment of a
 thread counts for the open phase that began first, so an inner phase is part of the outer phase. Only phases within the
 closure of an optimizer count separately. A moment of a step counts first for spans on the step's own thread and task.
-The remaining moments count for tasks that the step started and for suspended generators, because it is unknown when
-these ran. Spans of other tasks do not count. The rows add up to the steps, so `others` is never negative. In
-`paddle.profiler` it may be negative, because overlapping phases count twice.
+The remaining moments count for tasks that the step started and for suspended generators, because the moments in which
+these ran are unknown. Spans of other tasks do not count. The row `others` is the time outside of phases. All rows add
+up to the time of the steps, so `others` is never negative. In `paddle.profiler`, `others` may be negative, because
+overlapping phases count twice.
 
 Device time is the time of a phase's work on streams, including copies. Parallel work on several streams counts for each
 stream. The device time of `others` is the work that no phase launched.
@@ -41,7 +42,8 @@ OWN, OWN_OPTIMIZER, OTHER = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of phases within units (such as steps): the index of each call's phase in `names`, and its time.
+    """The calls of phases within units (such as steps): the index of each call's phase in `names`, and the time of each
+    call.
 
     `whole_ns` is the time of each phase in complete units. `pieces` are the intervals of the calls, sorted by track,
     and `of_piece` is the index of each interval's call. `outside_ns` are the durations of the calls outside of units.
@@ -194,7 +196,8 @@ def measure_streams(trace: Columns, units: Units, calls: Calls) -> StreamUses:
 
 
 def _sum_by_key(keys: Int64s, streams: Int64s, starts: Int64s, ends: Int64s) -> tuple[NDArray[Any], Int64s]:
-    """Return the device time of each distinct key, and these keys. Overlapping times on one stream count once."""
+    """Return the device time of each distinct key, and the distinct keys. Overlapping times on one stream count
+    once."""
     parts, firsts = number_combinations(keys, streams)
     lengths_ns = lengths_by_group(parts, starts, ends, len(firsts))
     distinct_keys = find_distinct(keys)
@@ -340,7 +343,7 @@ def phases(recording: Recording, options: Options) -> PhasesView:
 
     `rows` and `least_ns` limit the rows to the phases with the most time. `skip_first` leaves out the first steps of
     each thread. Their order is that of the recorded step numbers or, without numbers, of the start times. The
-    computation takes a time of n log n for n phases.
+    computation takes O(n log n) time for n phases.
     """
     trace, facts = recording.columns, recording.trace
     units = find_units(trace, facts.coverage, options.skip_first)

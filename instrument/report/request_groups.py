@@ -64,7 +64,8 @@ class RequestGroups:
 
 
 def request_groups(recording: Recording, options: Options) -> RequestGroups:
-    """Return all requests, grouped by the option `requests_by`. The last group is that without the attribute."""
+    """Return all requests, grouped by the option `requests_by`. The last group contains the requests without the
+    attribute."""
     trace, rows = recording.columns, recording.once(joined_requests).rows
     if options.requests_by in ("", ENDPOINT):
         names, of_site = trace.numbered_sites(attrgetter("name"))
@@ -77,7 +78,8 @@ def request_groups(recording: Recording, options: Options) -> RequestGroups:
 
 
 def attribute_values(trace: Columns, rows: Int64s, attribute: str) -> list[str | None]:
-    """Return each request's value of an attribute. The end of its name suffices: `tenant` for the header `x-tenant`."""
+    """Return each request's value of an attribute. The end of the attribute's name suffices: `tenant` for the header
+    `x-tenant`."""
     if not len(trace.attributes.having(attribute)):
         ends = tuple(f"{mark}{attribute}" for mark in ".-_")
         attribute = next((name for name in _attribute_names(trace, rows) if name.endswith(ends)), attribute)
@@ -200,10 +202,12 @@ SEARCHED_ROWS = 2_000
 """The number of rows that are searched for names of sizes. They are spread evenly over the recording."""
 
 NEAREST = 100
-"""The maximum number of requests that a request is compared with, and of a window's requests that are compared."""
+"""The maximum number of requests with which a request is compared. It also limits the number of a window's requests
+that are compared."""
 
 TRIALS = 5
-"""The number of similar requests outside of a window, of which the one with the median wall time is used."""
+"""The number of similar requests that are searched for outside of a window for each request in it. The one with the
+median wall time is used."""
 
 POOL = 5_000
 """The maximum number of requests outside of a window that are searched for similar ones."""
@@ -260,7 +264,8 @@ def choose_evenly(places: Int64s, most: int) -> Int64s:
 
 
 def median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
-    """Return, per target, the request of median time among the `TRIALS` in `outside` with the most similar work."""
+    """Return a request from `outside` for each target. Among the `TRIALS` requests with the most similar work, it has
+    the median wall time."""
     trace, joined = recording.columns, recording.once(joined_requests)
     walls, work = trace.total_ns[joined.rows], recording.once(_measure_work)
     medians = []

@@ -258,8 +258,8 @@ def _make_turns(
 
 
 def _own_shares(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Return the request's share of each of its turns in a batch, in ns. The share of the whole batch is divided in
-    proportion to the lengths of the turns."""
+    """Return the request's share of each of its turns in a batch, in ns. The request's share of the whole batch is
+    divided among its turns in proportion to their lengths."""
     of_pairs: dict[int, list[Moment]] = {}
     for moment in moments:
         if moment.pair != NONE:

@@ -11,9 +11,9 @@ function itself, add up to 100 %. The waits of suspended coroutines have rows of
   copy or loader. All other sites of a kind share a row, which has the kind's name in brackets.
 
 A function is the topmost request of a call path or, outside of requests, its topmost span. Each function has a table.
-If there are several functions, a table of their sum comes first. In this table, a function called inside another
-function does not count twice. The numbers are from the tally, so they include all calls of all threads. A function
-called inside another function counts for both, and a recursive call counts once.
+If there are several functions, a table of their sum comes first. The numbers are from the tally, so they include all
+calls of all threads. If one function calls another, the inner call counts in the tables of both, but only once in the
+table of the sum. A recursive call counts once.
 """
 
 from __future__ import annotations
@@ -325,7 +325,8 @@ class FunctionSums(NamedTuple):
     """The sums of one function. `node` is its topmost call node, `NONE` for the sum of all functions.
 
     `outer_ns` is the time of its `calls`, and `own_ns` the part of it outside of inner spans. `work_ns` is the self
-    time of the work inside it, and `time_ns` the self time of all its lines. `first` and `rows` select its groups.
+    time of the work inside it, and `time_ns` the self time of all its lines. `first` is the index of its first group,
+    and `rows` the number of its groups.
     """
 
     node: int

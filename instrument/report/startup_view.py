@@ -3,7 +3,7 @@
 Its numbers come from the totals of the tally, the first calls and the import times. Newer data never overwrites these.
 Loading and compiling are spans of the phases `load` and `compile`. If they are nested, only the topmost span counts.
 Spans that began after the first request are not part of the start-up. If a call path has calls before and after the
-first request, its time is divided by means of the kept spans.
+first request, the kept spans show how much of its time came after.
 """
 
 from __future__ import annotations
@@ -393,7 +393,8 @@ def _sum_preparations(rows: Sequence[Preparation]) -> Preparation:
 def _preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
-    """Return the time of loading and compiling outside of requests that began before the first request, and after it.
+    """Return the times of loading and compiling outside of requests: of calls before the first request began, and of
+    later calls.
 
     Also return True if the division is uncertain. Calls whose spans are overwritten count as before the request.
     """

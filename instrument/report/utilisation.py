@@ -2,8 +2,8 @@
 
 All numbers come from the device intervals of recorded spans, so a device is idle if no recorded work runs on it. An
 interval is the time between two events on a stream, and may include gaps between kernels. The interval of an outer call
-includes the intervals of calls below. In times of devices and streams, parallel work counts once. In times by name it
-counts several times. All times are clipped to the window.
+includes the intervals of the calls below it. In times of devices and streams, parallel work counts once. In times by
+name, parallel work of several calls counts for each call. All times are clipped to the window.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class DeviceUse:
     `starved_in_flight_ratio` is a share of the time with a request in flight. `hidden_copy_ns` is the time of copies
     during compute, and its ratio is a share of all time with copies. `overlap_ns` is the time with at least two busy
     streams, and `most_streams` the largest number at once. `launch_bound_ns` is the busy time with launch-bound
-    intervals only, in which the device may have waited for the host. The ratios of both are shares of the busy time.
-    `uncertainty_ns` is the smallest and the largest error of the intervals' times on the host's clock. `outside` counts
-    timed intervals outside of the window.
+    intervals only, in which the device may have waited for the host. `overlap_ratio` and `launch_bound_ratio` are
+    shares of the busy time. `uncertainty_ns` is the smallest and the largest error of the intervals' times on the
+    host's clock. `outside` counts timed intervals outside of the window.
     """
 
     device: int

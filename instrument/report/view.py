@@ -107,7 +107,7 @@ class InstrumentationStats:
     """Numbers on the instrumentation that only the running process knows. A saved trace does not contain them.
 
     `added_ns` returns the cost per call of each site's probe. `pairs_ns` is the cost of recording the pairs of device
-    events. `threads_ns` is the processor time of the SDK's own threads, by their task. `passed` counts, by site, the
+    events. `threads_ns` is the processor time of the SDK's own threads, by kind of work. `passed` counts, by site, the
     calls that were left out to stay within the budget. `muted` contains the sites whose calls are not recorded now.
     `notes` describe everything else that was not observed. The rings have `ring_rows` rows and take `ring_bytes`. Of
     their rows, `held_rows` are in use.
@@ -207,7 +207,7 @@ class Recording:
     def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
         """Return the recording of a trace.
 
-        `make_tally` returns the tally that the file contains. Without it the spans are counted.
+        `make_tally` returns the tally that the file contains. Without it the tally is made from the spans.
         """
 
         def count_spans(recording: Recording) -> Tally:

@@ -1,13 +1,12 @@
 """The agent's socket: the folder of a run that contains it, the packets on it, and the start of an agent.
 
-The folder has the name of the run. Its parent folder is `instrument-UID`, which only this user may enter, below
-`XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`. Processes get the socket's path from the variable `INSTRUMENT_AGENT`.
+The folder has the name of the run. Its parent folder `instrument-UID` is in `XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`, and
+only this user may enter it. Processes get the socket's path from the variable `INSTRUMENT_AGENT`.
 
-A packet is a JSON object with descriptors (`SOCK_SEQPACKET`). A sender may send anything. The receiver refuses a packet
-that is not a JSON object of at most `PACKET_BYTES`, and closes its descriptors.
-
-The agent is no child of the service, because the service may wait for all its children. The agent has a session and a
-process group of its own, so that no signal to the service's group reaches it. It keeps no descriptor of the service.
+A packet is a JSON object, with file descriptors if needed (`SOCK_SEQPACKET`). Senders are not trusted. The receiver
+refuses a packet that is not a JSON object of at most `PACKET_BYTES`, and closes the descriptors in it. The agent is not
+a child of the service, because the service may wait for all its children. The agent has a session and a process group
+of its own, so that no signal to the service's group reaches it. It keeps no descriptor of the service.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The import hook, which calls us right after a module's own code has run and before its importer continues.
+"""The import hook, which calls our code right after a module's own code has run and before its importer continues.
 
 Python's own finders and loaders still do all the work. Modules that we do not instrument are imported as usual.
 """

@@ -1,9 +1,10 @@
-"""The watch of the module that runs as `__main__`, which reports its functions before the module calls them.
+"""Watches the module that runs as `__main__`, and reports its functions before the module calls them.
 
-No import hook sees this module, and its functions are called before its body ends. So the body is watched while it
-runs, by `sys.monitoring`, or before Python 3.12 by `sys.settrace`. The watch reports new names right before each
-statement that may call something, and at the end of the body. It ends at the first statement after the last definition,
-which is mostly ``if __name__ == "__main__"``. The watch changes neither the code that runs, nor frames and tracebacks.
+No import hook sees this module, and the module's functions are called before its body ends. So the body is watched
+while it runs, by `sys.monitoring`, or before Python 3.12 by `sys.settrace`. The watch reports new names right before
+each statement that may call something, and at the end of the body. It ends at the first statement after the last
+definition. This statement is usually ``if __name__ == "__main__"``. The watch changes neither the code that runs, nor
+frames and tracebacks.
 
 A child that multiprocessing spawns runs the same module as `__mp_main__`, and is watched in the same way.
 """

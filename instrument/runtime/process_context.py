@@ -1,4 +1,5 @@
-"""The publication of this process's resource attributes in named memory, which profilers find by `/proc/PID/maps`.
+"""The publication of this process's resource attributes in a named memory mapping, which profilers find in
+`/proc/PID/maps`.
 
 OpenTelemetry's OTEP 4719 defines the layout of this process context, the order of writes, and how to read it. A forked
 child publishes its own context. Only one SDK of a process may publish one.

@@ -45,9 +45,9 @@ _UNSENT = ("failed", "rejected", "dropped")
 class SessionDiagnostics:
     """The losses, costs and notes of a session, collected from its components.
 
-    `timing` is None if no device is timed, `exporter` if nothing is sent. With `has_waiting_notes`, notes also name
-    rules that have no target yet. `refused` has the reasons why settings of the newest profile are not in force.
-    `thread_ns` is the processor time that the session's own thread has used.
+    `timing` is None if no device is timed, and `exporter` is None if nothing is sent. With `has_waiting_notes`, notes
+    also name rules that have no target yet. `refused` has the reasons why settings of the newest profile are not in
+    force. `thread_ns` is the processor time that the session's own thread has used.
     """
 
     recorder: Recorder
@@ -95,8 +95,8 @@ class SessionDiagnostics:
     def cost(self, window_ns: int) -> Cost:
         """Return what the instrumentation has cost so far: the calls in the tally times the cost of their probes.
 
-        The cost of a probe was measured on this machine for each shape of call; a generator counts as one step. A
-        device time adds the cost of two events on this device.
+        The cost of a probe was measured on this machine for each shape of call. The cost of a generator is that of one
+        step. A device time adds the cost of two events on this device.
         """
         mean_ns = self.mean_ns()
         cold_ns = mean_ns + self.costs.cold_ns if mean_ns else 0.0

@@ -1,6 +1,6 @@
-"""The export of a running session: it reads and sends spans in this process, or leaves both to the agent.
+"""The export of a running session.
 
-The module `handover` makes this choice.
+The session reads and sends spans in this process, or leaves both to the agent. The module `handover` makes this choice.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Exporting:
     """The export of one session. All methods may be called from any thread.
 
     `_while_no_fork_comes(function)` calls a function that imports modules, and delays forks until it returns.
-    `_start_reading()` starts the thread that calls `read_recorded`, if it is needed and the others have started.
+    `_start_reading()` starts the thread that calls `read_recorded`, if that thread is needed and the session's other
+    threads have started.
     """
 
     _recorded: Recorded
@@ -400,7 +401,8 @@ class Exporting:
             self._read_own(partial(reader.end, end))
 
     def finish(self, *, has_delivered: bool) -> None:
-        """End the export. Unless `has_delivered`, drop unsent rows, because gauges of an idle process are useless."""
+        """End the export. Unless `has_delivered`, drop unsent rows. The process has then recorded no calls, and its
+        gauges alone are useless."""
         reader = self.handover.own
         if not has_delivered and self._exporter is not None:
             if reader is not None:

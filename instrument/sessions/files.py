@@ -1,7 +1,8 @@
-"""The files that a process writes: their paths, how much disk they may use, each window, and the summary at the end.
+"""The files that a process writes, such as its windows and the final summary: their paths, and the disk space that they
+may use.
 
 All workers of a service use the same templates for paths. File names contain process ids to keep the files apart.
-Writing needs numpy, which the first written file imports.
+Writing needs numpy, which is imported only when the first file is written.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def file_name(template: str, *, service: str, pid: int, window: int, run: str = 
 
 
 def _pids_by_file(template: str, folder: Path, service: str) -> dict[str, int]:
-    """Return the files of a template, with and without `{pid}`, each with the process id in its name, 0 for none."""
+    """Return the files of a template, with and without `{pid}`. Each file is mapped to the process id in its name, 0
+    for none."""
     import glob
 
     pid_by_name: dict[str, int] = {}
@@ -113,7 +115,8 @@ def save_trace(path: str | os.PathLike[str], trace: Trace, tally: Tally | None =
 
 
 def write_to_stream(stream: TextIO, text: str, limit_ns: int) -> None:
-    """Write a text to a standard stream. Raises `TimeoutError` if the stream is a pipe and full for `limit_ns`."""
+    """Write a text to a standard stream. Raises `TimeoutError` if the stream is a pipe that remains full for
+    `limit_ns`."""
     if stream not in (sys.__stdout__, sys.__stderr__):
         stream.write(text)  # the host's own
         stream.flush()
@@ -145,7 +148,7 @@ class Destination:
     is_first: bool
 
     def path(self, template: str, window: int = 0) -> Path:
-        """Return this process's path for a template. A relative path is below the folder, in which the session
+        """Return this process's path for a template. A relative path is relative to the folder in which the session
         began."""
         template = with_pid(template, is_first=self.is_first)
         name = file_name(template, service=self.service, run=self.run, pid=os.getpid(), window=window)
@@ -209,7 +212,7 @@ WITHOUT_NUMPY = (
 
 
 def asks_for_files(export: Export) -> bool:
-    """Return True if the profile writes windows to"""
+    """Return True if the profile writes windows to files."""
     return export.chrome is not None or export.recording is not None
 
 
@@ -255,8 +258,8 @@ class Saving:
         self.newest, self._summary = (), None
 
     def write_window(self, index: int, start_ns: int, end_ns: int, origin: Origin | None = None) -> None:
-        """Write the spans of a window to the profile's  `origin` is the process's identity at the window's
-        end."""
+        """Write the spans of a window to the files that the profile names. `origin` is the process's identity at the
+        window's end."""
         session, place = self._session, self.destination()
         export = session.profile.export
         if not asks_for_files(export) or why_no_files():  # which has been reported

@@ -331,7 +331,8 @@ class Backlog:
         self._thread: Thread | None = None
 
     def add(self, window: Window, handlers: Sequence[Handler]) -> None:
-        """Queue a window for its handlers, in 2 us. At interpreter exit, as no thread can start, run these at once."""
+        """Queue a window for its handlers, in 2 us. At interpreter exit no thread can start, so the handlers run at
+        once."""
         if self._thread is None:
             thread = Thread(self._run, WINDOWS_THREAD, lambda: not self._is_ending)
             try:

@@ -1,8 +1,8 @@
 """The handover of work from this process to its agent: the export of the recording, and the reading of gauges.
 
 The agent of a process reads and exports its recording, so the session needs no reader and no thread for that. If the
-agent is killed, the next agent continues from the checkpoint in the recording. A session without any agent exports by
-itself. It uses the same classes as the agent, which import numpy.
+agent is killed, the next agent continues from the checkpoint in the recording. A session without an agent exports by
+itself. It uses the same classes as the agent, and these classes import numpy.
 
 The agent cannot read torch's allocator from outside, so the control thread of the process sends the allocator's values.
 The process reads all gauges itself if it has no agent, or if the agent refuses. A lock on the recording ensures that
@@ -49,7 +49,7 @@ class OwnExport:
     """A reader that passes this process's own recording to the session's exporter.
 
     Without `sends` it only counts metrics for scrapes and writes a dataset. `dataset` has the settings of the dataset,
-    None for none. Only one thread may use the reader at a time, except for `note_sent`.
+    None without a dataset. Only one thread may use the reader at a time, except for `note_sent`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OwnExport:
         import instrument.otlp.recording_export  # noqa: F401
 
     def begin(self, memory_fd: int) -> None:
-        """Open the recording, to read on from the row at which its last exporter stopped. Raises `OSError`."""
+        """Open the recording, and continue at the row at which its last exporter stopped. Raises `OSError`."""
         if self._run is not None or self.is_over:
             return
         from instrument.otlp.recording_export import ExportedRun, RecordingExport
@@ -138,13 +138,14 @@ class OwnExport:
         return run.members[0].select_unsent(spans)
 
     def meter(self) -> bool:
-        """Read the current metrics for a scrape into `metered`. Return False."""
+        """Read the current metrics for a scrape into `metered`. Return False, because `Exporting._read_own` returns
+        True after an error."""
         metered_of = {} if self._run is None else self._run.metered(list(self._run.members.values()))
         self.metered = next(iter(metered_of.values()), None)
         return False
 
     def note_sent(self, source: Source) -> None:
-        """Store up to which row the spans of a recording (`source`) have been sent."""
+        """Store the position up to which the spans of a recording (`source`) have been sent."""
         exported = self._exported
         if exported is not None and exported.owns_source(source):
             exported.note_sent()
@@ -281,8 +282,8 @@ class Handover:
         return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
-        """Return the agent's progress with the export of this session. The recording may still show that of the one
-        before."""
+        """Return the agent's progress with the export of this session. If the recording still has the previous
+        session's progress, only its unreported spans are returned, as `before`."""
 
         def read(place: ExportCheckpoint) -> Progress:
             progress = place.read()
@@ -292,7 +293,7 @@ class Handover:
         return self._read(read, Progress())
 
     def agent_metrics(self) -> MeterState | None:
-        """Return the metrics that the agent has counted from this session, None for none."""
+        """Return the metrics that the agent has counted from this session, None if there are none."""
 
         def read(place: ExportCheckpoint) -> MeterState | None:
             state = place.read_meter()

@@ -79,7 +79,7 @@ class Leaving:
         then."""
 
     def prepare(self) -> None:
-        """Have the session end as the process exits. Report to `instrument init` if it started the process."""
+        """Make the session end when the process exits. Report to `instrument init` if it started the process."""
         atexit.register(self._at_exit)
         self.undos.append(lambda: atexit.unregister(self._at_exit))
         if self._membership.path:
@@ -87,7 +87,7 @@ class Leaving:
         self.after_fork_in_child()
 
     def after_fork_in_child(self) -> None:
-        """Have the session end as a forked child exits by `os._exit`, which calls no handler of `atexit`.
+        """Make the session end when a forked child exits by `os._exit`, which calls no handler of `atexit`.
 
         Before that, a child of multiprocessing calls multiprocessing's finalisers, and a child of Celery's pool sends
         one of Celery's signals.

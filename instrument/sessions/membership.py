@@ -1,8 +1,8 @@
 """The connection of a process to the agent of its run. It is used to join, to send messages, and to say goodbye.
 
 While the connection is open, the agent knows that the process lives. A dead, stopped or slow agent does not delay the
-service. Only the goodbye waits briefly, because this process may have to print the run's report. To join, a process
-needs no thread. The control thread handles the agent's messages.
+service. A process waits briefly for the agent only when it leaves, because it may have to print the run's report.
+Joining needs no thread. The control thread handles the agent's messages.
 """
 
 from __future__ import annotations
@@ -202,11 +202,11 @@ class Membership:
     ) -> Mapping[str, Any]:
         """Say goodbye to the agent, and return its answer on who prints the run's report. Without `save`, return {}.
 
-        `save(path)` writes the recording for that report. The answer has `others` if a running process will print it,
-        `report` if the caller must print this text, and `late` if it was not ready in time. It has `unheard` if the
-        agent is slow or has ended. In this case it also has the ids of `unreported` processes and the count of `unsent`
-        spans. For a process that is alone in the run, the answer is {}, or has a note on processes that record nothing
-        (`unseen`).
+        `save(path)` writes the recording for that report. The answer has `others` if a running process will print the
+        report. It has `report` if the caller must print this text, and `late` if the report was not ready in time. It
+        has `unheard` if the agent is slow or has ended. An answer with `unheard` also has the ids of `unreported`
+        processes and the count of `unsent` spans. For a process that is alone in the run, the answer is {}, or has a
+        note on processes that record nothing (`unseen`).
         """
         if not self.path:
             return {}

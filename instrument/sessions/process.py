@@ -318,7 +318,7 @@ def stop_on_sigterm() -> None:
 
 
 def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
-    """Stop the session because of a signal. Return False if that is impossible now. It is then sent again."""
+    """Stop the session because of a signal. If that is impossible now, return False. The signal is then sent again."""
     running = _session
     if running is not None and running.exporting.lock.postpone(number):
         return False
@@ -340,7 +340,8 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""By a signal's number, the id of the process that sends the signal to itself again; 0 once the signal is handled."""
+"""The id of the process that sends a signal to itself again, by the signal's number. The id is 0 once the signal is
+handled."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:

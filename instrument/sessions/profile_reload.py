@@ -1,6 +1,6 @@
-"""The reload of a running session's profile, as code, the agent or a changed file asks for it.
+"""The reload of a running session's profile, requested by the service's code, by the agent, or by a change of the file.
 
-Each loaded profile is numbered as a generation. The control thread of a process answers the agent's requests. If the
+Each loaded profile has a number, its generation. The control thread of a process answers the agent's requests. If the
 profile sets `control.watch`, the thread checks the profile's file for changes every `FILE_CHECK_S`.
 """
 
@@ -115,8 +115,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 def process_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
     """Return a text that describes this process if a request is for other processes, else "".
 
-    A request is for the processes whose own file it names. With `switch` it is for all processes of the service that
-    the named profile is for. Raises `ProfileError`.
+    A request is for the processes whose own file it names. With `switch` it is for all processes of the service in the
+    named profile. Raises `ProfileError`.
     """
     service, path = request.service, request.path
     if path is not None and not (file is not None and _is_same(Path(path), file)):
@@ -498,9 +498,10 @@ class ControlThread:
     # ---------------------------------------------------------------- the file
 
     def _check_file(self) -> None:
-        """Apply the profile's file once it has changed and is complete. Read it a second time after that.
+        """Apply the profile's file once it has changed and is complete.
 
-        Otherwise a second write of the same size within one tick of the file system's clock would be missed.
+        Read the file again at the next check. Otherwise a second write of the same size within one tick of the file
+        system's clock would be missed.
         """
         stamp = _identity_of_file(self._generations.watched)
         if stamp == self._seen:

@@ -1,4 +1,5 @@
-"""The `Profiler` of a training loop, which calls `step` at the end of each step and gets traces of windows of steps.
+"""The `Profiler` for training loops. A loop calls `step` at the end of each step, and gets a trace of each window (a
+range of steps).
 
 A `Profiler` joins the running session, or begins a session that ends with the last `Profiler`. Recording is never
 switched off, so a window also has the spans that were open at its edges, clipped and marked. Recording a step outside

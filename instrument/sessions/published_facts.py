@@ -1,7 +1,8 @@
 """The values that a session publishes to other processes, in its recording and in messages to its agent.
 
 The values are the process's identity, its export settings, the verdicts on its rules, and counts that only the session
-has. A changed value is written again. Writing costly values takes at most a fixed share of the time.
+has. A value is written again when it has changed. Costly values are written less often, so that this takes at most a
+fixed share of the time.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ VERDICTS_PAUSE_NS = 10_000_000_000
 """The maximum nanoseconds between two writes of the verdicts on the rules."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
-"""Three maximum numbers: of notes for other processes, of characters in a note, and of names of uncalled targets."""
+"""The maximum numbers of notes for other processes, of characters per note, and of names of uncalled targets."""
 
 
 class PublishedFacts:
@@ -240,8 +241,8 @@ class PublishedFacts:
     def publish_verdicts(self, *, at_once: bool = False) -> None:
         """Publish the verdicts on the rules, also for `instrument check`, so that they outlive this process.
 
-        Unless `at_once` is True, a call too soon after the last one does nothing. So this takes at most a 20th of the
-        time. The interval between two writes grows up to `VERDICTS_PAUSE_NS`.
+        Unless `at_once` is True, a call too soon after the last one does nothing. The calls therefore take at most a
+        20th of the time. The interval between two writes grows up to `VERDICTS_PAUSE_NS`.
         """
         began_ns, recorded = time.monotonic_ns(), self._recorded
         if began_ns < self._verdicts_until_ns and not at_once:

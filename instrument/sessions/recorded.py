@@ -187,7 +187,8 @@ class Recorded:
         return otlp.resource_attributes(self.origin(), self.ids().instance, attributes, provider)
 
     def trace_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
-        """Return trace id, span id, flags and trace state of a span. The trace is the remote caller's, else our own."""
+        """Return trace id, span id, flags and trace state of a span. The trace is that of the remote caller, if there
+        is one, else our own."""
         ids, remote = self.ids(), remote_of(remote_value)
         may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
         if may_be_below and not any(RECORDER.paths().map_sites(is_request)):
@@ -437,8 +438,8 @@ def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tu
     """Choose the first request that did work, for `Startup`. Return it with the reason for the choice.
 
     The first call of a site in `sites` is preferred. Otherwise the earliest request with a recorded call below it is
-    chosen, except health probes. If it is not the first request of its site, only the start time of the call below it
-    is known. The request then gets this start time and the length 0. Return None if the chosen request is also the
+    chosen, except health probes. Only the first request of each site has known times. If the recorded call is outside
+    of it, the chosen request gets the call's start time and the length 0. Return None if the chosen request is also the
     first of all requests.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
@@ -467,7 +468,7 @@ def _earliest_call(calls: Iterable[FirstCall]) -> FirstCall | None:
 
 
 def _request_above(node: int, calls: Mapping[int, FirstCall], tree: CallTree) -> FirstCall | None:
-    """Return the first call of the topmost request on the call path to a node, None for none."""
+    """Return the first call of the topmost request on the call path to a node, None without such a call."""
     request = None
     at = tree.parent(node)
     while at >= 0:

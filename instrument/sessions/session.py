@@ -302,7 +302,7 @@ class Session:
         self.control.hear_agent()
 
     def mark_board(self) -> None:
-        """Report the rules that have targets and calls in this process to the other processes of the run."""
+        """Report to the other processes of the run which rules have targets and calls in this process."""
         if self.is_of_run or self._forked:
             marks = [board.RECORDED] if RECORDER.calls or self.threads.has_met_span else []
             board.add_marks([*marks_of(self.verdicts(of_all=False)), *marks])

@@ -40,7 +40,8 @@ class _Call(NamedTuple):
 
 
 def steps_of_batches(trace: Columns) -> list[Step]:
-    """Derive the steps of training loops that report none. Each goes from the fetch of a batch to a later fetch.
+    """Derive the steps of training loops that do not report their steps. Each step lasts from the fetch of a batch to a
+    later fetch.
 
     A step has all batches up to a run of the optimizer, so batches whose gradients are accumulated are one step. A
     batch without a backward pass, as in an evaluation, is in no step. The last step ends with its optimizer. Steps are
@@ -162,8 +163,8 @@ class _StepInserter:
         self._made.append((step_id, parent_id, root_id, self_ns))
 
     def _find_innermost(self, rows: Int64s, first: Int64s, last: Int64s, count: int) -> Int64s:
-        """Return the innermost span around each of `count` steps, else `NONE`. Each row contains the steps from its
-        `first`, up to but not including its `last`."""
+        """Return the innermost span around each of `count` steps, `NONE` for a step without one. Each row is around the
+        steps from its `first`, up to but not including its `last`."""
         trace = self._trace
         innermost = np.full(count, NONE, dtype=np.int64)
         around = np.flatnonzero(first < last)

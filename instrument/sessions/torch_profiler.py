@@ -1,7 +1,7 @@
 """The driver of torch.profiler, which adds torch's operators, with their kernels and memory, to the window of a loop.
 
-An operator costs a microsecond or more, and on a GPU torch.profiler waits for the device at the end of a window. So
-torch.profiler runs only in loops with a `Profiler`, never in a service. This module never imports torch. If
+Recording an operator costs a microsecond or more, and on a GPU torch.profiler waits for the device at the end of a
+window. So torch.profiler runs only in loops with a `Profiler`, never in a service. This module never imports torch. If
 torch.profiler fails, the window has a note on the error instead of operators.
 
 An operator becomes a child of the innermost span that was open on its thread in the middle of the operator's time. The
@@ -227,7 +227,7 @@ MARKS = 4
 """The number of marks at each end of a window. A mark is one moment on both clocks. The first mark is imprecise."""
 
 ROUNDS, TRIALS = 8, 32
-"""The number of rounds that measure the cost of an operator, and the operators per round. The fastest counts."""
+"""The number of rounds that measure the cost of an operator, and the operators per round. The fastest round counts."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 

@@ -1,6 +1,6 @@
-"""The windows, which are ranges of steps with a trace each, and the schedules that choose the ranges.
+"""The windows, and the schedules that choose them. A window is a range of steps, and has its own trace.
 
-A step is a request in the schedule of a profile, and an iteration in a `Profiler`. Steps count from 0.
+In the schedule of a profile, a step is a request. In a `Profiler`, a step is an iteration. Steps count from 0.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Step(NamedTuple):
 class Loop:
     """The newest steps of all loops of a process, without overlaps.
 
-    The steps of an inner loop would count the same time as those of the outer one. So if steps overlap, only those of
-    the loop that joined first are kept. All methods may be called from any thread.
+    If the steps of two loops overlap, as in nested loops, only the steps of the loop that joined first are kept.
+    Otherwise the same time would count twice. All methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Loop:
                 steps.append((order, step))
 
     def _drop_overlapping(self, order: int, start_ns: int) -> bool:
-        """Drop the steps that end after `start_ns`. If a step of a loop that joined earlier is one of them, drop none
+        """Drop the steps that end after `start_ns`. If such a step belongs to a loop that joined earlier, drop no step
         and return False."""
         over = list(itertools.takewhile(lambda entry: entry[1].end_ns > start_ns, reversed(self._steps)))
         if any(step_order <= order for step_order, _ in over):
@@ -154,8 +154,8 @@ def schedule(
 class Windows:
     """A counter of steps that begins and ends windows by a schedule. Without a schedule, all steps are one window.
 
-    The first window begins at `start_ns`, or with `begin_window` if that is None. `steps` is the number of the current
-    step, `state` its state, `first_step` the first step of the newest window.
+    The first window begins at `start_ns`, or at the call of `begin_window` if `start_ns` is None. `steps` is the number
+    of the current step, `state` its state, `first_step` the first step of the newest window.
     """
 
     def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None) -> None:
@@ -184,13 +184,14 @@ class Windows:
         return self._opened_ns is not None
 
     def step(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End the current step, and begin the next window if it is due. Return the window that ended, None for none."""
+        """End the current step, and begin the next window if it is due. Return the window that ended, None if no window
+        ended."""
         window = self.advance(end_ns)
         self.begin_window(end_ns)
         return window
 
     def advance(self, end_ns: int) -> tuple[int, int, int] | None:
-        """End the current step, without beginning a window. Return the window that ended, None for none."""
+        """End the current step, without beginning a window. Return the window that ended, None if no window ended."""
         before, self.steps = self.state, self.steps + 1
         self.state = State(self._states(self.steps))
         if before is State.RECORD_AND_RETURN or self.state not in RECORDING_STATES:
@@ -203,7 +204,8 @@ class Windows:
             self._opened_ns, self.first_step = now_ns, self.steps
 
     def change(self, schedule: Schedule | None, now_ns: int) -> tuple[int, int, int] | None:
-        """Change to another schedule, and count steps from 0. Return the window that the change ends, None for none."""
+        """Change to another schedule, and count steps from 0. Return the window that the change ends, None if it ends
+        no window."""
         window = self.stop(now_ns)
         self._opened_ns = None
         self._follow(schedule)

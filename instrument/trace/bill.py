@@ -4,14 +4,15 @@ A request waits in its queue, in batches beyond its own share, in stalls between
 blocks its event loop. Each nanosecond of a wait is charged once:
 
 - `BEHIND` in a queue, `BETWEEN` in a stall: the time in which the thread of the request's next batch ran other batches.
-  The members of such a batch share it by their weights.
-- `SHARED`: the time in a batch beyond the request's own share. The other members share it by their weights.
+  The time of such a batch is charged to its members by their weights.
+- `SHARED`: the time in a batch beyond the request's own share. It is charged to the other members by their weights.
 - `BLOCKED`: the time in which another request blocked the event loop of the batch's thread or of the request's thread.
 
 Time in which no recorded batch ran is charged to nobody. If groups with the weights w share `length` ns, the first k
 groups get `length * sum(w[:k]) // sum(w)` together. So the charges add up to the waits.
 
-An `Engine` is a model of the engine, which replays the recorded arrivals to predict queue times without some requests.
+An `Engine` is a model of the engine that served the requests. It replays the recorded arrivals without some of the
+requests, to predict the queue times of the remaining requests.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Lanes:
 
     @classmethod
     def of(cls, trace: Columns, joined: Joined) -> Lanes:
-        """Return the lanes of a trace. An instant counts for the batch or the blocked loop that began last."""
+        """Return the lanes of a trace. If intervals of a thread overlap, the overlap belongs to the one that began
+        last."""
         batches = find_distinct(joined.served.batch)
         blocked = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
         rows = np.concatenate([batches, blocked]).astype(np.int64)
@@ -156,8 +158,8 @@ class Account:
         return np.asarray(np.where(is_own, self._trace.thread_id[batch_rows[pair]], threads[np.argmax(counts)]))
 
     def _sum_weights(self) -> Iterator[tuple[int, Int64s]]:
-        """Yield each group, and per batch the sum of the weights of that group's and all earlier groups' members. The
-        last group is that of no request."""
+        """Yield each group with an array. The array has, per batch, the weight of the members in this and all earlier
+        groups. The last group has the members without a request."""
         groups = np.append(self._group, self._count)[self._joined.served.request]
         weights = np.zeros(len(self._batches), dtype=np.int64)
         members_of = Members(groups, self._count + 1)
@@ -169,8 +171,8 @@ class Account:
     def _measure_runs(
         self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool
     ) -> NDArray[np.int64]:
-        """Return how long batches or blocked loops ran in intervals of lanes, for each pair of a waiting and a running
-        group. `waiting` has the group of each interval."""
+        """Return how long batches or blocked loops ran within the given intervals of lanes. The result has a time for
+        each pair of a waiting and a running group. `waiting` has the waiting group of each interval."""
         pieces, upto = self.lanes.pieces, np.zeros((self._count, self._count + 1), dtype=np.int64)
         some = np.flatnonzero(lanes != NONE)
         firsts, stops = pieces.overlapping_ranges(lanes[some], starts[some], ends[some])
@@ -244,7 +246,7 @@ MOST_PAIRS = 40_000
 """The maximum number of pairs (a request and one of its batches) that are replayed. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The largest relative error of the mean queue time, in a replay of all requests, with which the model is sound."""
+"""The model is sound if a replay of all requests reproduces the mean queue time within this relative error."""
 
 
 @dataclass(frozen=True)
@@ -344,8 +346,8 @@ class Engine:
         return steps[item[1]][0] if item[1] < len(steps) else NONE
 
     def _list_stops(self, is_present: Bools) -> deque[tuple[int, int]]:
-        """Return the start and length of each time in which a request that is present, or no known request, blocked the
-        loop."""
+        """Return the start and length of each time in which the event loop was blocked. Times blocked by absent
+        requests are left out."""
         lanes = self._lanes
         has_batches = np.isin(lanes.pieces.groups, lanes.pieces.groups[~lanes.is_blocked])
         is_stop = lanes.is_blocked & has_batches & np.append(is_present, [True])[lanes.blocker]
@@ -354,7 +356,7 @@ class Engine:
 
 
 def _are_main_batches(trace: Columns, batch_rows: Int64s) -> Bools:
-    """Return True for the outermost batches on the thread with most of them."""
+    """Return True for the outermost batches on the thread that ran most of them."""
     is_batch = mask_of(batch_rows, len(trace))
     is_batch &= nearest_above(trace.parent, is_batch) == NONE
     threads, counts = np.unique(trace.thread_id[is_batch], return_counts=True)
@@ -382,7 +384,8 @@ class _Costs:
 
 
 def _measure_gap(trace: Columns, batches: Int64s) -> float:
-    """Return the mean time between two batches of a thread. Gaps longer than a batch do not count."""
+    """Return the mean time between two successive batches of a thread. Gaps longer than the median batch do not
+    count."""
     order = np.lexsort((trace.start_ns[batches], trace.thread_id[batches]))
     rows = batches[order]
     gaps = trace.start_ns[rows[1:]] - trace.end_ns[rows[:-1]]

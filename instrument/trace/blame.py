@@ -1,14 +1,15 @@
 """Finds what made a request or an engine step slower than usual.
 
 A request's time is divided into parts (see `ledger`). Each part has a median over the requests of the endpoint. The
-blamed part exceeds its median the most, and the cause is the span that took most of the blamed part's time. Candidates
-are other requests' spans on the threads that the request waited for, and the spans below the request's own work. A
-garbage collection on any thread is the cause if it took at least half of the excess, because it stops all threads.
+part that exceeds its median the most is blamed. The cause is the span that took most of the blamed part's time.
+Candidates are other requests' spans on the threads that the request waited for, and the spans below the request's own
+work. A garbage collection on any thread is the cause if it took at least half of the excess, because it stops all
+threads.
 
-A step is an outermost batch. Its expected time is linear in the number of its members and in their weight, fitted to
-the steps of its name. The fit minimises relative errors, so long steps count no more than short ones. Steps far from
-the fit are left out of it. The excess over the expected time is divided by call path. An engine may pad all members of
-a step to the heaviest weight. Padding is assumed if the times of uneven steps fit this padded weight better.
+A step is an outermost batch. Its expected time is linear in the number of its members and in their weight, and is
+fitted to all steps of the same name. The fit minimises relative errors, so long steps count no more than short ones.
+Outliers are left out of the fit. The excess over the expected time is divided by call path. An engine may pad all
+members of a step to the heaviest weight. Padding is assumed if the times of uneven steps fit this padded weight better.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _find_cause(
 
 
 def _is_below(trace: Columns, joined: Joined, place: int, rows: Int64s) -> Bools:
-    """Return an array over all rows, True for spans of a request below the given rows."""
+    """Return an array over all rows, True for spans that belong to a request and are below one of the given rows."""
     family = np.flatnonzero(joined.of == place)
     parents = rows_of(family, trace.parent[family].astype(np.int64))
     is_given = np.isin(family, rows)
@@ -152,7 +153,8 @@ def _find_threads(
 
 
 def _find_longest(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
-    """Return the wanted spans of one name and request that ran longest in the given times. Only topmost spans count."""
+    """Group the wanted spans by name and request. Return the group that ran longest within the given times, None
+    without any. Only topmost spans count."""
     low, high = int(times.starts[0]), int(times.ends[-1])
     rows = np.flatnonzero(is_wanted & (trace.start_ns < high) & (trace.end_ns > low))
     is_candidate = mask_of(rows, len(trace) + 1)  # the last place is that of a missing parent
@@ -229,7 +231,8 @@ def _find_request(joined: Joined, row: int) -> int:
 def _find_batch_cause(
     trace: Columns, joined: Joined, ledger: Ledger, place: int, part: str, moments: Sequence[Moment]
 ) -> Cause | None:
-    """Return the batches in which a request spent most time, with the other request that took most of it."""
+    """Return the batch name in which a request spent most time of a part. If the request waited, also return the other
+    member with the largest share."""
     if not moments:
         return None
     served = joined.served
@@ -281,7 +284,8 @@ PATHS = 64
 """The maximum number of call paths with a separate excess time. The paths that took less time share one excess time."""
 
 CELLS = 8_000_000
-"""The maximum number of steps times call paths, to bound the memory. More steps leave fewer paths."""
+"""The maximum product of the numbers of steps and call paths, to bound the memory. With more steps, fewer call paths
+have a separate excess time."""
 
 UNEVEN = 1.2
 """A step is uneven if its padded weight exceeds its real weight by this factor. Only uneven steps show whether an
@@ -291,18 +295,20 @@ PADS = 0.7
 """An engine pads if, over uneven steps, the error of the padded fit is below this fraction of the real fit's error."""
 
 HEAVY = 4.0
-"""A member of a step is heavy if its weight exceeds the usual largest weight of requests by this factor."""
+"""A member of a step is heavy if its weight exceeds the usual weight by this factor. The usual weight is the median of
+each request's largest weight."""
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The steps of a trace, ordered by start time. The length of each in ns is divided into parts that add up to it.
+    """The steps of a trace, ordered by start time. The length of each step in ns is divided into parts that add up to
+    the length.
 
     `load_ns` is the expected time without the unusually heavy member and without padding. `heavy_ns` is the time for
     that member, `padding_ns` the time to pad members to the heaviest one. `heavy` is the index of the unusually heavy
     member's request, `NONE` without one. `excess_ns` is the remaining time by step and path. `sites` has the site of
-    each path, `NONE` for the path of all others. `is_first` is True for a step and path with the first call of its
-    site.
+    each path, `NONE` for the last path, which combines all other paths. `is_first` is True for a step and path if the
+    step contains the first call of the path's site.
     """
 
     rows: Int64s

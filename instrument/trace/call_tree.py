@@ -1,8 +1,9 @@
 """Computes the call tree of a trace, and the tally: the times of the calls of each call path.
 
-A track (`line` in names) is one thread, or one task on it. A call may run on another track than its parent. Then the
-call has a separate node for each thread, and its time is no part of the parent's time. The device time of a call is the
-union of the device intervals at and below it on its track. So overlapping intervals of nested calls count once.
+A track (`line` in names) is one thread, or one task on it. If a call runs on a different track from its parent, its
+time is not part of the parent's time. Such calls have one node per thread. The device time of a call is the union of
+its device intervals and those of the calls below it on the same track. So overlapping intervals of nested calls count
+once.
 
 The tally has totals by call path and thread, as recorders count them. Recursion is folded: a call of a site that is
 already on its path counts at that site's node. The folded call is an inner call if an outer call of the same node and
@@ -100,7 +101,8 @@ def call_tree(
     """Return the call tree of all spans, or of the spans in `among`. Only calls of `kinds` and the calls right below
     them get device times.
 
-    With a `window`, times are clipped to it. A node without a call in the window exists only for the nodes below it.
+    With a `window`, times are clipped to it. A node without a call in the window is included only if a node below it
+    has one.
     """
     first, last = window or (-FARTHEST_NS, FARTHEST_NS)
     counted = do_overlap(trace.start_ns, trace.end_ns, (first, last))
@@ -265,8 +267,8 @@ _TOO_DEEP = "its calls are nested too deeply; it is damaged"
 class _Paths:
     """A tree of call paths with folded recursion: each node has the number of its site, and its parent.
 
-    A call in a node of `recurring` may have an outer call of the same node. Raises `ValueError` after a search of more
-    than `limit_links` nodes for recursion.
+    A call in a node of `recurring` may have an outer call of the same node. Raises `ValueError` if the search for
+    recursion visits more than `limit_links` nodes.
     """
 
     def __init__(self, limit_links: int | None) -> None:
@@ -443,7 +445,8 @@ def _measure_rows(trace: Columns) -> tuple[Int64s, Int64s]:
 
 
 def _order_cells(trace: Columns, cells: Int64s, count: int) -> list[int]:
-    """Return the cells in depth-first order. Siblings are ordered by begin, then the longest first, then by id."""
+    """Return the cells in depth-first order. Siblings are ordered by start time, then by length with the longest first,
+    then by id."""
     rank = index_rows(order_by_start(trace), len(trace))
     by_depth, parent = rows_by_level(trace.level), trace.parent
     sizes = np.ones(len(trace) + 1, dtype=np.int64)  # the number of rows at and below each

@@ -180,7 +180,8 @@ class DeviceIntervals:
         return DeviceIntervals(**columns, labels=self.labels)
 
     def ordered(self) -> DeviceIntervals:
-        """Return the intervals ordered by row, without those of no row. Intervals of a row keep their order."""
+        """Return the intervals ordered by row, without those that belong to no row. Intervals of a row keep their
+        order."""
         order = sort_stably(self.row, int(self.row.max(initial=0)) + 1)
         return self.select(order[self.row[order] != NONE])
 
@@ -262,8 +263,8 @@ class Columns:
         return mask
 
     def numbered_sites(self, describe: Callable[[Site], Description]) -> tuple[list[Description], Int64s]:
-        """Return the distinct results of `describe` for the sites, and the index of each site's result. A last `NONE`
-        follows."""
+        """Return the distinct results of `describe` for the sites, and the index of each site's result. The indices end
+        with an additional `NONE`."""
         numbers: dict[Description, int] = {}
         of_site = [numbers.setdefault(describe(site), len(numbers)) for site in self.sites]
         return list(numbers), np.array([*of_site, NONE], dtype=np.int64)
@@ -277,7 +278,7 @@ class Columns:
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def count_untimed(self) -> int:
-        """Return the number of rows without device intervals although their site has device times."""
+        """Return the number of rows that have no device intervals, although their site records device times."""
         is_missing = self.are_of_sites([site.device for site in self.sites])
         is_missing[self.device.row] = False
         return int(np.count_nonzero(is_missing))
@@ -294,7 +295,8 @@ class Columns:
         return self.take(rows, attributes=attributes, remote=remote)
 
     def take(self, rows: Int64s, **changes: Any) -> Columns:
-        """Return some rows in this order, without attributes and remote parents, with changed columns."""
+        """Return the given rows in this order, without attributes and remote parents. The columns in `changes` replace
+        those of the rows."""
         device = self.device
         if len(device):
             device = replace(device, row=index_rows(rows, len(self))[device.row].astype(np.int32)).ordered()

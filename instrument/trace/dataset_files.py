@@ -1,8 +1,8 @@
 """Writes a dataset as Parquet files into a folder or an object store, and converts its rows into recordings again.
 
-Each table, service, day and hour has a folder. A file has a name without `.parquet` until it is complete, and is then
-renamed. In the path of a folder, such as `service=s-chat/date=d2026-11-29/hour=h07`, each value has a letter in front,
-because query engines read `07` as 7.
+Each combination of table, service, day and hour has a folder. A file has a name without `.parquet` until it is
+complete, and is then renamed. In the path of a folder, such as `service=s-chat/date=d2026-11-29/hour=h07`, each value
+has a letter in front, because query engines read `07` as 7.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PLAIN = frozenset({
 
 
 def make_folder_path(service: str, hour: int) -> str:
-    """Return the path of the folder for a service's rows that began in `hour`, counted from 1970."""
+    """Return the path of the folder for a service's rows that began in `hour`, the number of hours since 1970."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", remove_surrogates(service))[:NAME_LENGTH] or "_"
     return time.strftime(f"service=s-{name}/date=d%Y-%m-%d/hour=h%H", time.gmtime(hour * 3600))
 
@@ -150,10 +150,11 @@ def write_spans(path: str, rows: Iterable[Any]) -> str:
 
 
 class DatasetWriter:
-    """Writes tables to the files of a dataset. Files that begin with `name` replace older ones.
+    """Writes tables to the files of a dataset. File names begin with `name`. A file replaces an older one of the same
+    name.
 
     A file gets its final name in `close`. After an error, `discard` removes all incomplete files. The caller handles
-    `OSError`. With `fills`, a table without rows has a file, too, because query engines refuse a folder that does not
+    `OSError`. With `fills`, a table without rows also gets a file, because query engines refuse a folder that does not
     exist.
     """
 
@@ -285,8 +286,8 @@ def _read_ints(table: Any, name: str) -> Int64s:
 
 
 def _set_offset(table: Any, offset_ns: int) -> Any:
-    """Return the rows of a process with one offset between its two clocks for all rows. They may differ because the
-    wall clock was set."""
+    """Return the rows of a process, with start times converted to one offset between its two clocks. The offsets of
+    rows may differ, because the wall clock may have been set."""
     starts = _read_ints(table, "start_unix_ns") - _read_ints(table, "clock_offset_ns") + offset_ns
     return table.set_column(
         table.schema.get_field_index("start_unix_ns"), "start_unix_ns", import_pyarrow().array(starts)
@@ -380,7 +381,7 @@ def _number_values(column: Any) -> tuple[list[Any], Any]:
 def _read_attributes(
     spans: Any, of_sites: list[dict[str, Any]], site: Any, ids: SpanKeys
 ) -> Iterator[tuple[int, dict[str, AttributeValue]]]:
-    """Yield each row that has other attributes than its site, with these attributes."""
+    """Yield each row with attributes that differ from its site's, and these attributes."""
     attributes_by_row: dict[int, dict[str, AttributeValue]] = {}
     for name in ATTRIBUTES:
         column = spans.column(name).combine_chunks()
@@ -414,7 +415,7 @@ def _read_intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceInterval
 
 
 def _read_facts(row: Mapping[str, Any], trace: Columns, offset_ns: int, tables: Mapping[str, Any]) -> Trace:
-    """Return the facts of a process, from all of its windows or, without any, from its spans."""
+    """Return the facts of a process. They come from all of its windows. Without a window, they come from its spans."""
     boot, pid, start_ticks = row["process"].rsplit("/", 2)
     windows, gauges, losses = (
         [] if tables.get(name) is None else tables[name].to_pylist() for name in ("processes", "gauges", "losses")

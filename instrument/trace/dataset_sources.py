@@ -1,7 +1,7 @@
 """Makes the tables of a dataset from merged files, and from the settled requests of running processes.
 
-Of running processes, `requests`, `batches` and `members` have all requests and batches. `spans` and `intervals` have
-only kept requests.
+For running processes, the tables `requests`, `batches` and `members` have rows for all requests and batches. The tables
+`spans` and `intervals` have rows only for kept requests.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def make_table_of_rows(
 
 
 def _keep_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKeys]) -> SpanKeys:
-    """Return the ids that the rows have in the dataset they were read from. Moved rows get the ids of their new parents
+    """Return the rows' ids from the dataset from which the rows were read. Moved rows get the ids of their new parents
     and roots."""
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1 if len(trace) else trace.own_id
@@ -219,7 +219,7 @@ class SettledRows(TraceRows):
         )
 
     def make_tables(self, is_wanted: Bools) -> Iterator[tuple[str, Any]]:
-        """Yield the name and the rows of each table with rows, for the processes in `is_wanted`."""
+        """Yield the name and the rows of each table that has rows, for the processes in `is_wanted`."""
         trace, joined, of_wanted = self.trace, self._joined, is_wanted[self.process]
         is_new, out = self._is_new & of_wanted, self._out & of_wanted
         order = np.flatnonzero(out)
@@ -297,8 +297,8 @@ def _map_absent(decisions: Decisions) -> Mapping[int, Mapping[int, int]]:
 
 
 def _find_absent_callers(decisions: Decisions) -> Mapping[int, RemoteParent]:
-    """Return the callers of requests that were released before their last rows came, by the request's id in this
-    trace."""
+    """Return, by a request's id in this trace, the caller of each request that was released before its last rows
+    came."""
     trace = decisions.found
     callers: dict[int, RemoteParent] = {}
     for row in np.flatnonzero((decisions.unit == NONE) & decisions.out).tolist():

@@ -158,8 +158,8 @@ class SpanKeys(NamedTuple):
 
 
 class DatasetProcess(NamedTuple):
-    """A process of a dataset: the facts, the offset of the clock, and in a merged trace the process's own numbers.
-    `ids` makes the ids of the process's spans, None for the same ids as in files."""
+    """A process of a dataset: the facts and the offset of the clock. In a merged trace, `numbers` has the process's own
+    numbers. `ids` makes the ids of the process's spans. If it is None, `ConsecutiveIds` makes the ids."""
 
     facts: Trace
     offset_ns: int
@@ -168,7 +168,7 @@ class DatasetProcess(NamedTuple):
 
     @property
     def numbered(self) -> NumberedIds:
-        """The ids of the process's spans, by their numbers."""
+        """The converter from the numbers of the process's spans to ids."""
         return self.ids or ConsecutiveIds(self.facts.origin)
 
     @property
@@ -223,8 +223,8 @@ def _measure_length(interval: tuple[int, int] | None) -> int | None:
 class TraceRows:
     """Makes tables of the rows of a joined trace. `process` has the index of each row's process among `members`.
 
-    Times plus `base_ns` of the process count from 1970. `thread_id` and `device` have the numbers that the processes
-    gave to the thread of each row and to the device of each device interval.
+    A row's time plus `base_ns` of its process is in ns since 1970. `thread_id` has the thread number of each row,
+    `device` the device number of each device interval. Both are the process's own numbers.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class TraceRows:
         self._ledger, self._device_ledger = compute_ledger(trace, joined), compute_device_ledger(trace, joined)
 
     def _make_table(self, name: str, rows: Int64s, start_ns: Int64s, columns: Values) -> Any:
-        """Return a table with the ids of some rows, and with times that count from 1970."""
+        """Return a table with the ids of the given rows, and with times in ns since 1970."""
         process = self.process[rows]
         times = {"start_unix_ns": start_ns + self._base_ns[process]}
         return make_table(name, {**self.keys.of(rows), **times, **columns}, process, self.members)

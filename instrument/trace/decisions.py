@@ -110,8 +110,8 @@ _GATHERED = (
 
 
 def _gather_member(member: UnsettledRows, sites: dict[Site, int], horizon_ns: int) -> dict[str, NDArray[Any]]:
-    """Return the columns of one recording: the rows that may matter now, followed by open spans. `sites` has the
-    numbers of sites, and gets those of further sites."""
+    """Return the columns of one recording: the rows that may matter now, followed by open spans. `sites` maps sites to
+    numbers. New sites are added to it."""
     place = np.flatnonzero(_are_relevant(member, horizon_ns))
     rows = member.rows[place]
     ended = np.isin(np.fromiter(member.opened, np.int64, len(member.opened)), rows["span_id"].astype(np.int64))
@@ -163,7 +163,7 @@ def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
 
 
 PATIENCE_NS = 10**9
-"""Nanoseconds for which a due span waits at most for its request, if no process has recorded the request yet."""
+"""The maximum time in ns for which a due span waits for its request, if no process has recorded the request yet."""
 
 UNKNOWN_NS = 8 * 10**9
 """Nanoseconds after which a span is dropped, if its own process never recorded the span's request."""
@@ -290,8 +290,8 @@ class Decisions:
         return kept_roots, passed
 
     def _mark_adopted(self) -> None:
-        """Set the state of rows that an earlier reader had read. A row that the reader had settled is settled, any
-        other is waiting."""
+        """Set the state of rows that an earlier reader had read. A row that the reader had settled gets the state
+        `SETTLED`, any other row gets `WAITING`."""
         gathered, state = self.gathered, self.gathered.state
         adopted = np.flatnonzero(state == ADOPTED)
         if not len(adopted):
@@ -381,7 +381,7 @@ class Decisions:
         return np.asarray(((state == WAITING) | (state == PASSED)) & ~self.out & ~self.gone)
 
     def find_rows_of_trees(self, units: set[int]) -> Bools:
-        """Return an array over the rows, True for rows of some trees."""
+        """Return an array over the rows, True for rows of the given trees."""
         is_marked = mask_of(np.fromiter(units, np.int64, len(units)), len(self.unit) + 1)
         is_marked[NONE] = False
         return is_marked[self.unit]

@@ -4,7 +4,7 @@
 is JSON in UTF-8. Nothing in the file is pickled, and every value is checked before use.
 
 The file is a zip archive with compressed members (PKWARE's APPNOTE 6.3, 4.3.6 to 4.3.16). `zipfile` can read it.
-Writing with `zipfile` would take longer, because its zlib compresses in four times the time.
+Writing with `zipfile` would take longer, because its zlib needs four times as long to compress.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 
 def refuse_endless(saved: Saved) -> Saved:
-    """Return the recording. If its call paths are long, count its tally now, because a hostile file could make that
-    endless. Raises `ValueError` and `TraceError` for calls nested deeper than in any real program."""
+    """Return the recording. If it has no tally and its call paths are very long, count the tally now, so that a hostile
+    file is refused here. Raises `ValueError` and `TraceError` for calls nested deeper than in any real program."""
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls are nested too deeply; it is damaged")

@@ -81,7 +81,8 @@ def mask_of(rows: Any, count: int) -> Bools:
 
 
 def index_rows(rows: NDArray[Any], count: int) -> Int64s:
-    """Return the index in `rows` of each of `count` rows, -1 for a missing row. A last -1 follows."""
+    """Return the index in `rows` of each of `count` rows, -1 for a missing row. The result ends with an additional
+    -1."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
     return places
@@ -163,7 +164,7 @@ def find_group_starts(groups: NDArray[Any]) -> Int64s:
 
 
 def compute_running_most(numbers: Int64s, groups: Int64s) -> Int64s:
-    """Return, at each number, the maximum of its group up to there. Numbers must be ordered by group."""
+    """Return, for each number, the maximum of its group's numbers up to this one. Numbers must be ordered by group."""
     if not len(numbers):
         return numbers
     if int(numbers.min()) < 0 or int(numbers.max()) >= (1 << 62) // (int(groups[-1]) + 1):
@@ -187,7 +188,7 @@ def count_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: I
 
 def find_last_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
     """Return the index of a group's last number up to a limit, for each pair of a group in `of` and a limit in `upto`.
-    It is `NONE` without one. Numbers are ordered by group and size."""
+    If the group has no such number, the index is `NONE`. Numbers are ordered by group and size."""
     counts = count_up_to(groups, numbers, of, upto)
     return np.where(counts > 0, np.searchsorted(groups, of) + counts - 1, NONE)
 

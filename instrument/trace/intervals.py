@@ -1,4 +1,4 @@
-"""Computes unions, intersections and differences of intervals of time. Intervals are columns of begins and ends.
+"""Computes unions, intersections and differences of intervals of time. Intervals are columns of start and end times.
 
 An interval is half-open. A `Union` is sorted and disjoint, without empty or adjacent intervals.
 """
@@ -128,7 +128,7 @@ def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any
 
 def _shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
     """Shift the times of each group, so that groups follow one another on one axis without contact. If the axis would
-    exceed 64 bits, as with a million groups of hours, times are replaced by their ranks."""
+    exceed 64 bits, for example with a million groups that each last hours, times are replaced by their ranks."""
     groups, times = ([np.asarray(column, dtype=np.int64) for column in side] for side in zip(*columns, strict=True))
     full = [row for row in times if len(row)]
     least, most = min((int(row.min()) for row in full), default=0), max((int(row.max()) for row in full), default=0)
@@ -176,8 +176,8 @@ def clip_intervals(starts: NDArray[Any], ends: NDArray[Any], window: tuple[int, 
 
 
 def are_innermost(groups: Int64s, starts: Int64s, ends: Int64s) -> Bools:
-    """Return True for intervals that enclose no other non-empty interval of their group. Of equal intervals the last is
-    True."""
+    """Return True for intervals that enclose no other non-empty interval of their group. If several intervals are
+    equal, only the last one is innermost."""
     order = np.lexsort((-ends, starts, groups))
     filled = starts[order] < ends[order]
     distinct_ends = find_distinct(ends)

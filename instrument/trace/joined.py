@@ -1,12 +1,14 @@
 """Joins each span to the request that it serves, by keys, across threads, tasks and processes.
 
 A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. A span outside
-of the tree with such a key serves that request, and so do the spans below it. From then on, their further keys name the
-request, too. A batch may serve several requests.
+of the tree with such a key serves that request, and so do the spans below it. From then on, any further key that these
+spans have names the request, too. A batch may serve several requests.
 
-A recurring key names the request that began last before the span. If the previous request is still open, the key names
-the new request only from its first use there. A request that begins during another one with the same key is a part of
-that one, as in an engine's own process. A request in the tree of another one may count on its own because of its keys.
+If several requests in succession use the same key, a span with the key serves the request that began last before it.
+While an earlier request with the key is open, the key names a new request only after its first use there. If a request
+runs within the time of another request with the same key, it is a part of that request. This happens if an engine in
+its own process records the request as well. A request in the tree of another request may count separately if their keys
+differ.
 """
 
 from __future__ import annotations
@@ -178,8 +180,8 @@ def _resolve_requests(
 
 
 class _Bound:
-    """Finds the request that a key names at a time, in an index sorted by key, then by start time. A key that first
-    named another request, which is still open, names this one only after `since_ns`."""
+    """Finds the request that a key names at a time, in an index sorted by key, then by start time. If a key first named
+    another request that is still open, it names its new request only after `since_ns`."""
 
     def __init__(
         self, trace: Columns, pairs: Int64s, since_ns: Int64s, apart_ns: int, owner: Int32s, first: FirstKeys
@@ -373,8 +375,8 @@ class FirstKeys:
     def are_of_others(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
         """Return True for each key that is the first key of another request.
 
-        The key's own request began at `start_ns`, and has the key since `at_ns` as a further key. The other request had
-        begun by `at_ns`. It was open then, or began later than the key's own request.
+        The key became a further key of its own request at `at_ns`. That request began at `start_ns`. The other request
+        had begun by `at_ns`. It was open at `at_ns`, or began at or after `start_ns`.
         """
         last = find_last_up_to(self.keys, self.starts, keys, at_ns)
         if not len(self.keys):
@@ -383,7 +385,7 @@ class FirstKeys:
 
 
 def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
-    """Return the request of each row, `NONE` for strays and the rows below them, whose request their own keys name.
+    """Return the request of each row, `NONE` for strays and the rows below them. Their own keys name their request.
 
     A stray is a span that has the first key of another request. The request around it has a different first key, and
     got the stray's key only after that other request had begun. A span whose key the request around it had earlier is

@@ -1,10 +1,11 @@
-"""Packs the columns of a trace for a file, in the smallest types that fit. Only rows with rare values store them.
+"""Packs the columns of a trace for a file, in the smallest types that fit.
 
-Ascending columns are stored as differences (`differences`) and ends as lengths, so most numbers take one or two bytes.
-`numpy.cumsum` restores a column. The array `firsts` has the first span id and the first begin.
+Rare values are stored only for the rows that have them. Ascending columns are stored as differences (`differences`),
+and end times as lengths. So most numbers take one or two bytes. `numpy.cumsum` restores a column. The array `firsts`
+has the first span id and the first start time.
 
-The kernels and allocations of torch.profiler are ordered by time, so times are stored as differences. A table has each
-thread id once.
+The kernels and allocations of torch.profiler are ordered by time, so times are stored as differences. Each thread id is
+stored once, in a table.
 """
 
 from __future__ import annotations
@@ -328,7 +329,7 @@ def move_watched(
 
 
 def pack_kernels(kernels: Sequence[Kernel], base_ns: int) -> tuple[dict[str, Column], list[str]]:
-    """Return the packed columns of kernels, with times from `base_ns`, and the table of their names."""
+    """Return the packed columns of kernels, with times relative to `base_ns`, and the list of the kernels' names."""
     work = KernelColumns.of(kernels)
     names: dict[str, int] = {}
     of_name = np.array([names.setdefault(remove_surrogates(name), len(names)) for name in work.names], dtype=np.int64)
@@ -368,7 +369,7 @@ def unpack_kernels(columns: Arrays, names: Sequence[str], base_ns: int) -> Kerne
 
 
 def pack_allocations(allocations: Sequence[Allocation], base_ns: int) -> dict[str, Column]:
-    """Return the packed columns of allocations, with times from `base_ns`."""
+    """Return the packed columns of allocations, with times relative to `base_ns`."""
     packed = Allocations.of(allocations)
     rows = packed.rows
     threads, thread = rank_distinct(rows["thread_id"])

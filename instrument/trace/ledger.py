@@ -3,12 +3,14 @@
 Every instant of a request belongs to the open part that began last. A part is a phase of the request's own work in any
 process, a batch that served it, or a time between these.
 
-- `queue`: from the hand-off to the first batch. The hand-off span is the newest span before that batch with the
-  request's key. The queue begins at that span's end, or at its begin if it failed or was still open. Without a hand-off
-  span, the queue begins at the last begin or end of the request's own work. If a request has several keys, each key has
-  a queue. A failed or cancelled request that was handed off but never served was in the queue until its end.
-- `stall`: from a batch to the next one.
-- `transport`: from a batch to the request's next own work, and from own work to the first work on a batch thread.
+- `queue`: from the hand-off to the first batch. The hand-off span is the newest span with the request's key that began
+  before that batch. The queue begins when the hand-off span ended, or when it began if it failed or was still open.
+  Without a hand-off span, the queue begins when a span of the request's own work last began or ended. If a request has
+  several keys, each key has a queue. A failed or cancelled request that was handed off but never served was in the
+  queue until its end.
+- `stall`: from one batch of the request to the next batch.
+- `transport`: from a batch to the request's next own work on another thread, or from own work to the first work on a
+  thread with batches.
 - `lock`: calls that wait for a lock or a place in a pool. Their name or `phase: lock` in their rule identifies them.
 - `sub-requests`: requests that began within the request but count on their own. Each has its own ledger.
 - `unknown`: none of the above.
@@ -59,7 +61,7 @@ PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
 def phase_of(site: Site) -> str | None:
-    """Return the name of the phase that spans of a site are, None if they are not a phase of a request."""
+    """Return the phase to which spans of a site belong, None if they are not part of a request's phases."""
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:
@@ -83,7 +85,8 @@ class Ledger:
     """The parts of requests, one row for each part that took time.
 
     The parts of a request add up to its wall time. Rows are ordered by request. `part` is an index into `names`.
-    `given_ns` is the share of each pair of a batch and a request. The shares of a batch add up to its own time.
+    `given_ns` is the request's share of the batch, for each pair of a batch and a request. The shares of a batch add up
+    to its own time.
     """
 
     names: tuple[str, ...]
@@ -99,7 +102,8 @@ class Ledger:
         return {self.names[part]: time_ns for part, time_ns in rows}
 
     def times_by_part(self, columns: Mapping[str, str], count: int) -> dict[str, Int64s]:
-        """Return the time of each of `count` requests in some parts. `columns` names the column of each part."""
+        """Return, by column name, the time that each of `count` requests spent in a part. `columns` maps parts to
+        column names."""
         times = {column: np.zeros(count, dtype=np.int64) for column in columns.values()}
         for number, name in enumerate(self.names):
             if name in columns:
@@ -109,8 +113,8 @@ class Ledger:
 
 
 def divide_shares(served: Served, amounts: Int64s) -> Int64s:
-    """Return the share that each request has of the amount of its batch, per pair of a batch and a request. `amounts`
-    has the amount of each row of the trace."""
+    """Return, for each pair of a batch and a request, the request's share of the batch's amount. `amounts` has the
+    amount of each row of the trace."""
     lengths = amounts[served.batch]
     if not len(lengths):
         return np.zeros(0, dtype=np.int64)
@@ -361,7 +365,7 @@ def _find_work(trace: Columns, joined: Joined) -> Intervals:
 
 
 def _find_sub_requests(trace: Columns, joined: Joined) -> Intervals:
-    """Return the requests that began within another request and count on their own."""
+    """Return the requests that began within another request and count as separate requests."""
     above = trace.parent[joined.rows]
     around = np.append(joined.of, NONE)[above]
     inner = np.flatnonzero((around != NONE) & (around != np.arange(len(around))))
@@ -546,8 +550,8 @@ def _find_next(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> In
 class DeviceLedger:
     """The device times of requests: `own_ns` of own work and `shared_ns` of batches, by the index of the request.
 
-    `batch_ns` has the device time of each row that is a batch, 0 for other rows. `given_ns` is the share of each pair
-    of a batch and a request. The shares of a batch add up to its own device time.
+    `batch_ns` has the device time of each row that is a batch, 0 for other rows. `given_ns` is the request's share of
+    the batch, for each pair of a batch and a request. The shares of a batch add up to its own device time.
     """
 
     own_ns: Int64s

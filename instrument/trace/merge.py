@@ -1,9 +1,9 @@
 """Merges saved recordings into one recording on a common clock, with unique ids and each span once.
 
-Spans are renumbered in the order of their begins. Sites with the same key become one. Threads, streams and devices of
-different processes stay distinct, except devices with the same UUID. A span may be in several files of a process, such
-as a dump and the file of its end. The longest version of the span is kept. A merged file is split into its processes,
-so that a span that another file of the process has, too, is recognised.
+Spans are renumbered in the order of their start times. Sites with the same key become one. Threads, streams and devices
+of different processes stay distinct, except devices with the same UUID. A span may be in several files of a process,
+such as a dump and the file written at the end. The longest version of the span is kept. An input file that is itself a
+merge is split into its processes, to recognise spans that are also in other files.
 
 `fold_recordings` makes one recording of processes that have ended, with all totals and the newest spans. A service may
 recycle thousands of workers over months, so `fold_recordings` limits the number of threads, call paths, samples and
@@ -214,7 +214,7 @@ class _Merge:
     def _choose_rows(
         self, span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s
     ) -> Int64s:
-        """Return, for each row of all files, the row of the same span that is kept: itself, or one in another file."""
+        """Return, for each row of all files, the row that is kept for the same span. It may be in another file."""
         chosen = np.arange(len(span_id))
         process = np.repeat([part.process for part in self._parts], [len(part.trace) for part in self._parts])
         in_several_files = {process for process, group in enumerate(self._groups) if len(group) > 1}
@@ -304,7 +304,8 @@ SAMPLES_KEPT = 20_000
 """The maximum number of gauge samples that `fold_recordings` keeps. The oldest are dropped first."""
 
 PATHS_KEPT = 16_384
-"""The maximum number of call paths with a row of their own after `fold_recordings`. Others share one per site."""
+"""The maximum number of call paths that keep a row of their own in `fold_recordings`. The other paths of a site share
+one row."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"

@@ -94,7 +94,7 @@ class JoinedSites:
 
     @cached_property
     def joined(self) -> tuple[Site, ...]:
-        """The joined sites by index, to be read after the last call of `place`."""
+        """The joined sites by index. Read this only after the last call of `index_of`."""
         joined = []
         for first, *more in self._found:
             shared = [pair for pair in first.attributes if all(pair in site.attributes for site in more)]

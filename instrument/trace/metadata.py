@@ -81,13 +81,15 @@ _JSON_TYPES = {"int": (int,), "str": (str,), "bool": (bool,), "float": (float, i
 
 
 def _encode_facts(thing: Any) -> dict[str, Any]:
-    """Return the fields of a flat dataclass as JSON values, without empty defaults. `read_dataclass` is the inverse."""
+    """Return the fields of a flat dataclass as JSON values, without empty fields that have their default value.
+    `read_dataclass` is the inverse."""
     values = {item.name: (getattr(thing, item.name), item.default) for item in plain_fields(type(thing))}
     return {name: make_safe(value) for name, (value, default) in values.items() if value or value != default}
 
 
 def read_dataclass(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
-    """Return a flat dataclass made from those facts that it has fields for. Raises `ValueError` for a wrong type."""
+    """Return a flat dataclass made from the facts. Facts without a field of that name are ignored. Raises `ValueError`
+    for a wrong type."""
     items = [item for item in plain_fields(kind) if item.name in facts and item.name not in more]
     return kind(**{item.name: check_type(facts[item.name], *_JSON_TYPES[str(item.type)]) for item in items}, **more)
 
@@ -249,7 +251,8 @@ def _pack_tally(tally: Tally, base_ns: int, sites: Sites) -> str:
 
 
 class Metadata:
-    """Reads the value of the key: the base of times and the sites at once, other facts when they are needed."""
+    """Reads the value of the key `instrument`. The base of times and the sites are read at once, other facts only when
+    they are needed."""
 
     def __init__(self, facts: dict[str, Any]) -> None:
         if facts["format"] not in READ:
@@ -261,8 +264,8 @@ class Metadata:
         learn_gauges(check_type(facts.get("gauges", {}), dict))
 
     def make_trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
-        """Return the trace with the given spans and samples of gauges. Samples without a value are added from the
-        key."""
+        """Return the trace with the given spans and samples of gauges. Samples without a value are added, because only
+        the metadata has them."""
         facts = self._facts
         samples += [
             Sample(check_type(name, str), check_type(device, int), self.base_ns + check_type(since_ns, int), None)
@@ -330,7 +333,8 @@ class Metadata:
         return kernels, unpack_allocations(columns, self.base_ns)
 
     def _read_listed_kernels(self, names: Sequence[str]) -> Sequence[Kernel]:
-        """Return the kernels of an earlier version: a list of numbers for each, with times from the base."""
+        """Return the kernels from a file of an earlier format version. The file has one list of numbers per kernel,
+        with times relative to the base."""
         kernels = []
         for name, kind, *numbers in self._facts.get("kernels", ()):
             device, stream, start_ns, length_ns, thread_id, launched_ns = check_ints(numbers)
@@ -344,7 +348,8 @@ class Metadata:
         return KernelColumns.of(kernels).move_times(0)
 
     def _read_listed_allocations(self) -> Allocations:
-        """Return the allocations of an earlier version: their rows as packed text, or a list of numbers for each."""
+        """Return the allocations from a file of an earlier format version. The file has them as packed text, or as one
+        list of numbers per allocation."""
         allocations = self._facts.get("allocations", [])
         if isinstance(allocations, str):
             return Allocations(_read_column("<i8", allocations).view(ALLOCATION), self.base_ns)

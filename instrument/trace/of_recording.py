@@ -33,7 +33,7 @@ OPEN = "instrument.open"
 """The attribute of a span that was still open when its recording was read. The value is true."""
 
 NEVER_NS = 1 << 62
-"""The time in ns of the first request of a process, if it never serves one."""
+"""The value in ns that replaces the time of a process's first request, if the process has served none."""
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
@@ -48,7 +48,7 @@ class RowDetail(NamedTuple):
 
     @classmethod
     def of(cls, active_ns: int, text: bytes) -> RowDetail:
-        """Return a detail of a recording, which is an active time and a text."""
+        """Return the details of a row from a recording, which stores them as an active time and a text."""
         active_ns, error, attributes = detail_of(active_ns, facts_in(text))
         return cls(active_ns, error, *_split_remote(attributes))
 
@@ -139,7 +139,7 @@ def have_details(rows: Records) -> Bools:
 
 
 _SHARED = ("span_id", "parent_id", "root_id", "start_ns", "children_ns", "node")
-"""The fields of a row that an open span has under the same name."""
+"""The fields of a row that an open span also has, under the same names."""
 
 
 def columns_of_rows(

@@ -99,8 +99,9 @@ class Parts:
 class StepKinds:
     """The kinds of engine steps, as groups of batch names, learned from requests.
 
-    Two names are of one kind if they alternate in at least half of the requests that have either name twice. Without
-    such requests, they are of one kind if they serve a request with equal weights, or if only one has weights.
+    Two names are of one kind if they alternate in at least half of the requests with two or more batches of either
+    name. Without such requests, they are of one kind if they serve a request with equal weights, or if only one has
+    weights.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,7 @@ class StepKinds:
                 pairs_seen.update(_split_pair(names, pair) for pair in np.unique(pairs[is_member]).tolist())
 
     def weigh(self, names: Sequence[str], name: Int64s, weight: Int64s) -> None:
-        """Learn the least weight of each batch name. `name` has the index in `names` of each batch."""
+        """Learn the least weight of each batch name. `name` has, for each batch, the index of its name in `names`."""
         least = np.full(len(names), FARTHEST)
         np.minimum.at(least, name[weight > 0], weight[weight > 0])
         for place in np.flatnonzero(least < FARTHEST).tolist():
@@ -271,8 +272,8 @@ def _find_leading_batches(parts: Parts, named_of: Int64s, chosen: Int64s, longes
 
 
 def _merge_series(parts: Parts, series_places: Sequence[int]) -> list[int]:
-    """Return the batches of several series in order of time. A batch is left out if it overlaps the batch before it,
-    which ran on another thread."""
+    """Return the batches of several series in order of time. A batch is left out if it overlaps the previous batch and
+    ran on another thread."""
     series = parts.series
     items = [
         place

@@ -1,18 +1,19 @@
 """Gives each request one tree over all threads, tasks and processes, with its facts, for viewers and collectors.
 
-A span elsewhere that bears a request's key moves, with all spans below it, to below the hand-off span. This is the
-newest open span with the key. Without one it is the last ended span with the key in the request's own tree, else the
-request. A batch keeps its tree, because it serves several requests. A foreign batch becomes a root. Rows stay the same
-except for their ancestors. A trace without an id gets one from the run and the key. So spans that a process sends to a
-collector directly join their request there.
+A span with a request's key but outside of the request's tree becomes a child of the hand-off span. All spans below it
+move with it. The hand-off span is the newest span with the key that is open at that time. If none is open, it is the
+span with the key in the request's own tree that ended last. If there is no such span, the request is the parent. A
+batch keeps its tree, because it serves several requests. A batch in the tree of a request that it does not serve
+becomes a root. Apart from their ancestors, rows do not change. A trace without an id gets an id that is made from the
+run and the key. All processes make the same id, so that their spans meet at the collector.
 
-Facts are the values that rules read at calls. The span of a call has facts as attributes, and their names in `FACTS`.
-They move to the request that the call serves.
+Facts are the values that rules read from calls. They are attributes of the call's span, and its attribute `FACTS` lists
+their names. Facts move to the request that the call serves.
 
-A tree can have rows of several processes. Their rows are grouped by process, with the threads, streams and devices of
-that process. Span ids, parents, roots and times remain those of the merged trace. An interruption becomes an event of
-each span that it interrupts, not a trace of its own. A blocked event loop interrupts the open requests and roots on its
-thread. A garbage collection interrupts those of its process.
+A tree can have rows of several processes. For output, the rows are grouped by process, and get that process's own
+numbers of threads, streams and devices. Span ids, parents, roots and times remain those of the merged trace. An
+interruption becomes an event of each span that it interrupts, not a trace of its own. A blocked event loop interrupts
+the open requests and roots on its thread. A garbage collection interrupts those of its process.
 """
 
 from __future__ import annotations
@@ -184,8 +185,8 @@ def _are_cyclic(parent: Int32s) -> Bools:
 def make_remotes_by_key(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return trace ids made from keys. A request's id is made from its first key. A root gets an id, too, if no request
-    here has its key. Only the first request with a key gets the key's trace id, because other processes cannot
+    """Return trace ids made from keys, by row. A request's id is made from its first key. A root whose key no request
+    here has also gets an id. Only the first request with a key gets the key's trace id, because other processes cannot
     distinguish later ones."""
     have_traces = {int(root_id[row]) for row in remotes}
     remote_by_row: dict[int, RemoteParent] = {}
@@ -211,7 +212,7 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 def move_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
     """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved.
 
-    `requests` are rows ordered by begin, `of` is the index of each row's request among them, and `keys_of` has the keys
+    `requests` are rows ordered by start time. `of` has the index of each row's request among them, `keys_of` the keys
     of requests by index.
     """
     rows = trace.attributes.having(FACTS)

@@ -19,8 +19,8 @@ from instrument.recording.tally import Tally
 from instrument.recording.trace_context import RANDOM_BITS, RemoteParent, threshold_of
 
 LEAST_CALLS = 100
-"""The number of requests after which an endpoint's usual time is known. Earlier requests wait with their decision until
-then."""
+"""The number of requests after which an endpoint's usual time is known. Until then, requests that are not notable
+remain undecided."""
 
 USUAL_FOR_NS = 10**9
 """Nanoseconds between two computations of the endpoints' usual times."""
@@ -72,7 +72,7 @@ class TailSampler:
     def update_usual_times(self, ended: Collection[EndedRequest]) -> None:
         """Compute the usual times of endpoints again if they are old or lack the endpoint of a request.
 
-        They are from the histograms of the tally, which counts all requests since the session began.
+        The times come from the histograms of the tally, which counts all requests since the session began.
         """
         usual = self.capture.slow_over
         newest_ns = max((request.end_ns for request in ended), default=0)

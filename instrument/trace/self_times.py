@@ -1,12 +1,12 @@
 """Computes self times of spans, and the innermost open span per thread and time.
 
 A self time is the part of a span's time in which no child ran on the same thread and task. If nested coroutines are
-suspended, the innermost one has waiting time. While a generator is suspended between two items, its consumer runs, so
-the generator has no self time.
+suspended, this counts as waiting time of the innermost coroutine only. While a generator is suspended between two
+items, its consumer runs, so the generator has no self time.
 
 The innermost span is found per thread, and per task if several tasks alternate on the thread. A suspended generator is
-skipped, because its consumer may have run instead. Turns assign each instant to one of several overlapping intervals,
-so that no instant counts twice.
+skipped, because its consumer may have run instead. If intervals overlap, each instant is assigned to one of them (a
+turn), so that no instant counts twice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def waiting_times(trace: Columns) -> Int64s:
 
 
 def were_suspended(trace: Columns) -> Bools:
-    """Return True for generators that were suspended mostly while their consumers ran."""
+    """Return an array over all rows, True for generators that spent most of their suspended time while their consumers
+    ran."""
     stood_ns = trace.total_ns - trace.active_ns
     if not (stood_ns > 0).any():
         return np.zeros(len(trace), dtype=np.bool_)
@@ -66,8 +67,8 @@ def were_suspended(trace: Columns) -> Bools:
 def compute_turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the turns of intervals by group and time: the index of the interval, and the turn's begin and end.
 
-    An instant belongs to the open interval of the group with the highest rank. Ranks are distinct. The time is n log n
-    for any number of simultaneous intervals.
+    Each instant belongs to the group's open interval with the highest rank. Ranks are distinct. The time is n log n for
+    any number of simultaneous intervals.
     """
     filled = np.flatnonzero(starts < ends)
     if not len(filled):
@@ -97,8 +98,8 @@ def _find_edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, I
 def find_highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
     """Return the highest rank among the intervals that cover each index, `NONE` without any.
 
-    An interval is the union of two blocks of a power of two indices, which may overlap. Ranks pass from each block to
-    its two halves, down to single indices.
+    Each interval is the union of two blocks, which may overlap. The size of a block is a power of two. Ranks pass from
+    each block to its two halves, down to single indices.
     """
     exponents = np.frexp((ends - firsts).astype(np.float64))[1] - 1
     by_exponent = np.argsort(exponents, kind="stable")
@@ -169,8 +170,8 @@ class Clock(NamedTuple):
 def find_innermost(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
     """Return the row of the innermost wanted span that was open at each given time and thread, `NONE` without any.
 
-    The result is `SEVERAL` if other tasks had open spans, unless they are all around that span. A span does not contain
-    its end. Of two that begin at once, the shorter is the inner one. The time is n log n for any depth.
+    The result is `SEVERAL` if another task had an open span that does not enclose the innermost one. A span does not
+    contain its end. Of two that begin at once, the shorter is the inner one. The time is n log n for any depth.
     """
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)

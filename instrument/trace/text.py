@@ -179,8 +179,8 @@ class PackedAttributes:
         return self._rows
 
     def having(self, name: str) -> Int64s:
-        """Return the rows with an attribute of this name, in order. JSON without nested objects is not decoded, because
-        each text before a colon is a name."""
+        """Return the rows with an attribute of this name, in order. Flat JSON is searched as text, without decoding,
+        because there each string before a colon is a name."""
         written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
         at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
         text_of_match = np.searchsorted(ends, at, side="right")

@@ -306,8 +306,8 @@ class MergedProcess:
     """A process of a merged trace. `facts` is a trace without spans, on the process's own clock.
 
     If the trace has several processes, `facts` has the gauges of this one alone. `windows` are the intervals of its
-    files. `threads`, `devices`, `streams` and `absent` spans map merged numbers to the process's own. Its times were
-    moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from this process.
+    files. `threads`, `devices`, `streams` and `absent` (spans) map merged numbers to the process's own numbers. The
+    process's times were moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from this process.
     """
 
     facts: Trace
@@ -379,6 +379,6 @@ class Trace:
 
     @property
     def coverage(self) -> Interval:
-        """The part of the window in which no span is missing. Shares of time are shares of this part."""
+        """The part of the window in which no span is missing. Reports give shares of time relative to this part."""
         first = max(self.start_ns, self.held_from_ns)
         return first, max(self.end_ns, first)

@@ -1,8 +1,8 @@
-"""Keeps the unsettled rows of one recording as columns. These rows have been read, and wait for a decision.
+"""Keeps the unsettled rows of one recording as columns.
 
-Unsettled rows are those of requests, and of spans that may serve requests of other processes. They are removed when
-their requests are settled. Rows with keys remain longer, so that late rows find their request. Rows that are not needed
-before the decision are packed to save memory.
+These rows have been read, and wait for a decision. They belong to requests, or to spans that may serve requests of
+other processes. They are removed when their requests are settled. Rows with keys remain longer, so that late rows find
+their request. Rows that are not needed before the decision are packed to save memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
 
 LEAST_PACKED = 500
-"""The minimum number of a thread's rows that are packed. Packing a row takes 0.25 us, and leaves 3 to 8 of 73 bytes."""
+"""The minimum number of rows of a thread that are packed together. Packing a row takes 0.25 us, and reduces its 73
+bytes to 3 to 8."""
 
 MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
@@ -162,7 +163,7 @@ class UnsettledRows:
         self._sizes = Newest[int, int](MOST_ROOTS)
 
     def drop_requests(self, root_ids: set[int]) -> None:
-        """Drop the waiting rows of some requests, given by their roots, because others send them."""
+        """Drop the waiting rows of requests that the caller sends itself. The requests are given by their roots."""
         self.unpack()
         theirs = np.isin(self.rows["root_id"], np.fromiter(root_ids, np.uint64, len(root_ids)))
         theirs &= self.state != SETTLED

@@ -1,1 +1,1 @@
-"""Records the requests of servers, and the traces that they continue."""
+"""Records the requests of servers, and continues the traces of their callers."""

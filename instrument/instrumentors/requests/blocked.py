@@ -9,7 +9,7 @@ callback. This costs 0.7 us per step of a task, and 1.2 us per other callback. P
 readers and writers are not timed, because uvloop calls them directly.
 
 Garbage collections of Python longer than the limit are recorded, too, because they stop all threads of the process. The
-interpreter reports their begin and end, which costs 0.8 us per collection.
+interpreter reports the start and end of each collection, which costs 0.8 us.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ NEWEST = 256
 """The number of a thread's newest rows to search for the blocking span, which ends just before the callback."""
 
 OPEN_LIMIT = 1_000
-"""The maximum number of open requests with which all open spans are searched. With more, only the innermost is read."""
+"""The maximum number of open requests up to which all open spans are searched for the blocking span. With more
+requests, only the innermost open span is read."""
 
 BLOCKERS_KNOWN = 100
 """The maximum number of sites in `BLOCKERS`. Blocks by further sites are recorded but not counted."""
@@ -309,7 +310,8 @@ class LoopPlaces:
         self._begun[get_ident()] = 0
 
     def take_places(self, begun_ns: int) -> tuple[str, ...]:
-        """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling."""
+        """Return the stack of the slow callback that began at `begun_ns`, innermost first. Start the sampling unless it
+        runs."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self._begun.clear()

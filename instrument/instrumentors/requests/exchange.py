@@ -3,8 +3,8 @@
 The adapter of a server begins and ends the exchange and reports its messages. The router of a framework reports the
 route. Headers and the query are recorded only if the rule names them. Bodies are never recorded, only their length.
 
-A span is named by method and route, such as `GET /items/{id}`, or by the method alone if there is no route. For a
-method that HTTP does not define, the attribute is `_OTHER` and the name has `HTTP` in place of the method, as in
+A span is named by method and route, such as `GET /items/{id}`, or by the method alone if there is no route. If HTTP
+does not define the method, the method's attribute is `_OTHER`, and the name has `HTTP` in its place, as in
 OpenTelemetry. A call of gRPC is named `package.Service/Method`. All calls of unknown gRPC methods form one endpoint,
 `grpc`. The number of endpoints is limited.
 """
@@ -67,7 +67,8 @@ OUTCOMES: Mapping[str, str] = {
 
 
 def outcome_by(error: BaseException | str | None) -> str | None:
-    """Return the outcome that an exception means, None without one. All members of a group must mean the same."""
+    """Return the outcome of a request that ends with an exception, None for other exceptions. All members of an
+    exception group must have the same outcome."""
     members = getattr(error, "exceptions", None)
     if isinstance(members, tuple) and members:
         outcomes = {outcome_by(member) for member in members}
@@ -76,7 +77,7 @@ def outcome_by(error: BaseException | str | None) -> str | None:
 
 
 BEGIN = "begin of a request"
-"""The name under which faults at the begin of a request are counted."""
+"""The name under which faults at the start of a request are counted."""
 
 GAPS_KEPT = 10_000
 """The maximum number of gaps between items of a stream to store for the median. Later gaps do not count."""
@@ -85,7 +86,7 @@ ADDRESSES_KNOWN = 8
 """The maximum number of addresses with endpoints of their own. It limits memory, as callers can invent addresses."""
 
 CURRENT: ContextVar[Exchange | None] = ContextVar("instrument_exchange", default=None)
-"""The exchange whose request the code in a context serves."""
+"""The exchange of the request on which the code in a context works."""
 
 
 Arrival = tuple[str, "str | None", "str | None", "int | str | None"]
@@ -159,7 +160,8 @@ class Exchanges:
         return self.ignores and (path in self._exact or path.startswith(self._begins))
 
     def read_caller(self, headers: Mapping[bytes, bytes], facts: dict[Any, Any]) -> Caller | None:
-        """Return the caller's span from headers, if the rule continues its trace. Add headers to record to `facts`."""
+        """Return the caller's span from headers, if the rule continues its trace. Add the headers that the rule records
+        to `facts`."""
         for header, name in self._headers.items():
             if (value := headers.get(header)) is not None:
                 facts[name] = [value.decode("latin-1")]
@@ -260,7 +262,7 @@ class SteppedItems:
         return handed.item
 
     async def aclose(self) -> None:
-        """Close the generator, and its own step of the span."""
+        """Close the generator, and stop tracking its waits."""
         self._steps.close()
         await self._exchange.track_waits(self._items.aclose())
 
@@ -583,7 +585,7 @@ Key = tuple[str, str, str]
 
 
 class Endpoints:
-    """The sites of all endpoints at one address, which is among their attributes.
+    """The sites of all endpoints at one address. The address is among the sites' attributes.
 
     Thread-safe: concurrent threads get the same site.
     """

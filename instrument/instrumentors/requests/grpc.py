@@ -5,7 +5,8 @@ asyncio, gets a first interceptor, which wraps the method's handler. With grpcli
 to its trailers. Its outcome is `cancelled` if its caller has cancelled it, or if the connection is lost.
 
 Names and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45). A status that is the server's fault
-makes the span an error. `server.address` is the `:authority` of a call. Asyncio servers of gRPC do not show it.
+makes the span an error. `server.address` is taken from a call's `:authority`. It is missing for asyncio servers of
+gRPC, which do not pass `:authority` on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INT
 """The statuses that are errors of the server. Any other status is the caller's fault, so the span has no error."""
 
 DEADLINE_SLACK_S = 0.05
-"""A call cancelled less than these seconds before its deadline counts as timed out, because clocks may differ."""
+"""Seconds before a call's deadline within which a cancelled call counts as timed out, because clocks may differ."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"

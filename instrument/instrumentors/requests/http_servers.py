@@ -1,8 +1,8 @@
 """Record the requests of servers that call handlers without ASGI or WSGI: http.server, aiohttp, Tornado and Sanic.
 
 A request is one span, from the call of the handler or app to the last byte of the answer. It includes middlewares and
-sub-applications. Each message that the service sends over a websocket is an item of the request. Apps that these
-servers run over WSGI, and frameworks that run over ASGI, are recorded as such.
+sub-applications. Each message that the service sends over a websocket is an item of the request. WSGI apps on these
+servers are recorded as WSGI apps. Frameworks of this list that run on an ASGI server are recorded as ASGI apps.
 
 Handlers of http.server have no routes, so requests are named by their methods. If a handler raises, there is no answer
 and no status. gunicorn's worker for aiohttp uses the same handlers as aiohttp, and is recorded, too. The route of a

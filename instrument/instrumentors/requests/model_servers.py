@@ -1,13 +1,14 @@
 """Record the requests and batches of model servers with worker processes: LitServe, mosec, BentoML and Ray Serve.
 
 LitServe's requests are recorded as those of an ASGI app. In a worker, each call of the service's `decode_request`,
-`predict` and `encode_response` is a batch of the worker's unanswered requests. The last call of a stream ends with the
-stream, because the stream is computed while its parts are read. In asynchronous loops it is unknown which requests a
-call serves, so these are not recorded.
+`predict` and `encode_response` is a batch of the worker's unanswered requests. For a streamed answer, the span of
+`encode_response` lasts until the last part, because parts are computed while they are read. In asynchronous loops it is
+unknown which requests a call serves, so such calls are not recorded.
 
-mosec's front end, which is not Python, sends batches to workers over a socket. Each batch is a span from its arrival to
-its answers. The batch's keys are the numbers that the front end gives to requests. A request is a span from its arrival
-at the first stage to the answer of the last stage. Its path, its caller and its wait for the first stage are unknown.
+mosec's front end, which is not Python, sends batches to workers over a socket. Each batch is a span from its arrival at
+a worker to its answers. The batch's keys are the numbers that the front end gives to requests. A request is a span from
+its arrival at the first stage to the answer of the last stage. Its path, its caller and its wait for the first stage
+are unknown.
 
 A request of Ray Serve is a span from a replica's call of the deployment to the last answer. A request that the replica
 rejects is not recorded. HTTP requests are named by method and route. Calls through a handle are named by deployment and
@@ -133,7 +134,8 @@ MOSEC_STATUSES: Mapping[str, int] = {
 
 
 MOSEC_SLOTS = 1 << 14
-"""The maximum number of open requests per mosec server. With more, the spans of some begin only at the last stage."""
+"""The maximum number of open requests per mosec server. With more open requests, the spans of some requests begin only
+at the last stage."""
 
 _MOSEC_BEGIN = Struct("<qq")
 _MOSEC_REQUEST = Site("mosec", "request")
@@ -367,7 +369,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Separate the loop of `@serve.batch` from the first request, because it starts in that request's context."""
+    """Separate the loop of `@serve.batch` from the first request, because the loop starts in that request's context."""
     queue = module._BatchQueue
     loop = queue._process_batches
 

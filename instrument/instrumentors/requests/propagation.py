@@ -2,9 +2,9 @@
 
 The caller's span is read from the headers of W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
 
-OpenTelemetry calls `trace.get_current_span()` to continue a trace. If a request is open here and OpenTelemetry has no
-open span, that function returns the current span of `instrument`. Clients that OpenTelemetry instruments then pass on
-that span, and spans of OpenTelemetry become its children. This costs nothing per request.
+OpenTelemetry calls `trace.get_current_span()` to continue a trace. If a request is open in `instrument` and
+OpenTelemetry has no open span, that function returns the current span of `instrument`. Clients that OpenTelemetry
+instruments then pass on that span, and spans of OpenTelemetry become its children. This costs nothing per request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 
 
 def with_state(parent: Header | None, state: Header) -> Caller | None:
-    """Pair a `traceparent` with its `tracestate`, cut to just over the limit. Return None without a `traceparent`."""
+    """Pair a `traceparent` with its `tracestate`. A `tracestate` beyond `STATE_LIMIT` is cut to one more than the
+    limit. Return None without a `traceparent`."""
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 

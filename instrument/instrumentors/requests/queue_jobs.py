@@ -31,7 +31,7 @@ Job = tuple[object, object, object, object, "float | None"]
 
 
 class _Jobs:
-    """The jobs of one kind of queue. It opens and closes their requests."""
+    """An adapter for one kind of queue, which opens and closes the requests of its jobs."""
 
     def __init__(self, system: str, exchanges: Exchanges) -> None:
         self._system, self._exchanges = system, exchanges

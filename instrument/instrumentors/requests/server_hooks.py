@@ -178,7 +178,8 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         "bottle": _attach_to_app_class("Bottle"),
     },
 }
-"""The functions that attach to servers of ASGI and WSGI, by kind of server and module. Adapters have such tables."""
+"""The functions that attach to servers of ASGI and WSGI, by kind of server and module. The other adapters have tables
+of the same form."""
 
 KINDS: Mapping[str, tuple[str, Any]] = {
     "aiohttp": ("aiohttp", http_servers),
@@ -205,7 +206,8 @@ STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.UVLOOP: blocked.attach_uvloop,
     blocked.COLLECTOR: blocked.attach_collector,
 }
-"""By module, the functions that record event loops blocked longer than `limits.blocked`, and long collections."""
+"""The functions that record event loops blocked for longer than `limits.blocked` and long garbage collections, by
+module."""
 
 REMEDY = "give the function that handles one a rule of `kind: request`"
 
@@ -295,7 +297,7 @@ class Requests(Instrumentor):
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return, by site, the number of times that the site blocked an event loop, and the longest of them in ns."""
+        """Return how often each site blocked an event loop, and the longest block of each site in ns."""
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:

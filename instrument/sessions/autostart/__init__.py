@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "INSTRUMENT_AWAITED"
-"""The environment variable with the packages whose import begins a session, after the profile file's time and size."""
+"""The environment variable with the profile file's time and size, followed by the packages whose import begins a
+session."""
 
 FIRST = "first"
 """The file in the run's folder that the first Python process creates, so that no other process counts as the first."""
@@ -93,7 +94,8 @@ def _is_first() -> bool:
 def _is_helper() -> bool:
     """Return True if this process runs no code of the service.
 
-    It is a resource tracker of multiprocessing, or one of our own commands, such as an `instrument run` within a run.
+    Such a process is a resource tracker of multiprocessing, or one of our own commands, such as an `instrument run`
+    within a run.
     """
     words = iter(sys.orig_argv[1:])
     if any(" import main" in word and "_tracker" in word for word in sys.orig_argv[1:]):
@@ -120,7 +122,7 @@ def _start() -> None:
     """Start a session with the profile of `INSTRUMENT_PROFILE`. SIGTERM ends it. Raises nothing.
 
     Python's garbage collector is off during the start, because it would double the time and free nothing. After the
-    start, all new objects are moved to its oldest generation.
+    start, all new objects are moved to the collector's oldest generation.
     """
     import gc
 
