@@ -27,7 +27,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 
 class Questions:
-    """The commands' requests to processes, such as `off` or `reload`, that wait for answers."""
+    """The requests of commands to processes, such as `off` or `reload`, which have not been answered yet."""
 
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop

@@ -46,7 +46,7 @@ class _Child:
 
 
 class Jobs:
-    """A queue of jobs that run in children of the agent. `selector` is the one of the agent's event loop."""
+    """A queue of jobs that run in children of the agent. `selector` is the selector of the agent's event loop."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -147,8 +147,8 @@ MOST_SAVES_PER_CHILD = 64
 class Saves:
     """A queue of processes whose recordings children save.
 
-    `Process.saved` is the path to write. `folder` has the processes' notes. `on_saved` is called with each process
-    whose recording is saved, or with `saved` cleared after a failure.
+    `Process.saved` is the path to write. `folder` has the processes' notes. After each attempt, `on_saved` is called
+    with the process. After a failed attempt, its `saved` is empty.
     """
 
     def __init__(self, jobs: Jobs, folder: Path, on_saved: Callable[[Process], object]) -> None:
@@ -159,7 +159,7 @@ class Saves:
         self._running = 0
 
     def add(self, process: Process) -> None:
-        """Save a process's recording at once, or after the running job together with other recordings."""
+        """Save a process's recording at once, or after the running job with the other waiting recordings."""
         self._waiting.append(process)
         self._start_waiting()
 
@@ -202,9 +202,9 @@ _MALLOC_OPTIONS = {-1: 128 << 10, -3: 64 << 10, -8: 1}
 class Child:
     """A child process that works for the agent, and the agent's end of the connection to it. `begin` starts the child.
 
-    `selector` is the one of the agent's event loop. The child calls `serve`, and ends when that returns. `ps` shows the
-    first 15 characters of `name`. The agent calls `heard` with each message of the child, `has_ended` at the child's
-    end, and `has_sent_all` once all waiting messages are sent.
+    `selector` is the selector of the agent's event loop. The child calls `serve`, and ends when `serve` returns. `ps`
+    shows the first 15 characters of `name`. The agent calls `heard` with each message of the child, `has_ended` at the
+    child's end, and `has_sent_all` once all waiting messages are sent.
     """
 
     selector: selectors.BaseSelector
@@ -230,7 +230,7 @@ class Child:
         return self._connection is not None and self._connection.has_waiting
 
     def begin(self) -> str:
-        """Start a child unless one runs. Return why that failed, "" on success."""
+        """Start a child unless one runs. Return the reason if the start failed, "" on success."""
         if self._connection is not None:
             return ""
         now = time.monotonic()

@@ -128,7 +128,7 @@ def _select(run: Asked, name: str) -> list[Asked]:
 
 
 def _query_agent(socket: Path, *, memory: bool) -> list[Asked]:
-    """Return the runs of the agent at a socket, from its answer to a query."""
+    """Query the agent at a socket, and return its runs."""
     members: list[Member] = []
     try:
         with agent_socket.connect_to_agent(socket, agent_socket.ANSWER_S) as caller:
@@ -196,4 +196,4 @@ def request_of(
 
 
 ANSWER_POLL_S = 0.2
-"""Seconds between two checks of its time limit while the client waits for an answer."""
+"""Seconds between two checks of the time limit by a client that waits for an answer."""

@@ -26,9 +26,9 @@ RECORDING = ".npz"
 LAST_GAUGES = " Its last gauges, "
 
 MOST_OPEN_REQUESTS = 5
-"""The maximum number of open requests that the message on a dead process lists. The capture has all of them."""
+"""The maximum number of open requests that the message on a dead process lists. The capture has all open requests."""
 MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
-"""The maximum number of attributes per span in the message on a dead process, and of characters per value."""
+"""The maximum number of attributes per span in the message on a dead process, and of characters in each value."""
 TRANSPORT_PREFIXES = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
 """The prefixes of attributes that the message on a dead process omits. The capture has all attributes."""
 NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
@@ -46,10 +46,10 @@ def save_recording(
 ) -> Mapping[str, Any]:
     """Save the recording behind the descriptor `fd` to a file, and return a summary of what was saved.
 
-    `end_kind` says how the process died. File and summary then list its open spans under `died`. The process ended at
-    `end_ns`, or at an unknown time after its last row if None. `goodbye` has its costs and losses, which the file gets.
-    `copies` are paths of further recordings and Chrome traces; the summary lists the written ones. Raises `TraceError`
-    for an invalid recording.
+    `end_kind` says how the process died. If it is given, the file and the summary list the open spans under `died`. The
+    process ended at `end_ns`. If this is None, the process ended at an unknown time after its last row. The costs and
+    losses in `goodbye` are added to the file. `copies` are paths at which copies are written, as recordings or Chrome
+    traces. The summary lists the copies that were written. Raises `TraceError` for an invalid recording.
     """
     from dataclasses import replace
 
@@ -83,7 +83,7 @@ def _write_copy(path: str, trace: Trace, tally: Tally | None) -> bool:
 
 
 def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
-    """Return the summary that was returned as the file at `path` was saved, None unless it is a capture of this run."""
+    """Return the summary that `save_recording` returned for a capture, None for another file or another run."""
     from instrument.errors import TraceError
     from instrument.trace import file
 
@@ -151,8 +151,9 @@ def describe_death(
 ) -> str:
     """Return a sentence that says how a process died, and which requests and spans were open, the newest first.
 
-    `errors` has the newest failed span of each tree. The sentence names the one of its first request. `least` is put
-    before each age, such as "at least " for a process that may have ended long after `end_ns`.
+    `errors` has the newest failed span of each tree. The sentence names the failed span of the request that it
+    describes first. `least` is put before each age, such as "at least " for a process that may have ended long after
+    `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:

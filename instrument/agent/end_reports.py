@@ -95,7 +95,7 @@ def _write_to_path(path: str, data: bytes) -> bool:
 
 
 def _open_descriptor(path: str) -> int:
-    """Open a path for writing. A path of a process's descriptor is duplicated, so that its file offset is shared."""
+    """Open a path for writing. A process's descriptor is duplicated, so that the file offset is shared."""
     parts = Path(path).parts
     if parts[1:2] == ("proc",):
         with suppress(OSError, AttributeError, ImportError):
@@ -175,7 +175,7 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
 
 
 def earlier_processes(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes of a run that ended under an earlier agent, found by their files in a folder.
+    """Return the processes of a run that ended under an earlier agent. They are known from their files in a folder.
 
     A process with a capture has vanished. How the other processes ended is unknown.
     """
@@ -284,9 +284,9 @@ def remove_saved(folder: Path, paths: Iterable[str]) -> None:
 
 
 def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
-    """Remove an earlier agent's report files of runs of which no process has joined this agent.
+    """Remove the report files of an earlier agent. Keep the files of `runs`, which this agent knows.
 
-    Pass a line for each such run to `says`, with the number of processes that no report covers.
+    For each run whose files are removed, pass a line to `says`. It has the number of processes that no report covers.
     """
     living_runs, counts = {_safe_name(run) for run in runs}, Counter[str]()
     for path, of in _report_files(folder):
@@ -301,7 +301,7 @@ def remove_abandoned(folder: Path, runs: Iterable[Run], says: Callable[[str], ob
 
 
 def why_unread(process: Process) -> str:
-    """Return why the recording of a process cannot be saved."""
+    """Return the reason why the recording of a process cannot be saved."""
     if process.is_missed:
         return "the agent of its run had gone before that was done, and what it recorded went with it"
     return "it recorded where nobody else can read"
@@ -381,13 +381,14 @@ def export_loss_line(lost: Mapping[str, int]) -> str:
 
 
 def unrecorded_text(process: Process) -> str:
-    """Return a sentence on the ports of a process that got connections but recorded no request, "" for none."""
+    """Return a sentence that names the ports at which a process got connections without recording a request, else
+    ""."""
     ports = ", ".join(map(str, sorted(process.ports)))
     return f"connections came to its port {ports}, and it has recorded no request" if ports else ""
 
 
 def none_joined_text(pid: int, after_s: float) -> str:
-    """Return the message on a run in which no process records, with a cause from the environment of process `pid`."""
+    """Return the message on a run in which no process records. The cause is from the environment of process `pid`."""
     return (
         f"instrument: {after_s:g} s after its start no process of this run records anything{_why_unrecorded(pid)}. "
         "Give `instrument run ...` to that program as the command that it is to run, or call instrument.start() in the "
@@ -467,8 +468,8 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into one of bounded size at `into`, and remove the merged files from that folder. Return the
-    path and the number of unreadable files."""
+    """Merge recordings into one of bounded size at `into`, and remove the merged files that are in the same folder.
+    Return the path and the number of unreadable files."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold_recordings

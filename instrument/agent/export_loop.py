@@ -67,7 +67,7 @@ class _WatchedProcess:
         self._place = GaugePlace(fd)
 
     def change(self, facts: Mapping[str, Any]) -> None:
-        """Replace the process's environment variables, which may name its devices, by its current ones."""
+        """Store the current values of the process's environment variables, which may name the devices that it uses."""
         self._environ.clear()
         self._environ.update({str(name): str(value) for name, value in dict(facts.get("environ") or {}).items()})
 
@@ -84,7 +84,7 @@ class _WatchedProcess:
         return math.inf if wait_ns is None else wait_ns / 1e9
 
     def read_due(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
-        """Read the gauges that are due. Return the devices and notes on unreadable gauges, None before the start.
+        """Read the gauges that are due. Return the devices and notes on unreadable gauges, None before reading begins.
 
         Raises `_UnreadableHereError` if the process must read its gauges itself, and `Gone` if the process has ended.
         """
@@ -131,9 +131,10 @@ class _UnreadableHereError(Exception):
 
 
 class GaugeThread:
-    """A thread that reads the gauges of processes, which the agent numbers.
+    """A thread that reads the gauges of processes.
 
-    `send` sends a message to the agent. The exporter's main thread calls `ask` and `report_silence`.
+    The agent gives each process a number. `send` sends a message to the agent. The exporter's main thread calls `ask`
+    and `report_silence`.
     """
 
     def __init__(self, send: Send) -> None:
@@ -231,7 +232,7 @@ class GaugeThread:
                 self._report(number)
 
     def _report(self, number: int) -> None:
-        """Send a process the last report on its gauges, with a sentence on a hanging driver."""
+        """Send a process the last report on its gauges. Add a note if a driver did not answer."""
         report, count = self._reports.get(number, {}), self._silences[number]
         notes = list(report.get("notes", ()))
         if count:

@@ -31,10 +31,10 @@ ELSEWHERE = "the processes of its container are not to be seen from that of the 
 class Exports:
     """The exporter child, with the recordings that it exports and the processes whose gauges it reads.
 
-    A file in `folder` has the number of ended processes' spans that may be unsent. It is needed if the agent is killed.
-    `fates` counts spans by outcome, and starts with an earlier agent's file. `selector` is the one of the event loop,
-    `send` sends a message to a process. `changed` is called after the export of a recording, `says` with each message
-    about exports. A process whose export fails is sent `unexported`.
+    A file in `folder` has the number of ended processes' spans that may be unsent. If the agent is killed, the next
+    agent reads this number. `fates` counts spans by outcome, and starts with the number in an earlier agent's file.
+    `selector` is the selector of the event loop, `send` sends a message to a process. `changed` is called after the
+    export of a recording, `says` with each message about exports. A process whose export fails is sent `unexported`.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Exports:
             self._start_gauges(process)
 
     def handle_gauges(self, process: Process, message: agent_socket.Message) -> None:
-        """Pass on a process's message about gauges: new settings, None to stop, or readings that it has taken."""
+        """Pass a process's message on to the child: new settings of gauges, None to stop, or the process's readings."""
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]
         if process.number in self._gauged:
@@ -236,7 +236,7 @@ class Exports:
         return self._child.is_there
 
     def _try_to_begin_child(self) -> str:
-        """Start the child if none runs. Return why that failed, "" on success."""
+        """Start the child if none runs. Return the reason if the start failed, "" on success."""
         is_there, problem = self._child.is_there, self._child.begin()
         if problem:
             return f"the agent's exporter {problem}"

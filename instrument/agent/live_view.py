@@ -38,7 +38,7 @@ MOST_TABLE_ROWS = 12
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """An open request and its age. `now` is its innermost open span, of the age `now_ns`.
+    """An open request and its age. `now` is the request's innermost open span, and `now_ns` the age of that span.
 
     `bears` is the text of the request's first attributes.
     """
@@ -54,7 +54,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The requests of one name that ended in the window. `cancelled` counts those that ended by cancellation."""
+    """The requests with one name that ended in the window. `cancelled` counts the requests that were cancelled."""
 
     name: str
     requests: int
@@ -78,10 +78,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNow:
-    """A process, with its recorded calls, the estimated share of time that recording them cost, and its losses.
+    """A process in the live view.
 
-    These three are None for an ended process or an unreadable recording. `up_ns` is None if the agent did not see the
-    process begin and end.
+    `calls` is the number of recorded calls, `cost_ratio` the estimated share of time that recording them cost. `calls`,
+    `cost_ratio` and `lost` are None for an ended process or an unreadable recording. `up_ns` is None if the agent did
+    not see the process begin and end.
     """
 
     pid: int
@@ -167,7 +168,7 @@ def count_text(number: int, noun: str, plural: str = "s") -> str:
 
 
 class LiveSampler:
-    """A sampler that makes successive screens of a run, each with the numbers since the one before."""
+    """A sampler that makes successive screens of a run. Each screen has the numbers since the previous screen."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -276,8 +277,8 @@ def _request_rows(pid: int, open_spans: Sequence[OpenSpan], now_ns: int) -> list
 
 
 def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[int]) -> tuple[Endpoint, ...]:
-    """Return the ended requests by name. A rate is the sum of the processes' rates, each of which is measured in the
-    process's own window."""
+    """Return the ended requests by name. Each process's rate is measured in its own window. The rates of all processes
+    are added up."""
     rates = defaultdict[str, float](float)
     for part, window_ns in zip(grown, windows_ns, strict=True):
         for name, totals in sum_topmost_by_name(part, is_request).items():

@@ -75,16 +75,17 @@ class Process:
     """A process that has joined its run with a recording. One process has several if it records several times.
 
     `facts` are the values that the process sent as it joined, `goodbye` those that it sent as it left. `memory` is the
-    descriptor of its recording, `exit_fd` becomes readable at its end; -1 for none. It `hears` commands once its
-    control thread runs. `switch` is the newest command to record or not. `saved` is the file of its recording for the
-    run's report, unfinished while `is_saving`. The process writes it if `saves_itself`. `link` is a symbolic link to
-    that file if the file is a capture. A process with `is_reported` printed its own report, and has none. `files` are
-    the profile's files that the agent wrote on behalf of the process. `is_missed`: an earlier agent ended before it
-    saved the recording. `is_elsewhere`: the process is in another process namespace, so it counts as living while it is
-    connected. `ended_ns` is 0 while it lives. `status` is its exit status as in `os.waitpid`, None if unknown. `ports`
-    are the ports at which it `listened` and got connections without recording a request. It `has_requests` once it has
-    recorded one. `number` names it in messages to the exporter. `memory_events` is the file in which its control group
-    counts kills for lack of memory. `oom_kills` is the count at the time of its join.
+    descriptor of its recording, `exit_fd` becomes readable when the process ends. Both are -1 for none. It `hears`
+    commands once its control thread runs. `switch` is the newest command to record or not. `saved` is the file of its
+    recording for the run's report, unfinished while `is_saving`. The process writes it if `saves_itself`. `link` is a
+    symbolic link to that file if the file is a capture. A process with `is_reported` printed its own report, so no file
+    is saved for it. `files` are the profile's files that the agent wrote on behalf of the process. `is_missed`: an
+    earlier agent ended before it saved the recording. `is_elsewhere`: the process is in another process namespace, so
+    it counts as living while it is connected. `ended_ns` is 0 while it lives. `status` is its exit status as in
+    `os.waitpid`, None if unknown. `ports` are the ports at which it `listened` and got connections without recording a
+    request. The process `has_requests` once it has recorded a request. `number` names it in messages to the exporter.
+    `memory_events` is the file in which its control group counts kills for lack of memory. `oom_kills` is the count at
+    the time of its join.
     """
 
     run: Run
@@ -149,7 +150,7 @@ class Process:
         return None
 
     def has_become_another_program(self) -> bool:
-        """Return True if the process runs another program than the one with which it joined."""
+        """Return True if the process has executed another program since it joined."""
         now = b"" if self.is_elsewhere else environment.program_of(self.pid)
         return bool(self.image and now and now != self.image)
 
@@ -299,7 +300,7 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
 
 
 def missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
-    """Return, from their notes, the ended processes of an earlier agent whose ends nobody has reported.
+    """Read the notes of an earlier agent, and return the ended processes whose ends were not reported.
 
     `run_of` returns the run with a name. Processes that have joined this agent are left out.
     """

@@ -124,7 +124,7 @@ class Runs:
 
     @property
     def are_done(self) -> bool:
-        """Return True if no process lives, and no job for an ended process runs."""
+        """True if no process lives, and no job for an ended process runs."""
         return self.are_saved and not any(run.living_processes() for run in self)
 
     @property
@@ -218,8 +218,8 @@ class Runs:
     # ---------------------------------------------------------------- who leaves
 
     def handle_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
-        """Answer the goodbye of a process. The answer asks it to save its recording or, if it is the last process, to
-        print the run's report."""
+        """Answer the goodbye of a process. The answer asks the process to save its recording. It asks the last process
+        of a run to print the run's report."""
         connection, run = process.connection, process.run
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))
@@ -276,7 +276,7 @@ class Runs:
         self._end_if_over(process.run)
 
     def _handle_exit(self, process: Process) -> None:
-        """Handle the last messages of a process that has exited, then note its end."""
+        """Handle the last messages of a process that has exited, then note the process's end."""
         if process.connection is not None:
             self._loop.receive(process.connection, is_last=True)
         if process.lives:
@@ -416,8 +416,8 @@ class Runs:
             self._loop.call_later(RUN_END_S, lambda: self._end_if_over(run))
 
     def _drop_ended(self, run: Run) -> None:
-        """Drop ended processes that recorded nothing. If `MOST_ENDED` others remain, merge the older half into
-        totals."""
+        """Drop ended processes that recorded nothing. If `MOST_ENDED` ended processes remain, merge the older half of
+        them into totals."""
         ended = [process for process in run.processes if process.ended_ns and not process.is_saving]
         for process in [member for member in ended if not member.has_recorded]:
             run.processes.remove(process)
@@ -448,7 +448,7 @@ class Runs:
             self._jobs.start(lambda: end_reports.merge_files(paths, into), note_merged)
 
     def _end_if_over(self, run: Run) -> None:
-        """End a run without living processes. If no process printed its report, print the report first."""
+        """End a run that has no living processes. If no process has printed the run's report, print it first."""
         now_ns = time.monotonic_ns()
         if not run.is_over() or any(now_ns - process.ended_ns < RUN_END_S * 1e9 for process in run.processes):
             if run.is_over():

@@ -23,11 +23,12 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
 
 SCRAPE_TIMEOUT_S = 10.0
-"""Seconds within which the request of a scrape must arrive, and seconds within which the answer must then be ready."""
+"""The maximum seconds for the request of a scrape to arrive, and then for the answer to be ready."""
 
 MOST_SEPARATE, MOST_SUMS = 16, 64
-"""The maximum number of ended processes with separate totals, which are needed if another exporter reads their
-recordings again. Older totals are summed per scope and service, in at most `MOST_SUMS` sums."""
+"""The maximum number of ended processes whose totals are stored separately. If another exporter reads a process's
+recording again, the new totals replace the stored ones. Older totals are summed per scope and service, in at most
+`MOST_SUMS` sums."""
 
 ENDED_METRICS_FILE = "metrics.ended"
 
@@ -50,7 +51,7 @@ class EndedMetrics:
                     self._together[scope, service] = metrics
 
     def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
-        """Store the totals of the ended process `key`, in place of its earlier ones."""
+        """Store the totals of the ended process `key`, in place of the totals stored earlier."""
         if metered.snapshot is None or not scopes:
             return
         metrics = [metric for metric in metered.snapshot.metrics if metric.kind in (COUNTER, HISTOGRAM)]
@@ -64,7 +65,7 @@ class EndedMetrics:
         self._write()
 
     def totals_of(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
-        """Return the totals of a scope's ended processes by service, without those whose keys are in `living`."""
+        """Return the totals of a scope's ended processes by service. Leave out the keys in `living`."""
         lives, metrics_by_service = set(living), dict[str, list[Metric]]()
         parts = [part for key, part in self._apart.items() if key not in lives]
         together = [([part_scope], service, metrics) for (part_scope, service), metrics in self._together.items()]
@@ -94,7 +95,7 @@ def _part_of(stored: Any) -> tuple[list[Scope], str, list[Metric]]:
 
 
 class Scrapes:
-    """An HTTP server that answers scrapes, each on a thread of its own.
+    """An HTTP server that answers each scrape on a separate thread.
 
     `wake` wakes the thread that calls `answer_waiting`. Raises `ExportError` if `prometheus_client` is not installed.
     """
@@ -105,7 +106,8 @@ class Scrapes:
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[MetricAndOrigin]]]] = SimpleQueue()
 
     def answer_waiting(self, look: Callable[[Scope], tuple[list[Metered], dict[str, list[Metric]]]]) -> None:
-        """Answer the waiting scrapes. `look` returns a scope's metrics of living processes and totals of ended ones."""
+        """Answer the waiting scrapes. `look` returns the metrics of a scope's living and the totals of its ended
+        processes."""
         with suppress(Empty):
             while True:
                 scope, reply = self._asked.get_nowait()

@@ -158,7 +158,8 @@ class JsonText:
                 return None, text
 
     def _likely_ends(self, closing: bytes) -> Iterator[int]:
-        """Yield the ends of values from the last backwards: brackets before a comma and a next value, or at the end."""
+        """Yield likely ends of values, the last first: brackets before another value, or at the end of the list or
+        text."""
         end = len(self._text)
         while (end := self._text.rfind(closing, self._at, end)) >= 0:
             if _NEXT_VALUE.match(self._text, end + 1):
@@ -291,8 +292,9 @@ UNTOLD = -INT64
 
 
 class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
-    """The arguments of a slice of ours: a span, or with `owner` a device interval of that span. A number that can be
-    derived from other slices is omitted. Fields are in the order of the file."""
+    """The arguments of a slice that `dump` writes. The slice is a device interval of the span `owner`, or a span if
+    `owner` is omitted. A number that can be derived from other slices is omitted. Fields are in the order of the
+    file."""
 
     thread: Number = UNTOLD
     lane: Number = UNTOLD
@@ -320,7 +322,8 @@ class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
 
 
 class OwnEvent(msgspec.Struct, gc=False):
-    """An event that `dump` writes, except a sample, with the fields of slices. The arguments are decoded at once."""
+    """An event that `dump` writes, except a sample. Only the fields of slices are read. The arguments are decoded,
+    too."""
 
     ph: Literal["X", "b", "e", "n", "s", "f", "M"]
     ts: float = np.nan
@@ -487,7 +490,7 @@ def _with_valid_escapes(text: bytes) -> bytes:
 
 
 LOWER_CASE = 0x20
-"""The bit of a letter that makes it lower case, as the phases of async slices are."""
+"""The bit that makes a letter lower case. The phases of async slices are lower-case letters."""
 
 
 @dataclass(frozen=True)
@@ -507,7 +510,7 @@ class Block:
 
     @cached_property
     def texts(self) -> bytes:
-        """The arguments, with a zero between them, which no JSON has."""
+        """The arguments, separated by zero bytes, which JSON cannot contain."""
         return b"\0".join(map(_ARGS, self.slices))
 
     def arguments(self) -> list[Arguments]:

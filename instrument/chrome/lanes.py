@@ -1,18 +1,18 @@
 """Assigns each slice to a lane of the viewer, and selects the arrows between slices.
 
-* Each process of a merged trace is a process with a unique number. A task's lane belongs to one process.
+* Each process of a merged trace is a process of the viewer, with a unique number. A task's lane belongs to one process.
 * A span that no task ran is a complete event (`X`) on the lane of its thread.
 * Requests and the spans of tasks are async slices (`b`, `e`). Each task of a tree has a lane, because tasks interleave
   on their thread and do not nest by time. The lane of a request has the category `request`, other lanes have `task`.
   Perfetto nests async slices only within one category, so the kind of a slice is in `args.kind` instead.
 * The lane of a request also has an id that is global to all processes. Perfetto shows tracks with a global id before
   the processes. Within a process, Perfetto shows threads first, the main one on top, in spite of the file's order.
-* A batch has a mark (`n`) at its begin on the lane of each request that it serves.
+* On the lane of each request that a batch serves, a mark (`n`) shows the batch's start.
 * A device interval is a complete event of the process `GPU n`, on the lane of its stream. Sort indexes put devices
-  last, and threads of steps and batches first. chrome://tracing uses these indexes, and Perfetto after version 52 uses
-  those of processes. Perfetto 52 sorts by the number of slices instead.
-* A sample of a gauge is a counter (`C`) of its process, one track for each gauge. A sample without a number is in the
-  metadata only, because counters have numbers only.
+  after processes, and threads with steps and batches before other threads. chrome://tracing uses all sort indexes.
+  Perfetto after version 52 uses only those of processes. Perfetto 52 ignores them and sorts by the number of slices.
+* A sample of a gauge is a counter (`C`) of its process, one track for each gauge. A sample whose value is not a number
+  is in the metadata only, because counters need numbers.
 * An arrow that would point into the past, or that the format cannot express, is left out and counted in
   `instrument.arrows_left_out`.
 * Slices of a lane must nest, or viewers drop them silently. A slice that crosses another, or is deeper than viewers
@@ -160,7 +160,7 @@ class _Lanes:
     def place_slice(self, row: int, caller: int, start_ns: int, end_ns: int) -> tuple[int, int]:
         """Place a slice. Return the number of its lane from 1, and the innermost slice around it there.
 
-        A slice goes to the further lane of its caller if it fits, else to the first lane, else to an empty one.
+        A slice goes to the lane of its caller if it fits there, else to the first lane, else to an empty lane.
         """
         lanes, until = self.lanes, self.until
         for lane in {self.moved.get(caller, 0): None, 0: None}:
@@ -225,11 +225,11 @@ def iterate_rows(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 
 
 class Spans:
-    """The spans of a file, sorted by begin, longer ones first. `row` has each span's row in the trace, `place_of` the
-    reverse.
+    """The spans of a file, sorted by start time, then by length with the longest first.
 
-    Times count from the file's base. `parent` is the parent's index. `site` is the index in `sites`, which are in the
-    order of first use. `process` is the index of the shown process.
+    `row` has each span's row in the trace, `place_of` the span's index for each row. Times count from the file's base.
+    `parent` is the parent's index. `site` is the index in `sites`, which are in the order of first use. `process` is
+    the index of the shown process.
     """
 
     def __init__(self, trace: Columns, base_ns: int, processes: ShownProcesses) -> None:
@@ -280,7 +280,7 @@ class Spans:
 
 
 class OrderedIntervals:
-    """The device intervals of a file, sorted by begin, longer ones first.
+    """The device intervals of a file, sorted by start time, then by length with the longest first.
 
     `owner` is the index of an interval's span, `number` its number within that span.
     """
@@ -302,7 +302,7 @@ class OrderedIntervals:
 
 
 def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the begins and ends of chunks of `BATCH` items."""
+    """Yield the first index and the end index of each chunk of `BATCH` items."""
     for first in range(0, count, BATCH):
         yield first, min(first + BATCH, count)
 
@@ -311,7 +311,7 @@ def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
 
 
 class BatchMarks:
-    """Marks on the lanes of requests at the begins of their batches. An arrow leads from the batch to each mark.
+    """Marks on the lanes of requests where their batches begin. An arrow leads from the batch to each mark.
 
     No arrow leads from a request to its batch, because a slice has only one bind id. `batch` and `request` are indices
     of spans, one pair for each request that is open when the batch begins. `left_out` counts all other requests.
@@ -346,10 +346,10 @@ class BatchMarks:
 class Arrows:
     """The arrows of a file's spans and intervals that the format can express.
 
-    Complete events have arrows as events: from callers to `called` spans, and to `launched` intervals. Arrows of async
-    slices need a bind id, and a slice has only one. It is used for the span's own intervals, else for the spans that it
-    called. `binds` has the source of the arrow of each tied span by the span's index, `ties` that of each tied
-    interval. `left_out` counts the arrows that are not drawn.
+    Between complete events, each arrow is an event. These arrows lead from callers to `called` spans and to `launched`
+    intervals. Arrows of async slices need a bind id, and a slice has only one. A span's bind id is used for its own
+    intervals, else for the spans that it called. `binds` has the source of the arrow of each tied span by the span's
+    index, `ties` that of each tied interval. `left_out` counts the arrows that are not drawn.
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals, marks: BatchMarks) -> None:
@@ -377,7 +377,7 @@ class Arrows:
         self.left_out += marks.left_out
 
     def _can_lead_to(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
-        """Return True for each arrow that can lead to its target. A target by bind id must start later than its source,
-        because Perfetto reads complete events first, and the first event cannot be an arrow's end."""
+        """Return True for each arrow that can lead to its target. A target by bind id must start later than its source.
+        Perfetto reads complete events first, and the first event that it reads cannot be an arrow's end."""
         starts_ns = self._spans.start_ns[sources]
         return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))

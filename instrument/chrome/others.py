@@ -96,7 +96,7 @@ def _count_product(first: Shape, second: Shape) -> int:
 
 
 def _product_formula(first: int) -> _Formula:
-    """Return the formula for a product of two tensor arguments, at index `first` and after it."""
+    """Return the formula for a product of two tensor arguments, which have the indexes `first` and `first + 1`."""
     return lambda shapes, _: _count_product(shapes[first], shapes[first + 1])
 
 
@@ -230,8 +230,9 @@ def look_up(table: dict[Key, Value], keys: Sequence[Key], make: Callable[[Key], 
 class NumberedLanes:
     """The lanes of a file, as pairs of process and thread, each with a number.
 
-    Lanes of Python and C++ of one thread have the same row. `line` has the line of each lane on which its slices nest,
-    `thread_id` the id of its thread. `lines` also has the lines of async keys, `thread_ids` the threads of rows.
+    Paddle writes a lane for Python and a lane for C++ of the same thread. The two lanes share a row. The slices of a
+    lane nest on a line. `line` and `thread_id` have the line and the thread id of each lane. `lines` also has the lines
+    of async keys, `thread_ids` the thread ids of rows.
     """
 
     def __init__(self, *, are_ours: bool = False) -> None:
@@ -265,7 +266,7 @@ class NumberedLanes:
         return len(self.rows) - 1
 
     def _assign_thread(self, row: tuple[Any, Any]) -> int:
-        """Return the thread's own id for a row of any profiler, or a spare one if that is taken or no number."""
+        """Return the thread's own id for a row of any profiler. If it is taken or not a number, return a spare one."""
         if self._are_ours:
             return int(check_type(row[1], int))
         if row not in self.thread_ids:
@@ -282,8 +283,8 @@ def _row_of(lane: tuple[Any, ...]) -> tuple[Any, Any]:
 
 
 class Rows(NamedTuple):
-    """The slices of a file, sorted by begin, longer ones first. `rank` has the row of each slice in the file's
-    order."""
+    """The slices of a file, sorted by start time, then by length with the longest first. `rank` has the row of each
+    slice, in the order of the file."""
 
     order: Int64s
     rank: Int32s
@@ -414,7 +415,7 @@ class ForeignSlices:
     def _add_arguments(
         self, at: int, is_paddles: bool, facts: _Facts, phase: str, args: dict[str, Any], start_ns: int, end_ns: int
     ) -> tuple[int, int]:
-        """Add the arguments of a slice that is not plain. Return its times in ns."""
+        """Add the arguments of a slice that cannot stay text. Return the start and the end of the slice in ns."""
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
         if is_paddles:
             exact = self._clock_of_paddle.take_times(start_ns, attributes)
@@ -600,7 +601,7 @@ No match begins within a text, because a comma, a colon or a bracket follows the
 
 
 def are_attributes(args: bytes) -> bool:
-    """Return True if arguments can stay text: numbers, texts and booleans, without escapes or `flops`."""
+    """Return True if arguments need not be decoded: numbers, texts and booleans, without escapes or `flops`."""
     return not args.rfind(b"{") and len(args) < LONGEST_PLAIN and not _has_marks(args)
 
 
@@ -613,7 +614,7 @@ def _is_number(value: Any) -> bool:
 
 
 _NO_NUMBER = UNTOLD + 1
-"""The placeholder for a number of device work whose value is none."""
+"""The placeholder for an argument of device work that should be a number but is not."""
 
 
 class _WorkArguments(msgspec.Struct, gc=False):
@@ -626,7 +627,7 @@ class _WorkArguments(msgspec.Struct, gc=False):
 
 
 def _decode_work(texts: Sequence[bytes]) -> list[_WorkArguments]:
-    """Return the arguments of device work. A value that is no number is `_NO_NUMBER`."""
+    """Return the arguments of device work. A value that is not a number becomes `_NO_NUMBER`."""
     try:
         return _decode_all_work(b"[%b]" % b",".join(texts))
     except msgspec.MsgspecError:

@@ -67,7 +67,8 @@ arguments are ignored."""
 
 
 def find_meaning(category: str, name: str) -> tuple[str, Meaning] | None:
-    """Return an event's name without its length, and its meaning. Return None for a foreign category."""
+    """Return an event's name without the appended duration, and the event's meaning. Return None if the category is not
+    Paddle's."""
     base = _MEANINGS.get(category)
     took = None if base is None else _TOOK.fullmatch(name)
     if base is None or (base.work is not None and took is None):
@@ -100,7 +101,7 @@ class EventClock:
         self._first_ns: int | None = None
 
     def take_times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
-        """Remove begin and end from the arguments and return them in ns. Return None if they are invalid."""
+        """Remove start and end from the arguments, and return both in ns. Return None if they are invalid."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))
         if not isinstance(start, str) or not isinstance(end, str):
             return None

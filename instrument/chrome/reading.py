@@ -44,9 +44,9 @@ long."""
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
     """Read a trace and its tally from Chrome JSON, plain or packed with gzip.
 
-    A file of `dump` is restored exactly, with spans by start. Other profilers' traces are read by their slices: lanes
-    become threads, and trees and self times follow from containment. A missing tally is counted from the spans. At
-    most `limit_bytes` of unpacked text are read.
+    A file of `dump` is restored exactly, with spans sorted by start time. Other profilers' traces are read by their
+    slices: lanes become threads, and trees and self times follow from containment. A missing tally is counted from the
+    spans. At most `limit_bytes` of unpacked text are read.
 
     Raises `TraceError` for an unreadable file.
     """

@@ -173,8 +173,8 @@ class Slices:
         return column(vars(self).pop(name))
 
     def _close_marks(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Match begins with ends as a stack per line does, in the order of time. Set the ends and the lines of their
-        rows. Return the order of rows in the file, with incomplete slices last, and the number of ends without a
+        """Match begins with ends in the order of time, as one stack per line would. Set the end and the line of each
+        row. Return each row's place in the file's order, complete slices first, and the number of ends without a
         begin."""
         place = np.arange(len(end_ns), dtype=np.int64)
         if not len(self._mark_ns):
@@ -211,8 +211,8 @@ def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: i
     """Return the parent of each row, `NONE` without one.
 
     Rows are sorted by start time. A parent is the last row on the same line that began earlier and ends later, or ends
-    at most `rounding_ns` earlier. A row that crosses another is no child of it. A range of torch.profiler with stacks
-    crosses calls: it begins within one call of Python (`__enter__`) and ends within another.
+    at most `rounding_ns` earlier. A row that overlaps another row only in part is not its child. With stacks, a range
+    of torch.profiler overlaps calls in part. It begins within one call of Python (`__enter__`) and ends within another.
     """
     parent_of_nested = _parents_of_nested(start_ns, end_ns, line)
     if parent_of_nested is not None:
@@ -230,7 +230,7 @@ def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: i
 
 
 def _parents_of_nested(start_ns: Int64s, end_ns: Int64s, line: Int64s) -> Int32s | None:
-    """Return the parents if no rows of a line cross, else None. It takes a third of the time of a loop.
+    """Return the parents if no rows of a line overlap in part, else None. This takes a third of a loop's time.
 
     The level of a row is the number of earlier rows of its line that have not ended at its begin. Its parent is the
     last earlier row of the level above.
@@ -392,7 +392,7 @@ def _read_numbers(arguments: Sequence[Arguments], name: str) -> Int64s:
 
 
 def _read_values(arguments: Sequence[Arguments], name: str, first: int) -> list[tuple[int, Any]]:
-    """Return the slices that have an argument, each as the row and the value. `first` is the row of the first slice."""
+    """Return the row and the value of each slice that has an argument. `first` is the row of the first slice."""
     values = list(map(attrgetter(name), arguments))
     if values.count(UNSET) == len(values):
         return []

@@ -130,7 +130,7 @@ class _Packets:
             track.process.process_labels.extend(map(remove_surrogates, labels))
 
     def _intern(self, table: str, entry: Any, **facts: Any) -> int:
-        """Return the number of an interned entry. A new one is written to the current packet, which may use it."""
+        """Return the number of an interned entry. The current packet defines a new entry, and may use its number."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
         if number is None:
@@ -337,12 +337,12 @@ class _Packets:
 
 
 def _convert_to_buffers(*columns: NDArray[Any]) -> list[Any]:
-    """Return columns as buffers. Single numbers are read from them in a third of numpy's time."""
+    """Return columns as buffers. Reading a single number from a buffer takes a third of the time that numpy takes."""
     return [np.ascontiguousarray(column).data for column in columns]
 
 
 def _set_value(annotation: Any, value: Any) -> None:
-    """Set the value of a debug annotation, as `safe` returns it."""
+    """Set a debug annotation to a value that `make_safe` has returned."""
     if isinstance(value, bool):
         annotation.bool_value = value
     elif isinstance(value, int) and -INT64 <= value < INT64:

@@ -231,7 +231,7 @@ class Drawing:
         )
 
     def _make_span_events(self, first: int, end: int) -> list[DrawnEvent]:
-        """Return the events from the begin of span `first` to the begin of span `end`, or to the trace's end."""
+        """Return the events from the start of span `first` to the start of span `end`, or to the trace's end."""
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
@@ -422,8 +422,8 @@ def _encode_lines(events: list[DrawnEvent]) -> bytes:
 
 
 def _make_counters(samples: Iterable[Sample], base_ns: int, pid: int, counted: set[int]) -> Iterator[DrawnEvent]:
-    """Yield the counters of samples with numbers, and add their processes to `counted`. The argument's name is the
-    unit, which viewers add to the track's name."""
+    """Yield counters for the samples whose value is a number, and add their processes to `counted`. The name of a
+    counter's argument is the unit, which viewers add to the track's name."""
     for sample in samples:
         if is_number(sample.value):
             process_id = pid if sample.device == HOST else DEVICE_PIDS + sample.device % DEVICE_PIDS

@@ -23,8 +23,8 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The maximum readings per anchor, polls per reading, and ns per reading. A device that exceeds one of the limits is
-busy."""
+"""`BURST` is the maximum number of readings per anchor, `POLLS` of polls per reading, `READ_NS` of ns per reading. A
+device that exceeds a limit is busy."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -45,7 +45,7 @@ WANDER = 10e-6
 it."""
 
 JUMP = 2e-3
-"""A clock was set or stopped if its rate deviates from 1 by more than this. Drift is smaller."""
+"""The deviation of a clock's rate from 1 above which the clock must have been set or stopped. Drift is smaller."""
 
 READINGS = 3
 
@@ -93,7 +93,7 @@ class Anchor:
     """An event with a known host time. `rate` is the host ns per device ns up to the next anchor, 0 without one.
 
     `lead` is the lead of the host's clock over the raw clock, and `lead_rate` the growth of that lead per ns up to the
-    next anchor. `bend_ns` is by how much this growth differs from the growth at the earlier rate.
+    next anchor. `bend_ns` is the difference in ns between this growth and the growth at the earlier rate.
     """
 
     event: Any

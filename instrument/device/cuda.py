@@ -34,7 +34,7 @@ Reading = Callable[[int, int, int], tuple[int, int, int]]
 driver's error, the host time before the record, and the host time after the event."""
 
 CAPTURING = 1_000_000
-"""The result, in place of a driver's error, for a stream that a graph captures. Nothing was recorded then."""
+"""The value that replaces the driver's error for a stream that a graph captures. Nothing is recorded there."""
 
 NOT_READY = 600
 
@@ -232,7 +232,7 @@ class CudaDriver:
             self.pop()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Run a call that creates driver objects on a thread of the service. It does not break the capture of a
+        """Call `make`, which creates driver objects on a thread of the service, without breaking the capture of a
         graph."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode

@@ -24,7 +24,7 @@ STREAMS_KEPT = 256
 
 
 class Times(Protocol):
-    """The interface of the timer that pairs call."""
+    """The methods of the timer that a pair calls."""
 
     def begin(self, site: Any, attributes: Any, span_id: int, /) -> Pair | Untimed | None: ...
     def begin_again(self, whole: Pair, /) -> None: ...
@@ -53,7 +53,7 @@ class Pair:
     each later step, which refers to the `whole`. Of a span's pairs, the `whole` returns to the pool last. The span's
     threads count `begun` pairs, the resolver `taken` ones. An ended span's device time is counted with its last pair.
     Host times are 0 until known. A `handle` may be reused for another stream, but the number `stream` is unique.
-    `thread_id` is set for a handle that means another stream on each thread.
+    `thread_id` is set for a handle that means a different stream on each thread.
 
     A span that may use several streams has a pair on each. The `side_pairs` begin and end with the first pair, and all
     their intervals are `deferred` until the span's end.
@@ -253,7 +253,7 @@ class Placing:
     def put_in_order(
         self, context: Context, stream: int, pairs: list[Pair], answered: list[tuple[Pair, Answer]]
     ) -> None:
-        """Compute the host times of the pairs that have begun on a stream. Each pair comes after all earlier events."""
+        """Compute the host times at which a stream's pairs have begun. No pair begins before earlier events."""
         times = {id(pair): (device_ns, offset_ns) for pair, (error, device_ns, offset_ns) in answered if not error}
         if not times:
             return

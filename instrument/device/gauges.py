@@ -80,7 +80,7 @@ EVERY_NS = 10**9
 
 RARELY_NS = 10 * 10**9
 """The minimum ns between two readings of a gauge that is expensive or changes slowly. Reading the list of a GPU's
-processes took 4.5 ms in a measurement. At every 25 ms this delayed the threads that launched work (MangoHud 2104)."""
+processes took 4.5 ms in a measurement. Doing so every 25 ms delayed the threads that launched work (MangoHud 2104)."""
 
 SHORTEST_NS = 100 * 10**6
 """The minimum ns between the newest reading of a share or a rate and an additional reading at the session's end."""
@@ -297,8 +297,8 @@ _forking = local()
 class Gauges(GaugeSources):
     """Reads the gauges of this process on a thread, as the profile's `device` selects them.
 
-    `keep` receives each reading on that thread. `find_room` returns the recording's area for samples, if this process
-    has one. Any thread may call `begin`, `stop` and the methods that return readings.
+    `keep` receives each reading on that thread. `find_room` returns the recording's memory for samples, None if there
+    is none. Any thread may call `begin`, `stop` and the methods that return readings.
     """
 
     def __init__(
@@ -353,8 +353,8 @@ class Gauges(GaugeSources):
             self.reasons.append(f"the thread was still inside of the driver {limit_s:.2g} s after the end; it was left")
 
     def after_fork_in_child(self, *, begins: bool = True) -> None:
-        """Drop the parent's readings and begin to read again. With `begins=False`, only prepare for that. The child
-        does not close the parent's handles, because the driver would close them for the parent, too."""
+        """Drop the parent's readings and begin to read again. With `begins=False`, prepare to read, but do not begin.
+        The child does not close the parent's handles, because the driver would close them for the parent, too."""
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
         self._begin(self._settings)
@@ -395,7 +395,7 @@ class Gauges(GaugeSources):
         self._outside = tuple(gpus), tuple(notes)
 
     def samples(self, first_ns: int, last_ns: int) -> list[Sample]:
-        """Return the newest samples from `first_ns` to before `last_ns`, by time, device and name."""
+        """Return the newest samples from `first_ns` to before `last_ns`, sorted by time, device and name."""
         return self._readings.samples(first_ns, last_ns)
 
     def gpus(self) -> tuple[Gpu, ...]:
@@ -440,11 +440,11 @@ MOST_THREADS = 256
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read
-    """A process ended before its gauges were read."""
+    """An exception that reports that a process ended before its gauges were read."""
 
 
 class Host:
-    """Reads the host's gauges for this process or another one. A share is a share of the time since the last reading.
+    """Reads the host's gauges for this process or another one. Each share refers to the time since the last reading.
     The constructor and `read` raise `Gone` for a process that ended."""
 
     def __init__(self, pid: int | None = None) -> None:
@@ -484,7 +484,7 @@ class Host:
         return values
 
     def _read_processor_ns(self) -> int:
-        """Read the process's processor time in ns. Other processes may read it, too (man clock_getcpuclockid)."""
+        """Read the process's processor time in ns. Any process may read it (man clock_getcpuclockid)."""
         if self._pid is None:
             return time.process_time_ns()
         try:
@@ -499,7 +499,7 @@ class Host:
             return None
 
     def _read_peak_bytes(self) -> float | None:
-        """Read the peak memory of the process, which the system stores. Return None if it does not."""
+        """Read the process's peak memory from the system's files. Return None if they do not have it."""
         try:
             status = (self._folder / "status").read_bytes()
         except OSError:

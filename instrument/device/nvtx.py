@@ -81,7 +81,7 @@ class Ranges:
         self.forks += 1
 
     def begin(self, site: Site | None, attributes: Any, span_id: int) -> Any:
-        """Begin a span's range, and its device time if the span asks for it. The recorder calls it."""
+        """Begin a span's range, and its device time if the span asks for it. The recorder calls this method."""
         pair = None
         if self._timed is not None and (site is None or site.device):
             pair = self._timed(site, attributes, span_id)

@@ -30,7 +30,7 @@ CHUNK = 256
 """The minimum number of pairs that are added to a pool at a time. A pool with fewer free pairs is doubled."""
 
 LOW = 64
-"""The resolver is woken early if a pool has only this many free pairs."""
+"""The number of free pairs in a pool at which the resolver is woken early."""
 
 POOL_LIMIT = 8_192
 """The maximum number of pairs per context. The events of a pair take some hundred bytes. A span without a free pair
@@ -90,7 +90,8 @@ def _end_time(pair: Pair) -> int:
 class Resolver:
     """Resolves the pairs of all contexts on a thread of its own. One thread of the service calls `start` and `stop`.
 
-    `counts` has the number of intervals by label, and of errors. `faults` has the reason for each abandoned device.
+    `counts` has the number of intervals per label, and the number of errors per device and name. `faults` has the
+    reason for each abandoned device.
     """
 
     def __init__(

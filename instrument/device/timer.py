@@ -71,7 +71,7 @@ class Timer:
         return pair
 
     def _begin_on(self, places: Sequence[Stream], span_id: int) -> Pair | Untimed | None:
-        """Record an event on each of the streams. Return the first pair."""
+        """Begin a pair of events on each stream, for one span. Return the first pair."""
         marks: list[Pair | Untimed] = []
         try:
             for place in places:
@@ -236,7 +236,8 @@ class Timer:
     def _record_again(self, context: Context, event: Any, stream: int, refused: int) -> int:
         """Record an event again in its own context.
 
-        Return the driver's answer, or `refused`, the answer to the first try, if another context would not help.
+        Return the driver's answer. If another context would not help, return `refused`, the answer to the first
+        attempt.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD

@@ -43,7 +43,7 @@ class Timing:
     """
 
     _numba: cuda.NumbaStreams
-    """The streams of numba. The timer sets them."""
+    """The last stream of each thread with numba. Set when the timer is made."""
 
     def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
         self._memory_bytes = memory_bytes

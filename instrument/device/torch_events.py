@@ -156,7 +156,7 @@ class TorchDriver:
         return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Run a call that creates driver objects on a thread of the service. It does not break the capture of a
+        """Call `make`, which creates driver objects on a thread of the service, without breaking the capture of a
         graph."""
         mode = ctypes.c_int(_RELAXED)
         error = self._exchange_mode(ctypes.byref(mode))
@@ -270,7 +270,7 @@ Driver = cuda.CudaDriver | TorchDriver
 
 
 def find_error(error: Exception) -> int:
-    """Return the driver's number of an error that torch has raised."""
+    """Return the driver's number for an error that torch has raised."""
     number = getattr(error, "error_code", None)
     if isinstance(number, int) and number:
         return number
@@ -286,7 +286,7 @@ def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int
 
 
 def _find_mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
-    """Return the vendor library's function that sets the calling thread's capture mode. torch has none."""
+    """Return the vendor library's function that sets the calling thread's capture mode. torch has no such function."""
     if not is_rocm:
         exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode
     else:

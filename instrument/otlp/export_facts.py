@@ -30,8 +30,8 @@ _MASK = (1 << 64) - 1
 class Ids:
     """Converts the recorder's numbers to span and trace ids: random-looking, unique in the process, never zero.
 
-    splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. No span has number 0, so its
-    id can replace the one id that would be zero. Numbers from 2**63 up are device intervals. `instance` is the
+    splitmix64's finaliser maps 64 bits one to one, so distinct numbers give distinct ids. No span has number 0, so the
+    id of 0 replaces an id that would be zero. Numbers from 2**63 up belong to device intervals. `instance` is the
     process's service.instance.id. A forked child has seeds of its own. `run` names the run, "" for none. Without an
     agent, the processes of a run derive the same trace id from a request's key, see
     `instrument.trace.joined.trace_id_of`.
@@ -93,7 +93,7 @@ def _make_uuid() -> str:
 
 
 def mix_bits(value: Any) -> Any:
-    """Mix the bits of a 64-bit number, or of each in an array, by splitmix64's finaliser."""
+    """Mix the bits of a 64-bit number, or of each number in an array, by splitmix64's finaliser."""
     value &= _MASK
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
@@ -116,11 +116,11 @@ def mix_span_ids(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 class MeteredFacts:
     """The metrics that a process has asked for since `start_ns`, and the facts about them that only the process knows.
 
-    `asks` is True if it has metrics other than gauges, `requests` if requests are recorded. `routes` are the routes for
-    which a model generates answers. `by` names the attribute that groups requests, in at most `at_most` groups.
-    `watches` is True if the meter reads functions with generated items or batches. `calls` are the marks of functions
-    with metrics, `streams` those of functions that generate items. `environ` has the environment variables that shape
-    the metrics. `losses` and `queued` are counts, and `costs_ns` times, by name.
+    `asks` is True if the process has metrics other than gauges, `requests` if requests are recorded. `routes` are the
+    routes for which a model generates answers. `by` names the attribute that groups requests, in at most `at_most`
+    groups. `watches` is True if the meter also reads the spans of generators and batches. `calls` are the marks of
+    functions with metrics, `streams` the marks of functions that generate items. `environ` has the environment
+    variables that shape the metrics. `losses` and `queued` are counts, and `costs_ns` times, by name.
     """
 
     start_ns: int

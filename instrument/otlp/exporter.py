@@ -72,7 +72,7 @@ class Delivery:
 
 
 SILENCE_NS = 1_500_000_000
-"""Nanoseconds without an answer to a request after which that is logged."""
+"""Nanoseconds without an answer to a request after which the silence is logged."""
 
 
 class Exporter:
@@ -81,11 +81,11 @@ class Exporter:
     A `Source` is a process whose spans are sent; `own` is this process. All sources share one connection. Every method
     but `after_fork_in_child` may be called from any thread, also from a signal handler or a finaliser. `threads`
     returns the names of threads by native id. Metrics have a queue and counts of their own, and are sent after spans.
-    `add_metrics` adds the metrics of another process. The origin and the ids of `own` may be read at any time, and the
-    origin replaced by a newer one. Only an exporter for its own process `detects` that process's attributes. An
-    exporter that never `sends` has no metrics. The sending thread calls `settled(source)` before it sends spans of a
-    source, and after spans or metrics of the source were sent or lost. Raises `ExportError` for settings that cannot
-    work, such as grpc without its extra.
+    `add_metrics` adds the metrics of another process. The origin and the ids of `own` may be read at any time. A newer
+    origin may replace the origin. Only an exporter for its own process `detects` that process's attributes. An exporter
+    that never `sends` has no metrics. The sending thread calls `settled(source)` before it sends spans of a source, and
+    after spans or metrics of the source were sent or lost. Raises `ExportError` for settings that cannot work, such as
+    grpc without its extra.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class Exporter:
         return self._sender
 
     def send(self, bodies: Iterable[Body]) -> Delivery:
-        """Send packed requests on the calling thread, one after the other, instead of `start` and `submit`. Stops at
-        the first request that fails, after the time-out of the settings at the latest."""
+        """Send packed requests one after the other on the calling thread. Use it in place of `start` and `submit`.
+        Stops at the first request that fails. A request fails at the latest after the time-out of the settings."""
         self.prepare()
         with self._queue.lock:
             sender = self._open_sender()
@@ -244,10 +244,11 @@ class Exporter:
         self.submit(bodies, source)
 
     def submit(self, bodies: Iterable[Body], source: Source | None = None) -> bool:
-        """Queue packed requests for sending, by default of this process.
+        """Queue packed requests for sending. By default they belong to this process.
 
-        Each request has at most `request_bytes`, as `Source.requests` makes it. Above `QUEUE_BYTES` the oldest are
-        dropped and counted. Return True if all were queued; newer ones may still displace them. Never waits for a lock.
+        Each request has at most `request_bytes`, as `Source.requests` makes it. Above `QUEUE_BYTES` the oldest requests
+        are dropped and counted. Return True if all requests were queued. Newer requests may still displace them. Never
+        waits for a lock.
         """
         are_taken = [self._queue.offer(body, source or self.own) for body in bodies]
         if self._queue.queued_bytes >= LEAST_REQUEST_BYTES:
@@ -299,8 +300,8 @@ class Exporter:
     def stop(self, timeout_ns: int) -> Delivery:
         """Flush within `timeout_ns` and end the thread, even if the collector never answers.
 
-        Returns at most 0.2 s after that time. Spans that still wait then are counted as dropped, those of the running
-        request as failed. `start` begins again.
+        Returns at most 0.2 s after `timeout_ns`. Spans that still wait then are counted as dropped, the spans of the
+        running request as failed. `start` begins again.
         """
         self._stop_at_ns = time.monotonic_ns() + timeout_ns
         self._halt.put(None)
@@ -380,8 +381,8 @@ class Exporter:
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
         """Send the waiting snapshots and samples of each process that are due.
 
-        If the collector does not accept the metrics of one process, the other processes come first after the usual
-        delay, because the collector may refuse only that process.
+        If the collector does not accept the metrics of one process, the next attempt is made after the usual delay. It
+        begins with the other processes, because the collector may refuse only that one.
         """
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
@@ -402,8 +403,8 @@ class Exporter:
                     self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
     def _send_metrics_of(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics. Return True if they were accepted, or after a fault, so that others' metrics are
-        sent."""
+        """Send a process's metrics. Return True if the collector has accepted them, or after a fault. The metrics of
+        other processes are sent next in both cases."""
         suppress_instrumentation()
         try:
             for request in metrics.requests(source.origin) if source in self._metered else ():

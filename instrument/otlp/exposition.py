@@ -239,7 +239,7 @@ _pack_double = struct.Struct("<Bd").pack
 
 
 def is_preferred(accept: str) -> bool:
-    """Return True if an HTTP header `Accept` prefers this format to all others."""
+    """Return True if an HTTP header `Accept` prefers the protobuf format to all others."""
     offers = [(0.0, False)]
     for offer in accept.lower().split(","):
         media_type, *parameters = map(str.strip, offer.split(";"))
@@ -294,8 +294,8 @@ def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Or
 
 
 def _pack_native(of: Exponential) -> bytes:
-    """Return the native buckets. The number of a bucket depends on its upper bound here, and on its lower bound in
-    OTLP."""
+    """Return the native buckets. In Prometheus's format, the number of a bucket depends on its upper bound. In OTLP it
+    depends on its lower bound."""
     spans: list[list[int]] = []
     deltas, end, before = b"", 0, 0
     for number, count in enumerate(of.counts, of.offset + 1):

@@ -66,7 +66,7 @@ def settings_from(document: Mapping[str, Any]) -> Parquet:
 
 
 def limit_pyarrow() -> None:
-    """Make pyarrow use one thread, and return freed memory to the system. Only for processes of our own."""
+    """Make pyarrow use one thread, and return freed memory to the system. Not called in a process of the service."""
     arrow = import_pyarrow()
     arrow.set_cpu_count(1)
     arrow.set_memory_pool(arrow.system_memory_pool())

@@ -54,7 +54,7 @@ class MetricsRequest:
 
 
 class Metrics:
-    """The samples and the newest snapshot for a collector, and the counts of lost ones.
+    """The samples and the newest snapshot for a collector, and the counts of lost samples and series.
 
     All methods may be called from any thread, but only one thread takes `requests` and settles them. If a collector
     refuses all metrics, no more are sent; spans are still sent. `environ` is the environment of the process with the
@@ -137,7 +137,7 @@ class Metrics:
     # ---------------------------------------------------------------- what waits
 
     def offer_samples(self, samples: Sequence[Sample], gpus: Sequence[Gpu]) -> None:
-        """Queue samples for delivery, in some microseconds. Does nothing if metrics are off."""
+        """Queue samples for delivery, in a few microseconds. Does nothing if metrics are off."""
         if self.off:
             self._has_metrics = self._has_metrics or bool(samples)
             return
@@ -163,7 +163,7 @@ class Metrics:
         return bool(self._waiting) or self._snapshot is not self._delivered
 
     def is_due(self, now_ns: int) -> bool:
-        """Return True if it is time to send samples, or a snapshot that was not tried yet."""
+        """Return True if it is time to send samples, or if no attempt was made yet to send the newest snapshot."""
         return self._snapshot is not self._tried or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
     def make_due(self) -> None:
@@ -183,8 +183,8 @@ class Metrics:
     # ---------------------------------------------------------------- requests
 
     def requests(self, origin: Origin) -> Iterator[MetricsRequest]:
-        """Yield what waits in requests, first the snapshot. The caller settles each one, and stops after a failed one.
-        Samples that were not accepted are lost. Totals are not, because the next snapshot contains them."""
+        """Yield requests with the waiting snapshot and then the waiting samples. The caller settles each request, and
+        stops after one fails. Samples that were not accepted are lost, but totals are also in the next snapshot."""
         snapshot = self._tried = self._snapshot
         if snapshot is not None and snapshot is not self._delivered:
             yield from self._split_snapshot(snapshot, origin)

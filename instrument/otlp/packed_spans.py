@@ -70,7 +70,7 @@ class SpanPacker:
     """Packs the rows of one process in a trace.
 
     `threads` has the names of threads by native id. In a trace of several processes, `part` has the native ids of this
-    one. `links` and `interruptions` have the links and the interruptions of each row.
+    process. `links` and `interruptions` have the links and the interruptions of each row.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SpanPacker:
     def _make_pieces_without_heads(
         self, rows: Int64s, ids: RowIds, number: Int64s, sets: Sequence[Mapping[str, AttributeValue]]
     ) -> tuple[Objects, Int64s]:
-        """Return the pieces of rows without their heads, and the bytes per row."""
+        """Return all pieces of each row except its head, and their size in bytes."""
         trace, form, count = self._trace, self._form, len(rows)
         site, thread, error, clipped = (
             column[rows] for column in (trace.site, trace.thread_id, trace.error, trace.clipped)

@@ -175,8 +175,8 @@ def pack_resource(attributes: Mapping[str, object]) -> bytes:
 
 
 def pack_request(resource: bytes, pieces: Iterable[bytes], foreign: Sequence[bytes] = ()) -> bytes:
-    """Return an ExportTraceServiceRequest of packed spans under a packed resource. Metrics are packed in the same
-    form."""
+    """Return an ExportTraceServiceRequest of packed spans under a packed resource. The same function packs metrics.
+    Entries in `foreign` get no schema URL."""
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", find_version()))
     of_schema = pack_field(b"\x12", b"".join((scope, *pieces, pack_text(b"\x1a", SCHEMA_URL))))
     without_schema = pack_field(b"\x12", b"".join((scope, *foreign))) if foreign else b""

@@ -63,7 +63,7 @@ BEHIND_NS = 5 * 10**9
 """The maximum nanoseconds for which settling pauses while the collector has not accepted earlier spans."""
 
 MOST_LOOKS = 20
-"""The maximum number of looks at all recordings before a scrape is answered, or spans are flushed."""
+"""The maximum number of times that all recordings are read before a scrape is answered, or spans are flushed."""
 
 FULL_RETRY_S = 0.02
 """Seconds between two attempts to read more rows while the exporter has no space for more spans."""
@@ -335,7 +335,7 @@ class RecordingExport:
                 self._reading.metering.note_sent()
 
     def keep_open(self, spans: Sequence[Span]) -> None:
-        """Keep the requests among the spans that are still open, even if they end without an error."""
+        """Keep the requests of `spans` that are still open, even if they end without an error."""
         reading = self._reading
         if reading is not None:
             rows = reading.reader.rows
@@ -358,7 +358,7 @@ class RecordingExport:
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
     def send(self, spans: Sequence[Span]) -> None:
-        """Send spans of a window that tail sampling has dropped."""
+        """Send the spans that tail sampling has dropped from a window."""
         reading = self._reading
         if reading is None or not spans:
             return
@@ -386,7 +386,7 @@ class RecordingExport:
             self._reading.metering.before_read(meters=False, scrapes=True)
 
     def metered(self) -> Metered | None:
-        """Return the recording's metrics at the last read, for a scrape; None for none."""
+        """Return the recording's metrics at the last read for a scrape. Return None if there are no metrics."""
         return None if self._reading is None or not self.is_ours else self._reading.metering.metered()
 
     @property
@@ -399,8 +399,8 @@ class RecordingExport:
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
     def is_settled(self) -> bool:
-        """Send all due spans. Return True if no span waits for a decision or an answer, and an ended process's metrics
-        are sent."""
+        """Send all due spans. Return True if no span waits for a decision or for an answer. If the process has ended,
+        its metrics must also be sent."""
         reading = self._reading
         if reading is None:
             return True
@@ -454,7 +454,8 @@ def _call(_: int, action: Callable[[], object]) -> None:
 
 
 class ExportedRun:
-    """Reads and settles the recordings of one exporter together: a run's in the agent, or a process's own.
+    """Reads and settles all recordings of one exporter together: in the agent those of a run, elsewhere the process's
+    own.
 
     `members` has the recordings by number. `attempt(number, action)` runs an action on one recording, and ends that
     recording's export if it fails. `has_looked` is called after each look. One thread uses an instance.
@@ -505,9 +506,10 @@ class ExportedRun:
     def read_and_settle(
         self, *, is_last: bool = False, at_once: bool = False, metered: RecordingExport | None = None
     ) -> bool:
-        """Read all recordings, and settle the requests that are due: all ended ones if `at_once`, all if `is_last`.
+        """Read all recordings, and settle the requests that are due.
 
-        Send the metrics of `metered`. Return True if a recording has more rows.
+        With `at_once`, settle all requests that have ended. With `is_last`, settle all requests. Send the metrics of
+        `metered`. Return True if a recording has more rows.
         """
         if not self.members:
             return False
@@ -558,7 +560,8 @@ class ExportedRun:
         return [*{member.dataset: None for member in self.members.values() if member.dataset is not None}]
 
     def close_datasets(self, *, at_once: bool = False) -> None:
-        """Close the files of datasets that are due, or all `at_once`, with the facts of their processes."""
+        """Add the facts of processes to the datasets that are due, and close their files. With `at_once`, do so for all
+        datasets."""
         for dataset in self.datasets:
             members = [member for member in self.members.values() if member.dataset is dataset]
             if at_once or dataset.is_due:

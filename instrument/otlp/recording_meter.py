@@ -45,7 +45,7 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""Nanoseconds until the next snapshot if the last one lacks spans that had ended before it was requested."""
+"""Nanoseconds until the next snapshot if the last snapshot lacks spans that had ended before its request."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """The age in ns above which a gauge's sample is left out of a scrape."""
@@ -132,8 +132,8 @@ class Metering:
                 self._meter.count_parts(rows, self._facts.metered.streams)
 
     def change_facts(self, facts: ExportFacts) -> None:
-        """Apply the newest facts of the process. They name the functions that generate items. Their rows that were read
-        before are counted now."""
+        """Apply the newest facts of the process. The facts name the functions that generate items. Rows of such
+        functions that were read earlier are counted now."""
         self._facts = facts
         self._meter.generations = facts.metered.routes
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most

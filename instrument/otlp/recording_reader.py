@@ -42,8 +42,8 @@ _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 class RecordingReader:
     """Reads one recording, from the rows after the last read.
 
-    One thread uses an instance. `rows` has the waiting rows. `seen` counts the rows that were read, `missed` those that
-    were overwritten before. `places` has the next row of each ring, by the ring's number.
+    One thread uses an instance. `rows` has the waiting rows. `seen` counts the rows that were read, `missed` the rows
+    that were overwritten before they could be read. `places` has the next row of each ring, by the ring's number.
     """
 
     def __init__(self, mapped: Mapped, progress: Progress, facts: ExportFacts) -> None:
@@ -84,7 +84,8 @@ class RecordingReader:
         return self._mapped.known_tree.site(node)
 
     def totals(self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None) -> Tally:
-        """Return the current totals of the sites that `is_counted` selects in a call tree: of requests by default."""
+        """Return the current totals of the sites that `is_counted` selects in a call tree. By default they are
+        requests."""
         tally = self._mapped.tally(is_counted or (lambda tree: tree.map_sites(is_request)))
         return tally.merge_threads() if merged else tally
 
@@ -199,8 +200,8 @@ class DeviceTimes:
         return replace(trace, device=device) if len(device) else trace
 
     def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
-        """Return the device intervals of the rows `asking`. `span_id` and `start_ns` are the ids and begins of all
-        rows."""
+        """Return the device intervals of the rows `asking`. `span_id` and `start_ns` are the ids and the start times of
+        all rows."""
         first_ns = int(start_ns[asking].min())
         since = next((count for at_ns, count in reversed(self._counts) if at_ns <= first_ns), 0)
         cells = self._mapped.intervals(since)

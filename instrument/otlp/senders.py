@@ -44,8 +44,8 @@ _PARTIAL_SUCCESS = re.compile(
 class Response:
     """The outcome of a request: `taken` if it was accepted, the count of `rejected` spans, and the `reason`.
 
-    `refused` is True if the collector never accepts such requests, `is_late` if it did not answer in time. `wait_s` is
-    the pause in seconds that it asks for.
+    `refused` is True if the collector never accepts such requests, `is_late` if the collector did not answer in time.
+    `wait_s` is the pause in seconds that the collector asks for.
     """
 
     taken: bool
@@ -58,7 +58,8 @@ class Response:
 
 
 class _UnavailableError(Exception):
-    """The collector accepts no request now. `asked_s` is the pause in seconds that it asks for, 0 if unknown."""
+    """An error that reports that the collector accepts no request now. `asked_s` is the pause in seconds that the
+    collector asks for, 0 if unknown."""
 
     def __init__(self, reason: str, asked_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -244,7 +245,7 @@ class HttpSender(Sender):
 
 
 def make_metrics_url(traces_url: str) -> str | None:
-    """Return the URL for metrics that matches the URL for spans, None if that does not end in `/v1/traces`."""
+    """Return the URL for metrics that matches `traces_url`, None if this does not end in `/v1/traces`."""
     path, question, query = traces_url.partition("?")
     path = path.rstrip("/")
     return f"{path[: -len('/v1/traces')]}/v1/metrics{question}{query}" if path.endswith("/v1/traces") else None
@@ -268,7 +269,7 @@ def _judge_response(response: HTTPResponse, content: bytes, spans: int) -> Respo
 
 
 def parse_partial_success(answer: bytes) -> tuple[int, str]:
-    """Return the number of rejected spans in a successful answer, and the reason; 0 if malformed."""
+    """Return the number of rejected spans and the reason from a successful answer; the number is 0 if malformed."""
     match = _PARTIAL_SUCCESS.match(answer)
     if match is None:
         return 0, ""
@@ -382,7 +383,7 @@ class GrpcSender(Sender):
     abort = close
 
     def after_fork_in_child(self) -> None:
-        """Keep the parent's channel open, because a child that closes or collects it can hang."""
+        """Keep the parent's channel open, because a child that closes it or garbage-collects it can hang."""
         self._of_parents.append(self._channel)
         self._channel = None
 

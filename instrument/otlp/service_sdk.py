@@ -24,8 +24,8 @@ _UNNAMED = "unknown_service"
 def detect_attributes() -> dict[str, object]:
     """Return the attributes that OpenTelemetry's SDK detects, with those of `OTEL_RESOURCE_ATTRIBUTES`.
 
-    Imports the SDK and runs the configured detectors: about 0.1 s, once, when a session starts. The SDK refuses while
-    the interpreter exits; then only the variable's attributes are returned.
+    Imports the SDK and runs the configured detectors, which takes about 0.1 s. Called once, when a session starts.
+    While the interpreter exits, the SDK raises an error, and only the variable's attributes are returned.
     """
     try:
         from opentelemetry.sdk.resources import Resource
@@ -46,7 +46,7 @@ def drop_parent_id(detected: Mapping[str, object]) -> dict[str, object]:
 
 
 def resource_of(origin: Origin, instance: str) -> dict[str, object]:
-    """Return the attributes that a process's origin gives. `instance` is the service.instance.id."""
+    """Return the attributes of a process's resource that are in its origin. `instance` is the service.instance.id."""
     attributes: dict[str, object] = {
         "service.name": origin.service or _UNNAMED,
         "service.instance.id": instance,
@@ -69,8 +69,8 @@ CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.d
 def resource_attributes(
     origin: Origin, instance: str, detected: Mapping[str, object], provider: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the resource of this process: the provider's attributes, then the profile's, then detected ones.
-    `instance` is its service.instance.id by default."""
+    """Return the resource of this process. The provider's attributes have priority, then the profile's, then detected
+    ones. `instance` is the default of service.instance.id."""
     own_attributes = resource_of(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
     merged = {**own_attributes, **detected}
     for attributes in ({"service.name": origin.service}, provider):
@@ -93,8 +93,8 @@ def provider_attributes() -> dict[str, object]:
 def current_parent() -> RemoteParent | None:
     """Return the current OpenTelemetry span of this thread, or None.
 
-    Runs on the service's threads: about 30 ns before OpenTelemetry is imported, then 0.2 us without a current span and
-    0.9 us with one. Never raises.
+    Runs on the service's threads. It takes about 30 ns before OpenTelemetry is imported, then 0.2 us without a current
+    span and 0.9 us with one. Never raises.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
@@ -117,10 +117,10 @@ def current_parent() -> RemoteParent | None:
 
 
 def _is_in_server_span(local: Any) -> bool:
-    """Return True if a span of this process is a server span, or may be inside one.
+    """Return True if a span of this process is a server span, or may be inside a server span.
 
-    The result is also True for an unrecorded span, which has no kind, and for a span with a parent, of which only the
-    id is known. A request with two server spans would be counted twice.
+    The result is also True for an unrecorded span, which has no kind. It is True for a span with a parent, because only
+    the parent's id is known. A request with two server spans would be counted twice.
     """
     kind = getattr(getattr(local, "kind", None), "name", "SERVER")
     return kind in ("SERVER", "CONSUMER") or (kind == "INTERNAL" and getattr(local, "parent", None) is not None)

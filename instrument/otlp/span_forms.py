@@ -175,8 +175,8 @@ SPANS_IN_A_LINE = 1_000
 
 
 def json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
-    """Yield the lines for the spans of one process in pieces. The spans are packed as `JSON` in order of their trees,
-    and `roots` has the root of each. Each line has complete trees."""
+    """Yield the JSON lines for the spans of one process in pieces. The spans were packed in the form `JSON`, tree by
+    tree. `roots` has the root of each span. Each line has complete trees."""
     scope = {"scope": {"name": SCOPE, "version": find_version()}, "spans": [0], "schemaUrl": SCHEMA_URL}
     line = {"resourceSpans": [{"resource": {"attributes": _encode_attributes(resource)}, "scopeSpans": [scope]}]}
     head, _, tail = msgspec.json.encode(line).partition(b'"spans":[0]')

@@ -47,7 +47,7 @@ class Source:
 
     `resource` returns the attributes of its resource, `threads` the names of its threads by native id. `counts` has its
     spans by fate, `metrics` its metrics for the collector. `origin` converts times to the wall clock. `before` has the
-    time of that clock's last step, and the origin for earlier spans.
+    time of the wall clock's last step, and the origin for spans from before the step.
     """
 
     ids: Ids
@@ -77,8 +77,8 @@ class Source:
     ) -> Iterator[Body]:
         """Pack rows of a trace as requests.
 
-        `facts` are the arguments of `SpanPacker`. Trees that began before a step of the wall clock keep the time before
-        the step.
+        `facts` are the arguments of `SpanPacker`. Trees that began before a step of the wall clock are sent with the
+        time of the clock before the step.
         """
         from instrument.otlp.packed_spans import SpanIds, SpanPacker
         from instrument.otlp.span_forms import PROTOBUF, request_bodies
@@ -98,7 +98,7 @@ class Source:
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A packed request in the queue, or a part of one. `number` counts the requests in the order of the offers."""
+    """A packed request in the queue, or a part of it. `number` is the request's place in the order of the offers."""
 
     data: bytes
     spans: int
@@ -151,13 +151,13 @@ class RequestQueue:
             return dict(self._counts)
 
     def has_unsent_before(self, newest: int) -> bool:
-        """Return True if a request up to this number is neither sent nor lost, or if that is unknown."""
+        """Return True if a request up to the number `newest` is neither sent nor lost, or if that is unknown."""
         with self._try_lock() as has_lock:
             return not has_lock or any(request.number <= newest for request in (*self._in_flight, *self._queue))
 
     @contextmanager
     def _try_lock(self) -> Iterator[bool]:
-        """Acquire the lock if that is possible within `PATIENCE_S`: a signal handler may have interrupted its owner."""
+        """Acquire the lock within `PATIENCE_S`, and yield True on success. A signal may have interrupted its owner."""
         has_lock = self.lock.acquire(timeout=PATIENCE_S)
         try:
             yield has_lock
@@ -245,7 +245,7 @@ class RequestQueue:
         return request
 
     def _count_fate(self, source: Source, fate: str, spans: int) -> None:
-        """Count some spans of a source by fate. The caller has the lock."""
+        """Move a number of a source's spans from pending to a fate. The caller has the lock."""
         if spans:
             for counts in (self._counts, source.counts):
                 counts[fate] += spans

@@ -39,7 +39,7 @@ SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
 UNSEEN_SUFFIX = ".unseen"
-"""The suffix, after the socket's name, of the file with notes on unrecorded processes. `sitecustomize` has a copy."""
+"""The suffix that names the file of notes on unrecorded processes after the socket. `sitecustomize` has a copy."""
 
 ADDRESS_BYTES = 107
 """The maximum length in bytes of a Unix socket's path."""
@@ -48,7 +48,7 @@ MOST_WAITING = 512
 """The maximum number of processes that can wait to join while the agent is busy (the backlog of its socket)."""
 
 ANSWER_S = 5.0
-"""Seconds after which an agent that has not answered counts as hanging, because it may be suspended."""
+"""Seconds after which an agent that has not answered counts as hanging. The agent may be suspended."""
 
 _RUN_NAME = late_pattern(r"[\w.-]{1,64}")
 
@@ -202,7 +202,7 @@ def find_unreported(folder: Path) -> list[int]:
 
 
 def read_unsent(folder: Path) -> int:
-    """Return how many spans of ended processes may be unsent, as a file of the agent says."""
+    """Return how many spans of ended processes may be unsent, from a file that the agent writes."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -314,7 +314,7 @@ def _parse(data: bytes, flags: int) -> Message:
 def peer_of(connection: _socket.socket) -> tuple[int, int]:
     """Return the process id and the user id of the peer.
 
-    The process id is 0 if it is of another namespace, the user id -1 if unknown.
+    The process id is 0 if the peer is in another process namespace. The user id is -1 if unknown.
     """
     try:
         credentials = connection.getsockopt(_socket.SOL_SOCKET, _socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -49,8 +49,8 @@ class LazyModule:
 
 @contextmanager
 def late_patterns() -> Iterator[None]:
-    """Make modules that are imported in the `with` block compile their patterns at first use. The process must have
-    only one thread."""
+    """Let modules that are imported in the `with` block compile their regular expressions at first use. The process
+    must have only one thread."""
     compile_now = re.compile
     re.compile = late_pattern
     try:
@@ -251,7 +251,7 @@ def _first_init(cls: Any, kw_only: bool) -> Any:
 
 
 def _set_fields(self: Any, facts: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
-    """Set all fields of an object, even of a frozen one. Return False if a field has no value or no argument."""
+    """Set all fields of an object, even of a frozen object. Return False if a field has no value or `init=False`."""
     for name, fact in facts.items():
         value = arguments.get(name, MISSING)
         if isinstance(fact, Field):

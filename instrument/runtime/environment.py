@@ -93,7 +93,7 @@ def run_shared() -> str:
 
 
 def is_first_of_run() -> bool:
-    """Return True in the process that `instrument run` started, and outside of `instrument run`."""
+    """Return True in the process that `instrument run` started, and in any process outside of `instrument run`."""
     main = os.environ.get("INSTRUMENT_RUN_PID")
     return main is None or main == str(os.getpid())
 
@@ -118,8 +118,8 @@ def parent_of(pid: int) -> int:
 
 
 def program_of(pid: int | None = None) -> bytes:
-    """Return the auxiliary vector of this process or process `pid`, which differs for each program that it executes;
-    b"" if unreadable."""
+    """Return the auxiliary vector of this process or process `pid`, b"" if unreadable. It changes when the process
+    executes another program."""
     try:
         return (PROC / str(pid or "self") / "auxv").read_bytes()
     except OSError:
@@ -203,8 +203,8 @@ def _group_core_limits(pid: int | None) -> list[float]:
 
 
 def _read_core_limit(*files: Path) -> list[float]:
-    """Return a list with the number of cores to which the files of a control group limit it. The list is empty if no
-    limit is visible."""
+    """Return the number of cores to which a control group's files limit its processes. The result is a list, which is
+    empty if no limit is visible."""
     try:
         quota, period = " ".join(file.read_text("ascii") for file in files).split()
         return [int(quota) / int(period)] if int(quota) > 0 and int(period) > 0 else []
@@ -227,8 +227,8 @@ TIME_WAIT_S = 60
 class Connections(NamedTuple):
     """The ports of a process with `open` connections, and those with connections `closed` since its start.
 
-    A closed connection may be of another process that shares the listening socket. `listens` are the ports at which the
-    process listens, `sockets` the inodes of its listening sockets.
+    A closed connection may belong to another process that shares the listening socket. `listens` are the ports at which
+    the process listens, `sockets` the inodes of its listening sockets.
     """
 
     open: frozenset[int]

@@ -49,14 +49,14 @@ class Faults:
             )
 
     def attempt(self, place: str, action: Callable[[], object]) -> None:
-        """Call an action. An exception counts as our fault and is not raised, so that the caller goes on."""
+        """Call an action. If it raises an exception, count the exception as our fault, and do not raise it."""
         try:
             action()
         except Exception as fault:
             self.note(place, fault)
 
     def note_of_rule(self, place: str, words: str, kind: str = "") -> None:
-        """Count a value that a rule of the profile names but that could not be read, which is no fault of ours.
+        """Count a value that a rule of the profile names and that could not be read. This is not a fault of ours.
 
         `place` is the rule's place in the profile. The log gets one line per place and kind. Raises nothing.
         """
@@ -93,7 +93,7 @@ class Faults:
 
 
 def _warn(message: str, fault: BaseException | None = None) -> None:
-    """Log a warning. Ignore errors of the service's log handlers, because the summary has what is counted."""
+    """Log a warning. Ignore errors of the service's log handlers, because the summary has the counts, too."""
     with suppress(Exception):
         logger.warning("%s", message, exc_info=fault)
 

@@ -36,7 +36,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a new file that replaces the one at `path` at the end of the block. An error in the block leaves no file.
 
     Missing folders are created. A symbolic link at `path` is replaced, not followed. Raises `OSError`, also if `path`
-    is something else than a regular file.
+    exists and is not a regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
@@ -151,8 +151,8 @@ class Compressor(Protocol):
 
 
 def compressor(zlib_level: int, *, is_raw: bool = False) -> Compressor:
-    """Return a compressor of one gzip stream, or of one deflate stream without header and checksum, as in zip archives,
-    if `is_raw`. `zlib_level` only counts if ISA-L is not installed."""
+    """Return a compressor of one gzip stream. With `is_raw`, the stream has no header and no checksum, as in zip
+    archives. `zlib_level` is used only if ISA-L is not installed."""
     window_bits = -zlib.MAX_WBITS if is_raw else 16 + zlib.MAX_WBITS
     try:
         from isal import isal_zlib

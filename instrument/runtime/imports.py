@@ -25,7 +25,7 @@ Otherwise CPython maps and unmaps 16 KiB 1,200 times at the import of pydantic."
 
 
 class _Loader:
-    """A loader that replaces a module's own loader, which is back in its place before the module's code runs."""
+    """A loader that replaces a module's own loader. It restores that loader before the module's code runs."""
 
     def __init__(self, spec: Any, loader: Any, finder: Finder, is_wanted: bool) -> None:
         self._spec = spec
@@ -186,6 +186,6 @@ def install(
 
 
 def is_lazy(module: object) -> bool:
-    """Return True for a module of `importlib.util.LazyLoader` whose code has not run, without loading it."""
+    """Return True for a module of `importlib.util.LazyLoader` whose code has not run. This does not load the module."""
     lazy = getattr(sys.modules.get("importlib.util"), "_LazyModule", None)
     return lazy is not None and type(module) is lazy

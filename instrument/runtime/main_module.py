@@ -107,7 +107,7 @@ class MainNames(ModuleType):
 
 
 def spawned_main() -> MainNames | None:
-    """Return the namespace that a spawned child's functions use. Its main module has only a copy of it."""
+    """Return the namespace that a spawned child's functions use. The child's main module has only a copy."""
     module = sys.modules.get(MAINS[1])
     if module is None:
         return None
@@ -131,7 +131,7 @@ class Plan(NamedTuple):
 
 
 def plan_reports(body: ast.Module) -> Plan:
-    """Plan before which lines of a module's body new names must be reported."""
+    """Return the lines of a module's body before which new names must be reported."""
     stops: set[int] = set()
     names: set[str] = set()
     last = 0

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 RESETTABLE_SIGNALS = (signal.SIGINT, signal.SIGHUP)
-"""The signals that get our handler only when the service resets its own handler to the default. Otherwise they keep
-the default, because only that ends a program whose main thread runs C code."""
+"""The signals that get our handler only when the service resets its own handler to the default. Otherwise they keep the
+default, because a handler in Python cannot end a program while the main thread runs C code."""
 
 
 class Termination:
@@ -40,8 +40,8 @@ class Termination:
         """The address of CPython's function that the system calls for every handler in Python."""
 
     def install(self) -> Callable[[], None]:
-        """Handle SIGTERM whenever it has the default disposition. Must be called on the main thread. Return the
-        undo."""
+        """Handle SIGTERM whenever it has the default disposition. Must be called on the main thread. Return a function
+        that undoes this."""
         if not _is_main_thread():
             return lambda: None
         bare_set, bare_get = self._set, self._get

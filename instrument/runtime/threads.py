@@ -131,7 +131,7 @@ _library_threads: dict[int, int] = {}
 
 @contextmanager
 def count_library_threads() -> Iterator[None]:
-    """Count the threads that start while the `with` block runs as ours, such as OpenBLAS's at the import of numpy."""
+    """Count threads that start during the `with` block as ours, such as OpenBLAS's at the import of numpy."""
     before = _count_tasks()
     try:
         yield
@@ -147,7 +147,7 @@ def _count_tasks() -> int:
 
 
 class _ForkWarning:
-    """A pattern that matches, once, Python's warning on a fork of a process with threads.
+    """A pattern that matches Python's warning on a fork of a process with threads. It matches only once.
 
     The match removes the warning filter with this pattern. Python 3.12 warns before the parent's fork hooks, later
     versions after them.
