@@ -433,7 +433,7 @@ class ForeignSlices:
         return start_ns, end_ns
 
     def _add_kind(self, key: tuple[object, object]) -> int:
-        """Add the properties that all slices of a category and name share. Return their number."""
+        """Add a kind: the properties that all slices of a category and name share. Return the kind's index."""
         category, label = key
         kind, text = text_of(category) or "", NAMELESS if label is None else f"{text_of(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)

@@ -6,7 +6,7 @@ code, 0 for success, and the timer counts errors.
 
 A call into the driver may wait for space in a full launch queue, or for pending host functions. Host functions may be
 written in Python and wait for the interpreter's lock, so a call that kept the lock might never return. All calls
-release the lock, as torch's own records do. `mark`, which threads of the service call, releases the lock once for all
+release the lock, as torch's own records do. The service's own threads call `mark`. It releases the lock once for all
 its queries. The profile can make `mark` keep the lock (`device: {gil: hold}`). Then `mark` never waits to get the lock
 back from another thread (`tests/bench/device.py` measures both).
 """

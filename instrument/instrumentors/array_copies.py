@@ -225,7 +225,9 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
     runtime = cupy.cuda.runtime
     # memcpy(dst, src, size, kind) and memcpyPeer(dst, dstDevice, src, srcDevice, size); the others end with a stream.
     by_kind = partial(_kind_reader, _arg_reader(3, "kind"), (_arg_reader(2, "size"),))
-    by_peer = partial(_peer_reader, _arg_reader(3, "srcDevice"), _arg_reader(1, "dstDevice"), _arg_reader(4, "size"))
+    by_peer = partial(
+        _peer_copy_reader, _arg_reader(3, "srcDevice"), _arg_reader(1, "dstDevice"), _arg_reader(4, "size")
+    )
     for name, facts, last in (("memcpy", by_kind, 4), ("memcpyPeer", by_peer, 5)):
         patched.wrap_functions(runtime, (name,), facts(True), lambda args, kwargs: 0)
         patched.wrap_functions(runtime, (f"{name}Async",), facts(False), _arg_reader(last, "stream"))
@@ -306,7 +308,7 @@ def _choose_reader(name: str, function: Any) -> Facts | None:
     if base in ("cuMemcpyPeer", "cudaMemcpyPeer"):
         place = "Context" if base.startswith("cuM") else "Device"
         ends = _named_arg(function, f"src{place}"), _named_arg(function, f"dst{place}")
-        return _peer_reader(*ends, _named_arg(function, "ByteCount", "count"), sync)
+        return _peer_copy_reader(*ends, _named_arg(function, "ByteCount", "count"), sync)
     factors = {"cudaMemcpy": ("count",), **dict.fromkeys(_WITH_ROWS, ("width", "height"))}.get(base)
     if factors is not None:
         return _kind_reader(_named_arg(function, "kind"), [_named_arg(function, factor) for factor in factors], sync)
@@ -315,7 +317,7 @@ def _choose_reader(name: str, function: Any) -> Facts | None:
     return None
 
 
-def _peer_reader(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
+def _peer_copy_reader(source: Reader, target: Reader, amount: Reader, sync: bool) -> Facts:
     def read_peer_copy(out: Any, args: Any, kwargs: Any) -> Transfer:
         direction = direction_between(int(source(args, kwargs)), int(target(args, kwargs)))
         return Transfer(direction, int(amount(args, kwargs)), sync)

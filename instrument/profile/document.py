@@ -370,7 +370,9 @@ class _Tree:
         plain = source.style is None
         text, variable, unset = source.value, "", None
         written = (
-            _REFERENCE.sub(self.shown_variable, text) if any(map(self.is_secret, _REFERENCE.finditer(text))) else ""
+            _REFERENCE.sub(self.variable_for_message, text)
+            if any(map(self.is_secret, _REFERENCE.finditer(text)))
+            else ""
         )
         for reference in _REFERENCE.finditer(text):
             if broken := reference["broken"]:
@@ -404,7 +406,7 @@ class _Tree:
         is_open = name.startswith("OTEL_") and not name.endswith("_HEADERS")
         return bool(self.document.environ.get(name)) and not is_open
 
-    def shown_variable(self, reference: re.Match[str]) -> str:
+    def variable_for_message(self, reference: re.Match[str]) -> str:
         return reference[0] if self.is_secret(reference) else self.value_of_variable(reference)
 
 

@@ -5,8 +5,9 @@ node and thread. Merging lines adds integers and takes minima and maxima, so it 
 
 Recursion makes no new paths: a call of a site that is on the path already counts at that site's node. Such an inner
 call adds to the count of calls, errors, self time, extremes and percentiles. It adds nothing to total and device time,
-because the outer call's times include it. So the self times of a tree sum to its total. If one child of a node ran
-inside another child, the inner child's time counts for both. The children's sum may then exceed the node's total time.
+because the outer call's times include it. So the self times of a tree sum to its total. Folding can make siblings of
+nested calls. In A → B → A → C, both B and C are children of A, although C ran inside B. C's time then counts for both.
+The children's sum may then exceed the node's total time.
 
 The first `NODE_LIMIT` call paths have nodes of their own. Beyond this limit, all new paths that end in the same site
 share one node.

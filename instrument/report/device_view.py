@@ -173,7 +173,8 @@ def printed_unit(gauge: Gauge) -> tuple[str, float]:
 
 
 SHORT_NS = 10_000
-"""The mean device time of a call in ns below which CUDA events may measure up to six times too much, as published."""
+"""The limit of short calls, in ns of mean device time. CUDA events may measure up to six times too much for shorter
+calls."""
 
 COLUMN_WIDTH = 10
 

@@ -55,7 +55,7 @@ MOSTLY = 0.5
 """The minimum share of the excess that a cause must account for to explain it."""
 
 LEAST_SHARE = 0.05
-"""The largest excess, as a share of the typical time, with which a request always counts as typical."""
+"""The least excess that is explained, as a share of the typical time. A request with less always counts as typical."""
 
 MORE_STEPS = "more steps"
 """The text in place of a cause's call path if the request had more engine steps than is typical of its endpoint."""

@@ -7,10 +7,10 @@ requests the window.
 A phase is a span declared as one (`phase:` in a rule or scope), a span of kind `phase`, or a loader. Each moment of a
 thread counts for the open phase that began first, so an inner phase is part of the outer phase. Only phases within the
 closure of an optimizer count separately. A moment of a step counts first for spans on the step's own thread and task.
-The remaining moments count for tasks that the step started and for suspended generators, because the moments in which
-these ran are unknown. Spans of other tasks do not count. The row `others` is the time outside of phases. All rows add
-up to the time of the steps, so `others` is never negative. In `paddle.profiler`, `others` may be negative, because
-overlapping phases count twice.
+The times at which suspended generators and tasks of the step ran are not known exactly. So they get only the moments
+that are left. Spans of other tasks do not count. The row `others` is the time outside of phases. All rows add up to the
+time of the steps, so `others` is never negative. In `paddle.profiler`, `others` may be negative, because overlapping
+phases count twice.
 
 Device time is the time of a phase's work on streams, including copies. Parallel work on several streams counts for each
 stream. The device time of `others` is the work that no phase launched.

@@ -493,9 +493,10 @@ class _FunctionTable:
 
 
 def _group_lines(lines: Records, number: Int64s, rows: Int64s, at: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return the rows of each function, with running and waiting time apart, and the number of each row's function.
+    """Group tally lines into table rows: for each function one row of running time and one of waiting time.
 
-    Also return two numbers for each tally line with time: the number of its row, and the number of the line.
+    Return the rows, the index of each row's function, and for each tally line with time the index of its row and of the
+    line.
     """
     waited, self_ns = lines["waiting_ns"], lines["self_ns"]
     runs, waits = np.flatnonzero((waited == 0) | (self_ns > waited)), np.flatnonzero(waited != 0)

@@ -238,7 +238,7 @@ class Watch:
                 self._seen = _snapshot(frame.f_globals)  # the caller has looked at these
                 self._plan, self._names = _plan_for(frame.f_code, frame.f_globals) or self._plan, frame.f_globals
                 if self._plan.last > frame.f_lineno and (means := self._acquire_hook()) is not None:
-                    means.follow(frame.f_code, frame)
+                    means.watch_code(frame.f_code, frame)
                 return
         first_argument, *_ = sys.argv or [""]  # as it is before the main module runs
         # A child of multiprocessing runs a command that runs the main module of its parent.
@@ -362,7 +362,7 @@ class _Tracing:
     def listen(self) -> None:
         sys.settrace(self._called)
 
-    def follow(self, code: CodeType, frame: FrameType) -> None:
+    def watch_code(self, code: CodeType, frame: FrameType) -> None:
         frame.f_trace = self._ran
         sys.settrace(self._called)
 
@@ -429,7 +429,7 @@ if sys.version_info >= (3, 12):
             sys.monitoring.register_callback(self._tool, events.PY_START, self._started)
             sys.monitoring.set_events(self._tool, events.PY_START)
 
-        def follow(self, code: CodeType, frame: FrameType | None) -> None:
+        def watch_code(self, code: CodeType, frame: FrameType | None) -> None:
             self._code = code
             events = sys.monitoring.events
             sys.monitoring.register_callback(self._tool, events.LINE, self._ran)
@@ -450,7 +450,7 @@ if sys.version_info >= (3, 12):
                 return sys.monitoring.DISABLE
             if self._watch.begins_body(code, sys._getframe(1).f_globals):
                 sys.monitoring.set_events(self._tool, sys.monitoring.events.NO_EVENTS)
-                self.follow(code, None)
+                self.watch_code(code, None)
             return None
 
         def _ran(self, code: CodeType, line: int) -> Any:

@@ -1,9 +1,9 @@
 """Computes the call tree of a trace, and the tally: the times of the calls of each call path.
 
 A track (`line` in names) is one thread, or one task on it. If a call runs on a different track from its parent, its
-time is not part of the parent's time. Such calls have one node per thread. The device time of a call is the union of
-its device intervals and those of the calls below it on the same track. So overlapping intervals of nested calls count
-once.
+time is not part of the parent's time. In the tree, such calls have a node of their own for each thread. The device time
+of a call is the union of its device intervals and those of the calls below it on the same track. So overlapping
+intervals of nested calls count once.
 
 The tally has totals by call path and thread, as recorders count them. Recursion is folded: a call of a site that is
 already on its path counts at that site's node. The folded call is an inner call if an outer call of the same node and

@@ -212,8 +212,8 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 def move_facts(trace: Columns, requests: Int64s, of: Int64s, keys_of: Mapping[int, Sequence[str]]) -> Columns:
     """Return the trace with facts moved from spans to their requests. Facts of unknown requests are not moved.
 
-    `requests` are rows ordered by start time. `of` has the index of each row's request among them, `keys_of` the keys
-    of requests by index.
+    `requests` has the requests' rows in `trace`, ordered by start time. `of` has, for each row of `trace`, the index of
+    its request in `requests`. `keys_of` maps that index to the request's keys.
     """
     rows = trace.attributes.having(FACTS)
     if not len(rows):

@@ -140,10 +140,10 @@ class Http(AsgiChannel):
     def _count_items(self, body: bytes) -> int:
         """Count the server-sent events in a part of the answer. For any other content type, a part is one item."""
         if self.exchange.stream is None:
-            self._is_events = self._has_events()
+            self._is_events = self._is_event_stream()
         return (body.count(b"\n\n") or 1) if self._is_events else 1
 
-    def _has_events(self) -> bool:
+    def _is_event_stream(self) -> bool:
         """Return True if the answer has the content type of server-sent events."""
         try:
             kind = self._find_header(CONTENT_TYPE)
