@@ -1,7 +1,6 @@
 """Child processes in which the agent reads recordings, because a damaged recording may crash its reader.
 
-A `Jobs` child does one job, such as saving recordings, and ends. A `Child` serves the agent until it is stopped. One
-job saves many recordings, because the start of a child takes longer than a save.
+A `Jobs` child does a job, such as saving recordings, and ends. A `Child` serves the agent until it is stopped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The agent's work at the end of a process or a run: messages, files for the report of the run, and captures.
 
-The agent never keeps a service's output open, because a reader of that output may wait until all writers close it. For
-each message, the agent opens the standard error through a living process, or else by the path of the file or terminal.
-If both fail, the message goes to the system's log. Without a log, a message about a capture goes to a text file next to
-the capture. Only children of the agent import the code that reads recordings.
+The agent never keeps a service's output open, because a reader of that output may wait until all writers close it. A
+message that cannot be written to the standard error goes to the system's log. Only children of the agent import the
+code that reads recordings.
 """
 
 from __future__ import annotations

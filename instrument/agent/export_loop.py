@@ -1,11 +1,10 @@
 """The main loop of the exporter, a child process of the agent that reads recordings and gauges, and sends spans.
 
-The agent sends the exporter a descriptor of each recording, and a message at the end of each process. The exporter ends
-within a time limit when the agent asks for that, and at once if the agent is gone. The next exporter continues from the
-progress stored in the recordings.
+The agent sends the exporter a descriptor of each recording, and a message at the end of each process. A new exporter
+continues from the progress stored in the recordings.
 
-The exporter writes readings of gauges into the recordings of the processes. A separate thread takes the readings, so
-that a hanging driver delays neither a service nor the export.
+A separate thread reads the gauges, so that a hanging driver delays neither a service nor the export. The readings are
+written into the recordings of the processes.
 """
 
 from __future__ import annotations

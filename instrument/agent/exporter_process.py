@@ -1,8 +1,7 @@
 """The agent's handle on its exporter, a child process that reads recordings and gauges, and sends spans.
 
-The child starts with the first recording to export or the first gauge to read. Because the child does this work, the
-agent stays small, never blocks, and survives a crash of the code that reads recordings. After a crash of the child,
-another one continues from the progress stored in the recordings.
+The child starts with the first recording to export or the first gauge to read. After a crash of the child, another
+child continues from the progress stored in the recordings.
 """
 
 from __future__ import annotations

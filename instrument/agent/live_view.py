@@ -1,7 +1,7 @@
 """The live view of a run, as `instrument live` shows it: open requests, rates by endpoint, times by site, and losses.
 
-The view reads the recordings of the running processes, which do no work for it. The first screen covers the whole
-session of each process. Each further screen covers the time since the screen before.
+The view reads the recordings of the running processes. The first screen covers the whole session of each process. Each
+further screen covers the time since the screen before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The event loop of the agent, which serves all connections, descriptors and timers on one thread.
 
-No connection can block the loop, because packets that cannot be sent at once wait in a queue per connection. The loop
-closes a connection whose queue overflows, or that sends a malformed packet.
+Packets that cannot be sent at once wait in a queue per connection. The loop closes a connection whose queue overflows,
+or that sends a malformed packet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The agent's records of runs and their processes, with a note file on each process for the agent's successor.
 
-The notes are in the folder of the run's socket. If an agent is killed, a living process joins the next agent by itself.
-If a process ends while there is no agent, or before its recording is saved, only its note remains. Its rows are lost,
-unless its recording is a file (`limits.ring_dir`), or a child of the killed agent still saves them.
+The notes are in the folder of the run's socket. If the agent is killed, the living processes join the next agent. If a
+process ends while there is no agent, its rows may be lost.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The agent's search for processes and requests of a run that are not recorded.
 
-Some Python processes cannot start a session, such as those of an old Python. The package's `sitecustomize` reports
-them. The agent finds processes without this `sitecustomize` among the descendants of the run's first process. The agent
-also looks for connections to processes that have recorded no request: soon after they join, then at growing intervals.
-The agent sends the ports with such connections to the process, which reports them. If the process has ended, the agent
-reports the ports.
+The package's `sitecustomize` reports processes that cannot start a session, such as those of an old Python. The agent
+finds processes without this `sitecustomize` among the descendants of the run's first process. The agent also looks for
+connections to processes that have recorded no request, and reports their ports.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Writes traces as Chrome trace JSON, which Perfetto shows, and reads the Chrome traces of any profiler.
 
-To write a file, `lanes` assigns slices to lanes and selects arrows, and `writing` makes the events. To read the file of
-any profiler, `events` decodes the events, `slices` makes trees of slices, and `others` interprets the slices of other
-profilers. `reading` uses all three, and joins our trace with one of torch.profiler. `track_events` writes the same
-slices in Perfetto's own format.
+To write a file, `lanes` assigns slices to lanes and selects arrows, and `writing` makes the events. To read a file,
+`events` decodes the events, `slices` makes trees of slices, and `others` interprets the slices of other profilers.
+`reading` uses all three. `track_events` writes the same slices in Perfetto's own format.
 
-Viewers need only the events. The top-level key `instrument`, which viewers ignore, has all other facts. From these
-facts, `load` restores the trace that `dump` wrote, exact to the nanosecond. A few values change: a lone surrogate
-becomes the replacement character. In attributes, a sequence becomes a tuple, and a number that JSON or int64 cannot
-represent becomes text. A value of another type becomes its type's name in angle brackets.
+Viewers need only the events. All other facts are under the top-level key `instrument`, which viewers ignore. From these
+facts, `load` restores the trace that `dump` wrote, exact to the nanosecond. Only unusual values of attributes change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Assigns each slice to a lane of the viewer, and selects the arrows between slices.
 
-* Each process of a merged trace is a process of the viewer, with a unique number. A task's lane belongs to one process.
+* Each process of a merged trace is a process of the viewer, with a unique number.
 * A span that no task ran is a complete event (`X`) on the lane of its thread.
 * Requests and the spans of tasks are async slices (`b`, `e`). Each task of a tree has a lane, because tasks interleave
   on their thread and do not nest by time. The lane of a request has the category `request`, other lanes have `task`.

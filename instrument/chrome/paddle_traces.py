@@ -1,7 +1,7 @@
 """Interprets the events of `paddle.profiler` in Chrome traces: kinds, names, lanes, times and allocations.
 
 Paddle stores an event's type as its category, and adds the call's length to its name. A thread has one lane for Python
-and one for C++. An event's time is cut to whole microseconds, so exact times are read from the event's arguments.
+and one for C++. Exact times are read from the event's arguments.
 """
 
 from __future__ import annotations

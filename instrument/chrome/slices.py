@@ -1,8 +1,7 @@
 """Converts the slices of a trace file into columns, for files of any profiler.
 
 Slices nest within a line. A line is a thread, or all async slices with the same key. A slice's parent is the innermost
-slice around it, unless its arguments name a parent. In files of `instrument`, a slice's arguments have its ids, and the
-numbers that cannot be derived from other slices. `others` reads the arguments of other profilers.
+slice around it, unless its arguments name a parent. `others` reads the arguments of other profilers.
 """
 
 from __future__ import annotations

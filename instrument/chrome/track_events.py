@@ -1,11 +1,9 @@
 """Writes a trace in Perfetto's own format, for Perfetto's viewer and trace processor.
 
-Slices, names, times and lanes are those of the Chrome trace (see `lanes`). Only a slice of zero length differs. If
-another slice starts at the same time, the two are siblings here, but readers of Chrome traces nest them. Tracks are in
-this order: requests and the tasks in their trees; each process with its threads, the main one first; other tasks;
-gauges as counters; devices with streams. An event can have any number of arrows, so none is left out. The category of a
-slice is its kind. Attributes and other facts of a span are debug annotations. Times are on the monotonic clock, and a
-clock snapshot relates them to the time of day.
+Slices, names, times and lanes are those of the Chrome trace (see `lanes`). Tracks are in this order: requests and the
+tasks in their trees; each process with its threads, the main one first; other tasks; gauges as counters; devices with
+streams. The category of a slice is its kind. Attributes of a span are debug annotations. Times are on the monotonic
+clock, and a clock snapshot relates them to the time of day.
 """
 
 from __future__ import annotations

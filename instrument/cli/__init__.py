@@ -1,8 +1,7 @@
 """The `instrument` command. It finds the module of a verb, runs the verb, and turns errors into exit codes.
 
-0 is success. 1 means that a gate, such as `check --strict`, has failed. 2 is an error of `instrument`: a bad profile or
-trace, a rule that matches nothing, an unexpected exception. 141 means that the reader of the output has gone away. Any
-other exit code is the service's own.
+0 is success. 1 means that a gate, such as `check --strict`, has failed. 2 is an error of `instrument`, such as a bad
+profile. 141 means that the reader of the output has gone away. Any other exit code is the service's own.
 """
 
 from __future__ import annotations

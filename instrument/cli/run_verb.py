@@ -1,8 +1,7 @@
 """The verb `run` starts a service under a profile.
 
-`run` replaces its own process by the service. In a container, however, `run` may be the first process, whose end would
-end all others. It then starts the service as a child in a process group of its own, and gives the service the terminal.
-`run` forwards signals to the service, reaps orphaned children, and exits with the service's exit code.
+`run` replaces its own process by the service. As the first process of a container, `run` instead starts the service as
+a child, forwards signals to it, and exits with the service's exit code.
 """
 
 from __future__ import annotations

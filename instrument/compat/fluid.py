@@ -1,8 +1,7 @@
 """A substitute for the profiler of Paddle's fluid: ``start_profiler("All", "OpDetail")``, ``stop_profiler("total")``.
 
 Differences: the profiler neither synchronises a device nor launches a kernel. With the state `All`, the column Total is
-the union of host and device time, not their sum. The file at `profile_path` is a Chrome trace. If a session is already
-running, it is used.
+the union of host and device time. The file at `profile_path` is a Chrome trace.
 """
 
 from __future__ import annotations

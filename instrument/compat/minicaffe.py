@@ -1,14 +1,10 @@
 """A substitute for the profiler of Mini-Caffe: `enable`, `disable`, `open_scope`, `close_scope`, `dump`.
 
-As in Mini-Caffe, scopes do nothing while the profiler is off, and the profiler cannot be disabled while scopes are
-open. Differences: `dump` is allowed at any time and keeps the spans. Its file has a track per thread, with times in
-nanoseconds. A thread closes only its own scopes. At the end of a thread, its open scopes are closed. A span has the
-name that is passed to `open_scope`, without the names of outer scopes. The end of the session disables the profiler,
-even if scopes are open.
+Differences: `dump` is allowed at any time and keeps the spans. Its file has a track per thread, with times in
+nanoseconds. A span has only the name that is passed to `open_scope`.
 
 If no session runs, `enable` begins one with the profile in `INSTRUMENT_PROFILE`. Without that variable, the session
-records the scopes and every layer of torch models. `disable` does not stop a session that was already running before
-`enable`.
+records the scopes and every layer of torch models.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """A substitute for `paddle.profiler`: `Profiler`, `make_scheduler`, `RecordEvent`, `SortedKeys`, `SummaryView` etc.
 
-Differences: `on_trace_ready` runs before the next window begins. Without this function, no file is written. It is also
-called for a window that the schedule ends without RECORD_AND_RETURN. Ranges of `RecordEvent` may overlap, and may span
-several steps and tasks. Profilers may be nested. `make_scheduler` is `instrument.schedule`, and `ProfilerState` is
-`instrument.sessions.window.State`. `summary` prints the text and returns it. No protobuf is written. If torch is
-imported and no session with a profile runs, torch.profiler records operators, kernels and the data of `record_shapes`,
-`profile_memory` and `with_flops`. The log and the session's notes name options that have no effect.
+Differences: `on_trace_ready` runs before the next window begins. Without this function, no file is written. Ranges of
+`RecordEvent` may overlap. `make_scheduler` is `instrument.schedule`, and `ProfilerState` is
+`instrument.sessions.window.State`. `summary` prints the text and returns it. If torch is imported and no session with a
+profile runs, torch.profiler records the operators and kernels. The log and the session's notes name options that have
+no effect.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """A substitute for the profiling of SINGA's device: `SetVerbosity`, `SetSkipIteration`, `PrintTimeProfiling`.
 
-Verbosity 0 prints nothing, and 1 prints the times of forward and backward. Verbosity 2 prints a line per operator in
-the order of execution, and 3 only operators of communication. An iteration begins with the first forward after a
-backward or an optimizer step. In a program with neither, each forward begins an iteration. A program may instead mark
-the ends of iterations by `EndIteration`, which SINGA lacks. Differences: the profiler times spans. It neither uses nor
-synchronises a device. Averages are over the timed iterations, whose number is printed. Backward excludes the optimizer
-and gaps, which the view `phases` shows. A missing phase prints `-`. If no session runs, one begins with the profile in
-`INSTRUMENT_PROFILE`. Without that variable, the session records phases, layers, communication and copies. If torch is
-imported, torch.profiler records operators until the first print.
+Verbosity 0 prints nothing, and 1 prints the times of forward and backward. Verbosity 2 prints a line per operator, and
+3 only operators of communication. An iteration begins with the first forward after a backward or an optimizer step. A
+program may instead mark the ends of iterations by `EndIteration`, which SINGA lacks. Differences: the profiler times
+spans, and neither uses nor synchronises a device. If no session runs, one begins with the profile in
+`INSTRUMENT_PROFILE`. Without that variable, the session records phases, layers, communication and copies.
 """
 
 from __future__ import annotations

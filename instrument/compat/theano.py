@@ -1,12 +1,10 @@
 """A substitute for Theano's profiles: one per function and their sum, printed when the interpreter exits.
 
 ``@function(profile=True)`` on a Python function replaces ``theano.function(..., profile=True)``. The views `classes`,
-`ops` and `instances` take the place of the sections Class, Ops and Apply. The first profiled function begins a session
-if none runs. The first call of a profiled function begins torch.profiler if torch is imported and no `profile.yaml` is
-in use. The ops are then torch's operators. Differences: ``theano.function([x], y)``, which compiles a graph, is
-refused. The views show self times of spans instead of times of thunks. A function's profile has the whole time of its
-calls, and the sum counts nested calls once. Only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and
-`profiling.destination` have an effect, in `THEANO_FLAGS` and in `config`. The log warns of other flags.
+`ops` and `instances` take the place of the sections Class, Ops and Apply. If torch is imported and no `profile.yaml` is
+in use, the ops are torch's operators. Differences: ``theano.function([x], y)``, which compiles a graph, is refused. The
+views show self times of spans. Only the flags `profile`, `profiling.n_ops`, `profiling.n_apply` and
+`profiling.destination` have an effect.
 """
 
 from __future__ import annotations

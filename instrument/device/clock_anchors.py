@@ -1,14 +1,12 @@
 """Converts times of a device to the host's clock, by anchors: events whose time is known on both clocks.
 
 An anchor is an event on an otherwise unused stream. The host's time is read before the event is recorded and after a
-poll observes it. The event happened between these two times (Cristian's algorithm). Anchors are taken in bursts, and
-the one with the shortest time between its two readings is kept. The device's clock is assumed to run evenly between two
-anchors, so its rate may differ from the host's. CUDA returns elapsed times as 32-bit floats in ms. Beyond 4.1 s their
-resolution is worse than half a microsecond, so no time is computed from an anchor farther away.
+poll observes it. The event happened between these two times (Cristian's algorithm). Anchors are taken in bursts. From a
+burst, the anchor with the shortest time between both readings is kept. The device's clock is assumed to run evenly
+between two anchors.
 
-The host's clock does not run evenly: NTP may slew CLOCK_MONOTONIC by 500 ppm at any moment. CLOCK_MONOTONIC_RAW is not
-slewed. Both clocks of the host are read with each anchor and for each event. A change of the difference between them
-adds to the uncertainty.
+NTP may slew CLOCK_MONOTONIC, but not CLOCK_MONOTONIC_RAW. So both clocks are read with each anchor and each event. A
+change of the difference between them adds to the uncertainty.
 """
 
 from __future__ import annotations

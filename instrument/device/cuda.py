@@ -1,14 +1,10 @@
 """Calls the CUDA driver for events, streams and contexts, and finds the current streams of frameworks.
 
-This is the only module that uses `cuda.bindings.driver`. It never initialises CUDA or makes a context. Until the
-service has made a context, every call reports that there is none. A call raises nothing. It returns the driver's error
-code, 0 for success, and the timer counts errors.
+This is the only module that uses `cuda.bindings.driver`. No call initialises CUDA, makes a context or raises. A call
+returns the driver's error code, 0 for success.
 
-A call into the driver may wait for space in a full launch queue, or for pending host functions. Host functions may be
-written in Python and wait for the interpreter's lock, so a call that kept the lock might never return. All calls
-release the lock, as torch's own records do. The service's own threads call `mark`. It releases the lock once for all
-its queries. The profile can make `mark` keep the lock (`device: {gil: hold}`). Then `mark` never waits to get the lock
-back from another thread (`tests/bench/device.py` measures both).
+A call into the driver may wait for functions that need the interpreter's lock. So all calls release the lock, except
+`mark` with `device: {gil: hold}` in the profile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Defines pairs of events that time spans on a device, and the contexts that own the pairs. `Placing` converts the
 times of pairs to the host's clock.
 
-The distance of an event to an anchor (see `anchors`) is known to about a microsecond. The order of events on a stream
-is certain. `Placing` uses both, so that intervals nest in a trace as they did on the device.
+The distance of an event to an anchor (see `anchors`) has an uncertainty. The order of events on a stream is certain.
+`Placing` uses both, so that intervals nest in a trace as on the device.
 """
 
 from __future__ import annotations

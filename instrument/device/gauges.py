@@ -1,8 +1,7 @@
 """Reads the gauges of a process and its devices, at the intervals that its profile sets.
 
 A thread of the process reads the gauges (`Gauges`), or the agent of the run reads them from outside (`GaugeSources`).
-The host's gauges come from `/proc`. The processor time of the process comes from the process's CPU clock in
-nanoseconds, because `/proc` has it in ticks of 10 ms.
+The host's gauges come from `/proc`, and the processor time from the process's CPU clock.
 """
 
 from __future__ import annotations

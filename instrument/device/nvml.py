@@ -1,11 +1,10 @@
 """Reads gauges of GPUs by NVML, NVIDIA's management library, without CUDA. Other tools may use NVML at the same time.
 
 One thread calls all functions except `explain_unavailable` and `why_unreadable`. A call may take milliseconds, or hang
-with the driver. `pynvml` releases the GIL in each call.
+with the driver.
 
 The gauges are those of the GPUs that CUDA would show to this process. They are found from `CUDA_VISIBLE_DEVICES` and
-the order of PCI buses, so CUDA is not initialised. The variable lists numbers, UUIDs or prefixes of UUIDs. As observed
-in CUDA, the first invalid entry ends the list, a repeated entry hides all GPUs, and only the first MIG instance counts.
+the order of PCI buses.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Shows spans as NVTX ranges in an attached tool, such as Nsight Systems, under the names in our reports.
 
 The variable NVTX_INJECTION64_PATH attaches a tool when a process starts. If it is not set, nothing is imported, called
-or recorded. If it is set, each span opens a range in the domain `instrument`, in the category of its kind. Ranges begin
-and end with NVTX's start/end calls, because its push/pop calls have a stack per thread, and spans cross tasks and
-threads. A generator has a range for each step. Copies have no range, because it is known only after a call that the
-call has copied. Tools record copies themselves.
-
-With a tool attached, a span costs a third of a microsecond more, plus the time of the tool itself.
+or recorded. If it is set, each span opens a range in the domain `instrument`, in the category of its kind. A generator
+has a range for each step. Copies have no range.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 A span that asks for device time records an event on the current stream when it begins and one when it ends. The
 resolver, a thread of ours, polls for events that have happened. It converts the interval between both events to the
-host's clock, and adds the interval to the tally. The interval includes all work of the stream between the two events,
-not only one kernel. Its label is one of `instrument.recording.slot_ring.LABELS`.
+host's clock, and adds the interval to the tally. The interval includes all work of the stream between the two events.
+Its label is one of `instrument.recording.slot_ring.LABELS`.
 
-Each context has a pool of events, which is filled outside of the calls that take events. Nothing is recorded on a
-stream that is being captured into a graph. After an error of the driver, the device time of one span is lost and
-counted. After a fatal error, all later device times of that device are lost, and the error is reported.
+Nothing is recorded on a stream that is being captured into a graph. After an error of the driver, the device time of
+one span is lost and counted. After a fatal error, all later device times of that device are lost.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Measures device times by torch's own events, in place of `instrument.device.cuda`, on hosts without cuda-bindings and
 on ROCm.
 
-A context is represented by the number of its device, plus one. Nothing initialises CUDA: torch makes a device's context
-before our first call for it. To record an event on another device, a thread switches to that device and back. The
-switches create no context, as with torch's own device guards.
+A context is represented by the number of its device, plus one. Nothing initialises CUDA.
 
-torch creates an event when it is recorded for the first time, and destroys it with its object. A forked process must
-not destroy its parent's events, so they are kept until `destroy_event`. Recording an event costs more than with
-`CudaDriver`, and always releases the interpreter's lock.
+Recording an event costs more than with `CudaDriver`, and always releases the interpreter's lock.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Find arguments and results that identify requests (keys), for the profile that `instrument init` proposes.
 
 The first calls of each function are examined. A key may be a number or text with a name such as `request_id`, or an
-object of the service's classes. Items of sequences and mappings are examined, too. A value is noted under the path by
-which a rule would read it. Values leave the process only as keyed digests. Equal digests show that two functions or
-processes handle the same request. The examination runs no code of the service, such as properties, `__getattr__` or
-iterators.
+object of the service's classes. Values leave the process only as keyed digests. Equal digests show that two functions
+or processes handle the same request. The examination runs no code of the service.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Read the values that a rule names in a call's arguments and result: attributes and gauges.
 
 A path such as `request.params.n` begins with a parameter, or with `return` for the result. Attributes or keys of
-mappings follow. Only values that a rule names are recorded. Reading them runs no code of the service, except code of
-the values' classes, such as properties. An attribute is a value (a number, or text of up to `VALUE_LIMIT` characters),
-a size (`len`) or a type (a class name). A gauge is a number, such as the length of a queue, and is read at most once
-per interval. `instrument.recorder.own_numbers` stores it. Reading never raises. Unreadable values are counted and
-logged.
+mappings follow. An attribute is a value (a number, or text of up to `VALUE_LIMIT` characters), a size (`len`) or a type
+(a class name). A gauge is a number, such as the length of a queue, and is read at most once per interval. Reading never
+raises. Unreadable values are counted and logged.
 """
 
 from __future__ import annotations

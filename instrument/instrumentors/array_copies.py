@@ -1,17 +1,14 @@
 """Record the copies of arrays by numpy, JAX, onnxruntime, cupy, numba.cuda and cuda-python. The recorded calls are:
 
-- numpy: `numpy.copyto`, with which services fill batches. `numpy.copy` is left out because compilers compare it by
-  identity. Methods of arrays are left out because they are made in C and cannot be replaced.
+- numpy: `numpy.copyto`, with which services fill batches.
 - JAX: `jax.device_put`, and the first read of a device array's values on the host. A call that moves several arrays is
-  one span with the sum of their bytes. Its direction is that of most of the bytes.
-- onnxruntime: the methods of `OrtValue` and `IOBinding` that take or return numpy arrays. Copies inside
-  `InferenceSession.run` are not recorded, because C++ makes them.
+  one span.
+- onnxruntime: the methods of `OrtValue` and `IOBinding` that take or return numpy arrays, but not copies inside
+  `InferenceSession.run`.
 - cupy: `get` and `set` of arrays, functions that make arrays from data of the host, and the copies of its CUDA runtime.
 - numba.cuda: the three functions of its driver that make all copies of device arrays.
-- cuda-python: the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime`. The function's name or its
-  argument `kind` gives the direction. A call whose direction only the driver knows (unified addresses, batches) has no
-  span, because asking the driver would cost as much as a small copy.
-"""
+- cuda-python: the copy functions of `cuda.bindings.driver` and `cuda.bindings.runtime`. A call has no span if only the
+  driver knows its direction."""
 
 from __future__ import annotations
 

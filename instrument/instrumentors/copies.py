@@ -1,9 +1,8 @@
 """Record memory copies between host and device: each copying call of a framework is a span with direction and bytes.
 
-When the service imports a framework, its adapter (`ADAPTERS`) replaces the functions that copy, and reads the direction
-and bytes (the transfer) of each call. A rule selects transfers by direction and bytes. A call that moves no data has no
-span. If copying calls are nested, only the outermost is recorded. If the stream is known before the call, two events
-around the call measure its device time. Both events are discarded if the call copied nothing.
+When the service imports a framework, its adapter (`ADAPTERS`) replaces the functions that copy. A rule selects copies
+by direction and bytes. A call that moves no data has no span. If copying calls are nested, only the outermost is
+recorded.
 """
 
 from __future__ import annotations

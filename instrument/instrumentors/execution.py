@@ -1,20 +1,13 @@
 """Follow spans where execution leaves the calling code: to tasks, other threads, compilers and CUDA graphs.
 
-The parent of a new span is found in the current context (`contextvars`). Writing each span into the context would
-double the span's cost. So the current span is written only when `contextvars.copy_context`, or `loop.create_task` of
-asyncio and uvloop, copies the context. With any other event loop, each span is written when it begins and ends. Other
-functions, such as uvloop's `call_soon`, also copy the context. Their copies contain at least the current request,
-because requests are always written while a loop runs. If two tasks share a context, a span of one task may be the child
-of a span of the other task. The recorder then reads the task at each step, because self times need the task of each
-span.
+The parent of a new span is found in the current context (`contextvars`). To save time, the current span is written to
+the context only when `contextvars.copy_context`, or `loop.create_task` of asyncio and uvloop, copies the context.
 
-Work that a request hands to another thread belongs to the request. Calls of `ThreadPoolExecutor.submit`, also through
-`loop.run_in_executor`, and starts of threads are observed for this. The wait in the executor's queue is a phase of the
-request. The other thread keeps its own context, so only the handed-over work belongs to the request.
+Work that a request hands to another thread belongs to the request. Calls of `ThreadPoolExecutor.submit` and starts of
+threads are observed for this. The wait in the executor's queue is a phase of the request.
 
-If torch.compile cannot compile a part of a function, it compiles each Python function called there separately. Probes
-must not be compiled, so they are excluded one by one. While a CUDA graph is captured, probes record nothing. While the
-graph is replayed, no probe runs, so only the whole replay is timed.
+Probes are excluded from torch.compile. While a CUDA graph is captured, probes record nothing. While the graph is
+replayed, no probe runs, so only the whole replay is timed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Record the calls of entry points, by which a service uses machine learning frameworks, such as Keras's `predict`.
 
-A method is replaced in the class that defines it, after the import of its module. The name and the attributes of a span
-are read once per object, or once per class. If the framework's version lacks an entry point, a verdict names the entry
-point.
+A method is replaced in the class that defines it, after the import of its module. If the framework's version lacks an
+entry point, a verdict names the entry point.
 
-The span of ONNX Runtime's `run_async` covers only the call, which returns before the work is done. If a transformers
-pipeline gets a dataset, its span also covers only the call, because the pipeline works later, while its result is read.
-The pipeline's calls of `generate` and of layers are recorded.
+If an entry point returns before the work is done, as ONNX Runtime's `run_async` does, the span covers only the call.
 """
 
 from __future__ import annotations

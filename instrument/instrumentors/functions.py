@@ -2,8 +2,7 @@
 
 A decorator such as `@app.get` registers a function with the framework before the module has a name for the function. So
 `probe_registered` replaces handlers while they are registered. Objects that are not replaced keep the original
-function. Pickle would refuse to pickle this function, because its name now refers to the probe. `keep_picklable`
-prevents this.
+function.
 """
 
 from __future__ import annotations

@@ -1,20 +1,15 @@
 """Record JAX, Keras 3 and scikit-learn, whose entry points are not plain methods of known classes.
 
-JAX: calls of jitted functions, of `jax.device_put` and of `block_until_ready` are recorded on the host. A jitted call
-returns before the device has finished. So its span covers only the dispatch, and at the first call also the
-compilation. The host waits for the result in `block_until_ready`, or when it reads an array. `jax.jit` is replaced by a
-function that returns a proxy of the jitted function. A function that was jitted before this replacement gets a proxy
-only under its names in modules of the service. Calls by other references are not recorded. The type of jitted functions
-is not changed, because it is made in C and JAX itself uses it. While JAX traces a function, no call is recorded.
+JAX: calls of jitted functions, of `jax.device_put` and of `block_until_ready` are recorded on the host. The span of a
+jitted call covers only the dispatch, and at the first call also the compilation. `jax.jit` is replaced by a function
+that returns a proxy of the jitted function.
 
 Keras: the layers that the profile's layer rules select are recorded. A layer's path has the names of its parents,
-without the model's name. With the backend torch a layer is also a torch module, but is recorded only here. Calls that
-build or compile a model are not recorded. A model that JAX compiled runs as a whole, so its layers cannot be recorded.
-The verdict on the layers states how many of their calls JAX traced.
+without the model's name. A model that JAX compiled runs as a whole, so its layers cannot be recorded.
 
-scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimators are recorded. A method
-is replaced as soon as its class is defined, even in a class of the service or of another library. If methods of one
-estimator call each other, only the outermost call is a span. The span of a pipeline contains the spans of its steps.
+scikit-learn: `predict`, `predict_proba`, `decision_function` and `transform` of all estimators are recorded. If methods
+of one estimator call each other, only the outermost call is a span. The span of a pipeline contains the spans of its
+steps.
 """
 
 from __future__ import annotations

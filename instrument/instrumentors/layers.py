@@ -1,8 +1,7 @@
 """Record the layers of torch models that a rule selects by path in the model or by class: each `forward` is a span.
 
-The `forward` of the class is replaced, never that of an instance. Otherwise a copy of the instance would compute with
-the original's weights, and `pickle` would fail. The first call of an instance decides if its calls are recorded. The
-decision is stored outside of the instance. The wrapper breaks no graph of torch.compile, because the compiler skips it.
+The `forward` of the class is replaced, never that of an instance, so that instances can be copied and pickled. The
+first call of an instance decides if its calls are recorded.
 """
 
 from __future__ import annotations

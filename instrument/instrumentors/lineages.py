@@ -1,8 +1,7 @@
 """Record a method and its overrides in subclasses (a lineage) so that each call is one span.
 
 An override may call the method that it overrides. Only the method that Python finds first in the object's class and its
-bases records a call. A call of an overridden method by `super` is a part of that span. `__init_subclass__` of the class
-that the rule names reports subclasses that are defined later.
+bases records a call. A call of an overridden method by `super` is a part of that span.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Record the time that code waits for data: each `next` of a loader is a span of kind `loader`.
 
-`loader(iterable)` wraps any iterable, iterator or generator, whether synchronous or asynchronous. `loaders: auto` in a
-profile records every `DataLoader` of torch without a change in the code.
+`loader(iterable)` wraps any iterable, iterator or generator. `loaders: auto` in a profile records every `DataLoader` of
+torch without a change in the code.
 """
 
 from __future__ import annotations

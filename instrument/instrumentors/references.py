@@ -1,8 +1,8 @@
 """Find all references to a function: names in modules and classes, and other objects.
 
 A probe replaces a function under its names. Other objects, such as tables, closures and defaults, keep the original.
-Calls by these objects are not recorded, so the verdict on the rule names the objects with file and line. The search
-runs no code of the service, such as a property or an attribute hook.
+Calls through such objects are not recorded. The verdict on the rule names such objects. The search runs no code of the
+service.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Find the path of each torch module in its model, and record compiled parts of models (regions).
 
-Paths come from torch's module registration hook, which costs nothing while a model runs. The hook does not see modules
-built before the session, or made by `copy.deepcopy` or `pickle`. A walk over all objects in memory finds such modules.
-A model may make a new layer in every call, so walks take at most 1 % of the time.
+Paths come from torch's module registration hook. A walk over all objects in memory finds modules that the hook does not
+see, such as copies.
 
-A region is a module under `torch.compile`, a `ScriptModule` or a `GraphModule`. Python calls it once, and its layers
-run in C or in generated code. The call is recorded if a rule selects the module, but its layers cannot be recorded.
+A region is a module under `torch.compile`, a `ScriptModule` or a `GraphModule`. The call of a region is recorded if a
+rule selects the module. The layers of a region cannot be recorded, because they run in C or in generated code.
 """
 
 from __future__ import annotations

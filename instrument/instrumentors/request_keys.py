@@ -1,10 +1,9 @@
 """Read the keys, batches and facts of requests from a call's arguments and result.
 
 Paths to values are written as in the module `arguments`. A batch has a path to several keys. `[]` in the path means
-each item of a sequence, or each value of a mapping. If the path ends at a mapping, the mapping's keys are the request
-keys, and its values are the weights if they are numbers. Another path may lead to the weights: a sequence, or a mapping
-from keys to weights. Keys are text, integers, UUIDs or bytes. Within a process, an object of the service may be a key.
-Reading never raises. Unreadable values are counted and logged.
+each item of a sequence, or each value of a mapping. Another path may lead to the weights of the keys. Keys are text,
+integers, UUIDs or bytes. Within a process, an object of the service may be a key. Reading never raises. Unreadable
+values are counted and logged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Attach the function rules of a profile: find the functions that they select, and replace them by probes.
 
-A function belongs to the first rule that selects it. A function that is recorded already, by `@profiled` or by the
-instrumentation of a framework, stays as it is. A probe replaces the function under all its names in modules and
-classes. The verdict names other objects that refer to the function.
+A function belongs to the first rule that selects it. A function that is recorded already stays as it is. A probe
+replaces the function under all its names in modules and classes.
 """
 
 from __future__ import annotations

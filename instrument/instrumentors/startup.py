@@ -1,12 +1,9 @@
 """Record a service's start: functions that load or compile a model, and the durations of imports.
 
 `startup: auto` in a profile adds function rules for known frameworks, with the phase `load` or `compile`.
-`torch.compile` compiles during the first calls of a model, and each compilation is a span inside such a call.
 
-To time imports, the function that Python calls for each module not yet in `sys.modules` is replaced. This costs 0.3 us
-for a module that its own package imports, and 2.6 us for a module that another package imports. Each top-level package
-has a self time, and a time that includes the packages that it imports. Packages that `instrument` itself imports, such
-as the bindings of a driver, are listed under `instrument`, with their names in brackets.
+To time imports, the function that Python calls for each module not yet in `sys.modules` is replaced. Each top-level
+package has a self time, and a time that includes the packages that it imports.
 """
 
 from __future__ import annotations

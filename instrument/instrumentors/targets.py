@@ -1,15 +1,12 @@
 """Find the functions (targets) that a pattern of a profile selects in a module.
 
 A pattern is `module:qualname`, where `*` matches within a segment and `**` crosses dots. A pattern with a wildcard
-selects only functions that the module itself defines: `text:*` leaves out functions that `text` imports. A name without
-wildcards also selects an imported function. A wildcard selects no special methods except `__init__` and `__call__`,
-unless its last segment begins with two underscores (`Engine.__*`). A name without wildcards that ends in `+` selects a
-method and its overrides in all subclasses.
+selects only functions that the module itself defines. A wildcard such as `Engine.*` selects no special methods except
+`__init__` and `__call__`. A name without wildcards that ends in `+` selects a method and its overrides in all
+subclasses.
 
-A function that a decorator of the standard library, wrapt or a framework has put inside an object is found, too. For a
-property the getter is recorded, and for a context manager the generator. A wildcard skips properties and partial
-objects, which code uses as data. A wildcard in the module's name also skips functions made in C, because C code may
-test their exact type. It also skips functions that other objects refer to, because code may compare such references.
+A function that a known decorator has put inside an object is found, too. A wildcard skips properties and partial
+objects.
 """
 
 from __future__ import annotations

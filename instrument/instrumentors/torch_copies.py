@@ -1,9 +1,7 @@
 """Record the copies of torch: the methods of tensors and storages that copy.
 
 Moving a model (`Module.to`), loading a checkpoint or pinning a batch calls these methods for each tensor. Functions
-such as `torch.tensor` are not replaced, because torch.compile compares them by identity and would break the graph.
-
-If torch was built without support for any device, nothing is replaced, unless a rule selects copies from host to host.
+such as `torch.tensor` are not replaced, because torch.compile compares them by identity.
 """
 
 from __future__ import annotations

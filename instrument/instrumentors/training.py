@@ -2,17 +2,12 @@
 
 The phases are forward, backward and optimizer, each a span of kind `phase`. Forward is the outermost call of a module
 on a thread. Backward is a run of the autograd engine (`backward`, `grad`). Optimizer is the `step` of any optimizer. A
-call inside a phase has no span of its own, except in two cases. Forward and backward inside an optimizer's closure
-(LBFGS, Lightning) have spans. A module called inside backward recomputes activations that a checkpoint did not store,
-so its span is `recompute`. Compiled models are recorded, too.
+module called inside backward recomputes activations, so its span is `recompute`.
 
 Each call of torch.distributed is a span of kind `comm`. A synchronous collective is one span, such as `all_reduce`. An
-asynchronous collective has two spans: `all_reduce` for the call, and `all_reduce.wait` for the wait. Its attribute
-`in_flight_ns` is the time from the call to the end of the wait. Sends and receives always have both spans, because a
-call does not show if it is asynchronous. Methods of process groups are replaced. The functions of `torch.distributed`
-are not, because compilers and torch compare them by identity. A span has attributes for the operation, bytes (the
-larger of this rank's input and output), backend, group, rank and world size. The device time of a span is the time for
-which the calling stream waits.
+asynchronous collective has two spans: `all_reduce` for the call, and `all_reduce.wait` for the wait. The attribute
+`in_flight_ns` is the time from the call to the end of the wait. A span has attributes for the operation, bytes (the
+larger of this rank's input and output), backend, group, rank and world size.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Find the CUDA devices on which a call works, so that its device time is measured on the right devices.
 
-The current device may be wrong, because a model may be on another device or on several. A layer works on the devices of
-its parameters. For any other call, a torch model is searched for in the method's object, the arguments, and the names
-in the function's code. If a model is found, its devices are used. Otherwise the devices of tensor arguments are used.
+A layer works on the devices of its parameters. For any other call, a torch model is searched for in the method's
+object, the arguments, and the names in the function's code. Without a model, the devices of tensor arguments are used.
 Without tensor arguments, the current device is used.
 
-Calls are examined only while device time is recorded and torch uses one of several devices. The devices of an object's
-model are read once and cached. If an object has no model, the search is repeated at growing intervals.
+Calls are examined only while device time is recorded and torch uses one of several devices.
 """
 
 from __future__ import annotations

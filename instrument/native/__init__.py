@@ -1,7 +1,6 @@
 """Imports the recorder, which is written in C. `WHY_MISSING` has the reason if this Python cannot use it.
 
-The recorder relies on the GIL. A free-threaded Python would enable the GIL for the whole service if it imported the
-recorder, so this module does not import it there.
+The recorder relies on the GIL, so this module does not import the recorder in a free-threaded Python.
 """
 
 from __future__ import annotations

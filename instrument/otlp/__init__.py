@@ -2,7 +2,7 @@
 
 `packed_spans` packs rows by the rules of `packing`. `span_queue` keeps the packed requests and counts spans. The thread
 of `exporter` sends the requests through `senders`, by HTTP or gRPC. `service_sdk` reads the resource and the current
-span of the service's own OpenTelemetry SDK. Both SDKs then report the same resource.
+span of the service's own OpenTelemetry SDK.
 """
 
 from __future__ import annotations

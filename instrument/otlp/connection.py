@@ -1,7 +1,6 @@
 """Opens TCP and TLS connections to a collector, also through a proxy, on sockets that gevent and eventlet do not patch.
 
-TLS encrypts in memory (`ssl.SSLObject`), because neither the patched nor the original `ssl.SSLSocket` works on our
-threads in a patched service.
+TLS encrypts in memory (`ssl.SSLObject`), because `ssl.SSLSocket` does not work on our threads in a patched service.
 """
 
 from __future__ import annotations

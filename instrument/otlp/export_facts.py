@@ -1,7 +1,7 @@
 """Passes the facts of a process to the exporter, such as ids, the resource, capture rules and settings of metrics.
 
-A process writes its facts as JSON into its recording. The exporter checks them, and ignores malformed ones. The
-collector's settings may contain secrets, so a process sends them through the run's socket instead.
+A process writes its facts as JSON into its recording. The collector's settings may contain secrets, so a process sends
+these settings through the run's socket.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """Writes metrics for Prometheus under OpenTelemetry's names: as text with its client library, or as protobuf.
 
 In names, dots become underscores, the unit is a suffix, and counters end in `_total`. The text formats have no
-exponential histograms, so bucket bounds are fixed, as OpenTelemetry advises where it does. The tally has narrower
-buckets of its own, and each call counts at the middle of its bucket. So a call within 0.78 % of a bound may count in
-the next bucket.
+exponential histograms, so their bucket bounds are fixed.
 
-A Prometheus server that stores native histograms requests protobuf, the only format with them. A native histogram has
-the buckets of OTLP's exponential histogram. Each histogram also has the fixed buckets of the text formats, which a
-server stores only with its setting `always_scrape_classic_histograms`.
+Only protobuf has Prometheus' native histograms. A native histogram has the buckets of OTLP's exponential histogram. In
+protobuf, each histogram also has the fixed buckets of the text formats.
 """
 
 from __future__ import annotations

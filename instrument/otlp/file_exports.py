@@ -1,9 +1,8 @@
 """Writes requests of running processes into files: settled requests as Parquet, and requests that tail sampling keeps
 as recordings.
 
-Parquet files are written on this machine and closed after a while. For an object store, a thread uploads them as whole
-objects. A journal states the number of rows in unfinished files. If this exporter is killed, the next exporter counts
-these rows as lost. `instrument report` reads a folder of such recordings.
+Parquet files are written on this machine and closed after a while. For an object store, a thread uploads the closed
+files. If this exporter is killed, the next exporter counts the rows in unfinished files as lost.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Prepares metrics for a collector from samples of gauges and from snapshots of totals, and counts lost metrics.
 
-`metric_definitions` declares the metrics. A value has the time at which it was read. A failed delivery of a snapshot
-loses nothing: the next snapshot repeats the totals, or has all changes since the last delivered one. The start time of
-a total does not move with the wall clock, because a collector would read a new start time as a restart. A delta begins
-at the end of the previous delta.
+`metric_definitions` declares the metrics. A failed delivery of a snapshot loses nothing: the next snapshot repeats the
+totals, or has all changes since the last delivery.
 """
 
 from __future__ import annotations

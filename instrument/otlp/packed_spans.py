@@ -1,10 +1,9 @@
 """Encodes many spans at once from columns, in one of the forms of `span_forms`. Each span gets the ids that a collector
 sees.
 
-An encoded span (an entry) has four pieces. The head has the ids, the times and the measured numbers. Heads of one
-layout are written together, as rows of one array. The other pieces (the span's attributes, the site's attributes, rare
-members) are encoded once per distinct value. A device interval is an entry of its own, after the entry of the span that
-enqueued the work.
+An encoded span (an entry) has four pieces. The head has the ids, the times and the measured numbers. The other pieces
+(the span's attributes, the site's attributes, rare members) are encoded once per distinct value. A device interval is
+an entry of its own.
 
     ids = SpanIds(trace, Ids())
     packer = SpanPacker(PROTOBUF, trace, ids, origin, threads)

@@ -1,12 +1,10 @@
 """Packs spans and metrics as OTLP's protobuf messages, with attributes under OpenTelemetry's names.
 
-No OpenTelemetry object is built. The fields that all spans of a site share are packed once. Each span adds its ids,
-times and measurements. A device interval is sent and counted as a child span of the span that enqueued the work.
+The fields that all spans of a site share are packed once. A device interval is sent as a child span of the span that
+enqueued the work.
 
-A distribution is sent as an exponential histogram, from which a collector computes any percentile. A bucket of scale
-`s` ends at a power of 2 ** (2 ** -s), so at scale 5 it is 2.2 % wide. The tally knows only the bucket of each value. A
-value counts at its bucket's middle, so within 0.78 % of a border it may count in the next bucket. Adjacent buckets are
-merged in pairs until at most `MOST_BUCKETS` remain.
+A distribution is sent as an exponential histogram, from which a collector computes any percentile. At scale `s`, each
+bucket ends at a power of 2 ** (2 ** -s). Adjacent buckets are merged in pairs until at most `MOST_BUCKETS` remain.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Exports one recording: reads its new rows, and passes the spans of settled requests to an exporter.
 
 The exporter writes into the recording how many rows were read, sent, dropped or lost, so a later exporter can continue.
-A request is marked as settled before its first span is sent, so no span is sent twice. If an exporter is killed while
-it waits for the collector's answer, the next exporter counts the spans that were sent as unanswered.
+A request is marked as settled before its first span is sent, so no span is sent twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sends requests to a collector, by HTTP/1.1 on a socket of our own or by gRPC's official library.
 
-HTTP and gRPC carry the same bytes. A sender sends one request at a time within a time-out, and returns a `Response`.
-Threads other than the export thread may call only `abort` and `after_fork_in_child`.
+A sender sends one request at a time within a time-out, and returns a `Response`. Threads other than the export thread
+may call only `abort` and `after_fork_in_child`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The two forms of OTLP in which spans are encoded: protobuf for a collector, and JSON lines for a file.
 
-Both forms have the same content. In OTLP's JSON, ids are hexadecimal and 64-bit integers are text. A file has one JSON
-object per line, the format of OpenTelemetry's file exporter.
+In OTLP's JSON, ids are hexadecimal and 64-bit integers are text. A file has one JSON object per line, the format of
+OpenTelemetry's file exporter.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The reader of YAML text that reports all problems at once, each with its line and column.
 
 A `Document` parses the text into `YamlNode`s. A reader is a function that returns the value of a node, or notes a
-problem and refuses the node. Reading goes on with other nodes. So a single `ProfileError` has all problems of a text,
-each as ``file:line:column: where: found ...; allowed: ...``.
+problem and refuses the node. A single `ProfileError` has all problems of a text, each as ``file:line:column: where:
+found ...; allowed: ...``.
 
-Aliases are expanded and merge keys merged. ``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` are replaced in
-values, not in keys, as in OpenTelemetry's configuration files. The text of a variable never becomes a list or a
-mapping. It may be a secret, so no message shows it, except for OpenTelemetry's own variables.
+``${VAR}``, ``${env:VAR}``, ``${VAR:-default}`` and ``$$`` are replaced in values, not in keys. The text of a variable
+may be a secret, so no message shows it, except for OpenTelemetry's own variables.
 """
 
 from __future__ import annotations

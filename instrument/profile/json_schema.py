@@ -2,8 +2,8 @@
 
     python -m instrument.profile.json_schema    # writes profile.schema.json, next to this file
 
-Keys come from `keys.KEYS`, and their defaults from `model`. The decorator `with_schema` of a reader gives the allowed
-values of its keys. The descriptions of keys are written by hand in `profile.schema.json`, and the generator keeps them.
+Keys come from `keys.KEYS`, and their defaults from `model`. The descriptions in `profile.schema.json` are written by
+hand, and the generator keeps them.
 """
 
 from __future__ import annotations

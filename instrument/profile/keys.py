@@ -1,13 +1,10 @@
 """The reader of `profile.yaml`, driven by `KEYS`, a table of every key with the reader of its value.
 
-`load` and `loads` return a frozen `Profile`, or raise one `ProfileError` that has every mistake of the file, each as
-``file:line:column: where: found ...; allowed: ...``. `configs/everything.yaml` shows and explains every key. From the
-table, `schema` makes `profile.schema.json`, with which editors complete keys.
+`load` and `loads` return a frozen `Profile`, or raise one `ProfileError` that has every mistake of the file.
+`configs/everything.yaml` shows and explains every key.
 
 A key whose value is null counts as omitted. Only the keys of `export` differ: a null value there switches the export on
-with its defaults. Values may refer to environment variables (see `document`). A setting that the profile omits may come
-from a variable that `values.VARIABLES` names. `Profile.origins` has the source of each setting. The module `presets`
-merges a preset into the profile.
+with its defaults. A setting that the profile omits may come from a variable that `values.VARIABLES` names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The readers of single values of `profile.yaml`, such as durations and patterns, and of `OTEL_*` variables.
 
-A reader takes a node of the YAML document and returns its value. It refuses an invalid node, and reports the allowed
-values. The patterns `*_SYNTAX` and the arguments of `with_schema` are also used for `profile.schema.json`.
+A reader takes a node of the YAML document and returns its value. A reader refuses an invalid node, and reports the
+allowed values.
 """
 
 from __future__ import annotations

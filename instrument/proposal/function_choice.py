@@ -1,9 +1,8 @@
 """Choose the functions that the profile of `instrument init` records, from the call trees that it has observed.
 
 A function gets a rule if its self time is large, or if it calls two or more functions with a rule. Layers, copies, and
-functions with too short or too frequent calls get no rule. Their time counts as self time of their caller. Outside of
-requests, a unit of work is a function that a loop calls repeatedly. A loop is a function that is called once or never
-ends, such as `main` or the body of a thread.
+functions with too short or too frequent calls get no rule. A service without requests has units of work: functions that
+`main` or a thread's body calls repeatedly.
 """
 
 from __future__ import annotations

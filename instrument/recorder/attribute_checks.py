@@ -1,8 +1,7 @@
 """The check of attributes, names and statuses that a service gives to open spans.
 
 The types of OpenTelemetry's attributes are allowed. A value of another type is left out, counted, and logged once. The
-check runs no code of a value's class, except for numbers and for arrays on the host with a single number. It gets the
-class by `type`, because `isinstance` would load a lazy object such as Django's `request.user`.
+check loads no lazy object, such as Django's `request.user`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """The overhead governor, which keeps the cost of recording within a share (budget) of each thread's time.
 
-Once a second it estimates the cost of each site (an instrumented function) on each thread. The estimate is computed
-from new calls and the measured cost of a call. On a thread over the budget, the governor mutes sites with many short
-calls. The calls of a muted site are counted but not recorded, and reports name the site. The site is recorded again
-once the budget has room. If the site must soon be muted again, it remains muted for longer.
+Once a second the governor estimates the cost of each site (an instrumented function) on each thread. On a thread over
+the budget, the governor mutes sites with many short calls. The calls of a muted site are counted but not recorded, and
+reports name the site. The site is recorded again once the budget has room.
 
-Counting a call costs a few tens of ns. If counting alone exceeds the budget, the governor detaches the site's probe, so
-that calls go to the bare function. At growing intervals it attaches the probe for a moment, to measure the load. A
-scope in the service's code cannot be detached. Requests and steps of a schedule are never muted, because captures,
-windows and the view of requests need them. If such sites exceed the budget, reports name them.
+If merely counting calls exceeds the budget, the governor detaches the site's probe, so that calls go to the bare
+function. Requests and steps of a schedule are never muted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The gauges, counters and histograms that a service sets in its code, or by rules of its profile.
 
-The recording has the current value of each metric, which every call updates. Once per interval the value is also added
-to a ring, for timelines. A new session counts from 0.
+The recording has the current value of each metric. Once per interval the value is also added to a ring, for timelines.
 """
 
 from __future__ import annotations

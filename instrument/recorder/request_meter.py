@@ -1,8 +1,7 @@
 """The meter, which counts the metrics of a process from its recording, for OTLP and Prometheus.
 
-It counts requests by endpoint, status and error from the rows of the rings, so the service's threads do nothing for
-metrics. If a row is overwritten before it is read, its request is added from the tally, without a status. The tally
-counts all calls, so no ended request is missing. A meter can continue from the `state` of an earlier one.
+The meter counts requests by endpoint, status and error from the rows of the rings, so the service's threads do nothing
+for metrics. Requests whose rows were overwritten are counted from the tally, without a status.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
 """Wrappers with a span around functions, coroutines and generators.
 
-A coroutine's span stays current while the coroutine is suspended, because its task has its own context. The wrapper
-steps the coroutine and times its suspensions. A generator runs in the context of its caller, so its span is current
-only while its body runs. Wrappers are in C, so they add no Python frame. The wrapper of a coroutine function is itself
-a coroutine function.
+A coroutine's span stays current while the coroutine is suspended. A generator's span is current only while the
+generator's body runs. Wrappers are in C, so they add no Python frame.
 
-In web frameworks a handler may answer a request by raising an exception. A handler that raises `HTTPException(404)` has
-served its request, because HTTP statuses below 500 are not errors of the server. Such exception classes are identified
-by the names of their modules, so that no framework is imported. Their subclasses count as well. A task may also be
-cancelled, a stream may be closed early, or the process may be stopped. Python then raises an exception that does not
-derive from `Exception`, such as `CancelledError`. OpenTelemetry does not count such an end as an error. So the span has
-an attribute with its outcome, and no error.
+A web handler that raises `HTTPException(404)` has served its request, because HTTP statuses below 500 are not errors of
+the server. A span that a cancellation ends has an attribute with its outcome, and no error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The board of a run: shared memory in which each process marks the profile's rules that it uses.
 
-The processes of a service share a profile, and each process runs only some of the targets. So before a process reports
-a rule without a target, it checks on the board if another process uses the rule. The run's first process owns the
-memory, which disappears when that process ends. Other processes find the board by a path in the environment. Without
-this path, a process knows only its own marks.
+Each process of a service runs only some of the targets. Before a process reports a rule without a target, it checks on
+the board if another process uses the rule. Processes find the board by a path in the environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Histograms of durations, with the definition of their buckets and percentiles, and the metrics made from them.
 
-A histogram maps the index of a bucket to the number of calls in it, and omits empty buckets. The middle of a bucket is
-at most 1/128 (0.78 %) away from any value in it. A `Distribution` is a histogram with the exact count, sum, minimum and
-maximum. A `Metric` has a value or a distribution for each set of labels.
+A histogram maps the index of a bucket to the number of calls in it. The middle of a bucket is at most 1/128 (0.78 %)
+away from any value in it. A `Distribution` is a histogram with the exact count, sum, minimum and maximum. A `Metric`
+has a value or a distribution for each set of labels.
 """
 
 from __future__ import annotations

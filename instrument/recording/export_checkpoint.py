@@ -1,8 +1,7 @@
 """The checkpoint of an export, written into the exported recording so that another exporter can continue from it.
 
-Only one process exports at a time. It locks the recording, and the system releases the lock if the process ends. The
-checkpoint has one state for the export of spans, and one for the export of metrics. Each state is stored twice, as
-JSON. If the exporter is killed while it writes one copy, the other copy is valid.
+Only one process exports at a time, and locks the recording. The checkpoint has one state for the export of spans, and
+one for the export of metrics. Each state is stored twice, so one copy is valid even if the exporter is killed.
 """
 
 from __future__ import annotations

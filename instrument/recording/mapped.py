@@ -1,9 +1,7 @@
 """The reader of a recording in memory, while the recorded process writes it or after the end of that process.
 
 Another process writes the bytes, so they may be half-written, stale or invalid. The reader copies bytes before it
-checks them, and leaves out invalid values. It follows a pointer only if the pointer leads to a slot of the right part
-of the recording. The writer never waits for readers. Files are read and not mapped, because a truncated mapped file
-would kill the reader.
+checks them, and leaves out invalid values. The writer never waits for readers.
 """
 
 from __future__ import annotations

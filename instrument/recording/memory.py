@@ -1,7 +1,7 @@
 """Creates the memory into which a process records, and writes the memory's header. Other processes read this memory.
 
-The memory is a file without a name (`memfd_create`), or a file in the profile's `limits.ring_dir`. A file without a
-name exists while any process has it open. A file in the folder outlives the process.
+The memory is a file without a name (`memfd_create`), or a file in the profile's `limits.ring_dir`. Only a file in that
+folder outlives the process.
 """
 
 from __future__ import annotations

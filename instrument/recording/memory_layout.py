@@ -1,9 +1,9 @@
 """The layout of a recording in memory, and a reader of its header and rings that needs no numpy.
 
-A recording has a header of one page, and several parts. Each part is an array of slots of one size. The recorder's C
-structures are in this memory, so `native/_recording_layout.h` repeats the layout. A released slot is zeroed. Pointers
-are addresses in the recorded process. A pointer minus the header's `address` is an offset in the recording. Numbers are
-little-endian. A row is a finished span. It takes 64 bytes in a recording, and is unpacked into a tuple.
+A recording has a header of one page, and several parts. Each part is an array of slots of one size. For C code,
+`native/_recording_layout.h` repeats the layout. A released slot is zeroed. Pointers are addresses in the recorded
+process. A pointer minus the header's `address` is an offset in the recording. Numbers are little-endian. A row is a
+finished span, and takes 64 bytes.
 """
 
 from __future__ import annotations

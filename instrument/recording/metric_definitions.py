@@ -2,9 +2,8 @@
 declarations.
 
 A total is a metric that a process counts, such as a request's duration. A gauge, such as a GPU's power, is read at
-intervals. A collector gets a gauge as one or more metrics. Names, units and kinds follow OpenTelemetry's conventions
-for HTTP, RPC, generative models, hardware, processes and systems (version 1.44). A metric without a convention has a
-name that begins with `instrument.`. A service's own metrics are added to `GAUGES` when its recording is read.
+intervals. Names, units and kinds follow OpenTelemetry's conventions (version 1.44). A metric without a convention has a
+name that begins with `instrument.`.
 """
 
 from __future__ import annotations

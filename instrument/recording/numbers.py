@@ -1,7 +1,7 @@
 """The gauges, counters and histograms that a service defines itself, as cells in its recording.
 
 A gauge or counter has one cell with its value. A histogram has one cell for its sum, and one for the count of each used
-bucket. A reader of the cells adds their names and units to `GAUGES`, where reports look them up.
+bucket.
 """
 
 from __future__ import annotations

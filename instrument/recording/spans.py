@@ -1,7 +1,7 @@
 """The span model that recorders and readers share.
 
-A `Site` is an instrumented place in code, and a `Span` is one timed execution of it. `Origin`, `Cost`, `Sample` and
-others describe a process. All classes are plain data. Times are integer nanoseconds on the monotonic clock.
+A `Site` is an instrumented place in code, and a `Span` is one timed execution of it. All classes are plain data. Times
+are integer nanoseconds on the monotonic clock.
 """
 
 from __future__ import annotations

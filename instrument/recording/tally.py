@@ -1,16 +1,12 @@
 """The tally: running totals for each call path and thread, in constant memory, exact for all calls.
 
 A node of the call tree is a path of sites (instrumented functions). The totals are one numpy array, with a line per
-node and thread. Merging lines adds integers and takes minima and maxima, so it is exact in any order.
+node and thread.
 
 Recursion makes no new paths: a call of a site that is on the path already counts at that site's node. Such an inner
-call adds to the count of calls, errors, self time, extremes and percentiles. It adds nothing to total and device time,
-because the outer call's times include it. So the self times of a tree sum to its total. Folding can make siblings of
-nested calls. In A → B → A → C, both B and C are children of A, although C ran inside B. C's time then counts for both.
-The children's sum may then exceed the node's total time.
+call adds nothing to total and device time, because the outer call's times include it.
 
-The first `NODE_LIMIT` call paths have nodes of their own. Beyond this limit, all new paths that end in the same site
-share one node.
+Beyond the first `NODE_LIMIT` call paths, all new paths that end in the same site share one node.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """The `batches` view: the sizes of batches, their times, and how unevenly the work is spread over their requests.
 
 A batch is a span that names the requests that it serves (`batch:` in a rule, or `scope(name, batch=...)`). A request's
-weight is its amount of work in the batch, such as its tokens. A batch is uneven if the weights differ. Uneven batches
-waste time only if the engine pads all items to the heaviest weight. Engines with continuous batching do not pad.
+weight is its amount of work in the batch, such as its tokens. Uneven weights waste time only if the engine pads all
+items to the heaviest weight.
 
 The `neighbours` view shows how long requests of one group (such as a tenant) waited because of requests of another
-group. Each nanosecond of waiting is attributed to one group or to nobody, by the rules of `instrument.trace.bill`. A
-replay of the queues predicts the queue times for the case that one group sends no requests.
+group, by the rules of `instrument.trace.bill`.
 """
 
 from __future__ import annotations

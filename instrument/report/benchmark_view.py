@@ -2,10 +2,7 @@
 
 A step is a span of kind `step` with the loop's wait for input right before it, or the time between two calls of
 `Profiler.step`. The batch cost is the step's host time. The reader cost is the part of that time that loaders took. The
-first `skip` steps are left out. Rates are per second of elapsed time, even if steps run in parallel.
-
-`paddle.profiler` divides the time of n steps by n - 1, so its mean is too large. Its minimum is `inf` if each step is
-longer than the previous one. This view has neither error.
+first `skip` steps are left out.
 
 `find_units` returns the units that the `phases` view averages over: the steps of each track. Without steps the units
 are the requests, and without requests the whole window. A track (`line` in the code) is one thread, or one task on a

@@ -1,7 +1,7 @@
 """The `brief` view: one screen on requests, the largest parts of their time, devices, the cost and the losses.
 
-It takes its numbers from other views: `requests`, `ops` and `device`. For a job with steps but no requests, it takes
-those of `benchmark` and `phases`. It has at most `MOST_LINES` lines of `LINE` columns.
+The numbers come from the views `requests`, `ops` and `device`. For a job with steps but no requests, the numbers come
+from `benchmark` and `phases`.
 """
 
 from __future__ import annotations

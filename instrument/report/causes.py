@@ -1,9 +1,6 @@
 """The causes that delay requests: how long each cause took in a request, and the spans that prove it.
 
-`CAUSES` lists all causes. Each moment of a request counts for one cause, for expected work, or as unknown. So the
-differences per cause between a request and a typical request add up to the difference of their wall times. A moment in
-a garbage collection or a blocked event loop counts for that cause. Any other moment counts for a cause that fits the
-current part of the request, such as `queue`. `instrument.trace.blame` divides the time of engine steps into parts.
+`CAUSES` lists all causes. Each moment of a request counts for one cause, for expected work, or as unknown.
 """
 
 from __future__ import annotations

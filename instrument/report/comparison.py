@@ -3,14 +3,12 @@
 For each call path, the comparison covers the self time without waits, and the device time of work that the calls
 launch. Only calls with like work and like load are compared. Work is measured by the size of the batch around a call
 and by attributes that give a size (see `SIZE`). Load is the number of requests in flight when the call begins. The
-difference that remains is the effect of the code (see `instrument.report.effects`). A path is left out if it has less
-than `LEAST_SHARE` of the time both before and after the change. If nothing has changed, the probability of any wrong
-verdict is at most `FAMILY`.
+difference that remains is the effect of the code (see `instrument.report.effects`). If nothing has changed, the
+probability of any wrong verdict is at most `FAMILY`.
 
-Queue times, waits and stalls are printed without a verdict, because slower work or more load may cause them.
+Queue times, waits and stalls are printed without a verdict.
 
-The HTML page has the tables and an icicle chart, and uses neither scripts nor the network. Each box of the chart is a
-call path. Its width is the time after the change, including the calls below, and its colour is the verdict.
+The HTML page has the tables and an icicle chart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The `copies` view: copies between host and devices by direction and by call, their rates, and avoidable waits.
 
-A rate is in 10^9 bytes per second. It is the number of bytes divided by the device time of their copies. Without device
-time, it is computed from the host times of the calls that wait for their copy. A call that does not wait and has no
-device time has no rate.
+A rate is in 10^9 bytes per second: the number of copied bytes divided by the device time of the copies. Without device
+time, the host times of calls that wait for their copy are used.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The `cost` view: the cost of each probe and of each thread of the SDK, the number of kept spans, and notes on what
 was not recorded.
 
-The cost of a probe is its number of calls times the time that it adds to a call, as measured on this machine. A saved
-trace has only the mean cost over all probes. It has neither the muted sites nor the use of the memory for spans.
+The cost of a probe is its number of calls times the time that it adds to a call, as measured on this machine.
 """
 
 from __future__ import annotations

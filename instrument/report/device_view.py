@@ -1,10 +1,8 @@
 """The `device` view: how each GPU was used in the window, by stream, by name and within requests; and all gauges.
 
-The module `utilisation` computes the use. In shares of time, parallel work counts once. In times by name, parallel work
-of several calls counts for each call.
+In shares of time, parallel work counts once. In times by name, parallel work of several calls counts for each call.
 
-The Device Summary has the minimum, mean and maximum of each gauge. Its rows have Paddle's names: `CPU(Process)`,
-`CPU(System)`, `GPU n`. Lines below the table name the base of each percentage.
+The Device Summary has the minimum, mean and maximum of each gauge.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
 """The effect of a change on work that is alike: the difference of two samples of calls, with its error limits.
 
 Calls are grouped into strata by their covariates, such as sizes and load. Within a stratum a covariate varies by at
-most a factor of 1.4. A stratum is used if both samples have calls in it, and its weight is the smaller count of calls.
-Within a stratum, linear regression removes the differences that the covariates still explain. The slopes are fitted
-within each sample, so that they do not absorb the samples' difference. Effects are differences of logarithms of times.
-So a slowdown by 10 % counts the same for short and long calls, and a few preempted calls hardly matter. Percentiles
-show slow outliers instead.
+most a factor of 1.4. Linear regression removes the differences that the covariates still explain. Effects are
+differences of logarithms of times, so a slowdown by 10 % counts the same for short and long calls.
 
-Successive calls are correlated, so a test cannot treat them as independent. The test compares runs if each sample has
-three or more runs. Otherwise it compares up to 16 blocks of successive calls per sample. If neighbouring blocks are
-correlated, they are joined in pairs. If blocks are still correlated, the error limits are widened, as for a first-order
-autoregression.
+Successive calls are not independent. The test therefore compares runs if each sample has three or more runs, and
+otherwise up to 16 blocks of successive calls per sample. Correlated blocks are joined in pairs. If blocks are still
+correlated, the error limits are widened.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The requests of each endpoint: their wall times, errors, phases and answers.
 
-The data on an answer are attributes of the request's span, if `requests:` in the profile records such spans. A stream
-is an answer in several items: server-sent events, messages, or chunks. The time per item is the time from the first to
-the last item, divided by the number of later items. A blocked loop is an event loop that a callback blocked for more
-than `limits.blocked`.
+The data on an answer are attributes of the request's span. A stream is an answer in several items: server-sent events,
+messages, or chunks. The time per item is the time from the first to the last item, divided by the number of later
+items. A blocked loop is an event loop that a callback blocked for more than `limits.blocked`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The tree of names for the `events` view: its entries, the sums of each entry, and the rows to print.
 
-An entry is a list of names, and has a number. Entries are stored in arrays, and only printed entries become objects.
-The module also sums the topmost calls by name.
+An entry is a list of names. Entries are stored in arrays, and only printed entries become objects.
 """
 
 from __future__ import annotations

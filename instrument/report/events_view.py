@@ -1,28 +1,19 @@
 """The `events` view: all calls as a tree of names, in the layout of Paddle's fluid profiler.
 
 The options `tracer_option` and `state`, and the names of rows, are the same as in fluid. The numbers follow these
-rules, which differ from fluid's only to correct its errors:
+rules:
 
-- Total is a sum over calls. In state All it adds up `elapsed` times, in which a moment counts once even if host and
-  device both worked. In state CPU it adds up host times, in state GPU device times.
-- A row's device time is the time of its own events, but at least the sum of the rows below it. The events of a span
-  include the work of the spans below it.
-- Ave. is the Total divided by the calls. Min., Max., p50 and p99 come from the tally's `elapsed` times. They are dashes
-  if a row's Total is not the sum of `elapsed` times.
-- Ratio. is a row's Total as a share of the sum of the topmost rows of its block. A span that has not ended, or that
-  ended on another thread, does not count as a call, but the rows below it count.
-- Rows are sums of work. So the children of a row may exceed it if they run in parallel, or if device work continues
-  after the call that launched it. The Total time of all threads may exceed the elapsed time.
-- The Total time is split into computation and framework. For a service there is a third part, waiting. A service spends
-  most of its time waiting: in queues, for I/O, and for its turn on the event loop. So the time in which coroutines are
-  suspended is waiting, not overhead. The time of a call is divided among the calls below it, on any thread or task, and
-  the remaining time is the call's own. If the calls below took longer than the call itself, their times are scaled
-  down.
+- Total is a sum over calls: of `elapsed` times in state All, of host times in state CPU, of device times in state GPU.
+  In `elapsed`, parallel work of host and device counts once.
+- A row's device time is the time of its own events, but at least the sum of the rows below it.
+- Ave. is the Total divided by the calls. Min., Max., p50 and p99 come from the tally's `elapsed` times.
+- Ratio. is a row's Total as a share of the sum of the topmost rows of its block.
+- Rows are sums of work. So the Total time of all threads may exceed the elapsed time.
+- The Total time is split into computation and framework. For a service there is a third part, waiting, such as the time
+  in which coroutines are suspended.
 - A row is identified by a list of names, so names may contain any character.
 
-Lines have 100 columns (160 in fluid). Times have six significant digits as in fluid, or fewer if names would not fit.
-Percentiles have four digits. A second table lists CPU Time and GPU Time of the rows with device time. For all rows that
-are not in this table, CPU Time is equal to Total.
+Lines have 100 columns. A second table lists CPU Time and GPU Time of the rows with device time.
 """
 
 from __future__ import annotations

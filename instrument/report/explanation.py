@@ -1,16 +1,13 @@
 """The explanation of a slow request or window: the causes of its excess (the time that similar requests do not need).
 
 Requests are similar if they have the same endpoint and like work: engine steps, weight in batches, and sizes among
-their attributes. Up to `NEAREST` similar requests are sorted by wall time. The typical time is the mean over the middle
-half of them. Each part's typical time is its mean over the same requests, so these parts add up to the typical time. A
-cause accounts for its time beyond its own typical time. The largest causes are counted first, until they add up to the
-excess. If all causes add up to less, the rest of the excess is unexplained.
+their attributes. The typical time is the mean over the middle half of up to `NEAREST` similar requests, sorted by wall
+time. A cause accounts for its time beyond its own typical time. Any excess beyond all causes is unexplained.
 
-For a window, the mean of its requests is explained. Each request of the window is compared with one request outside of
-the window. That request has the median wall time among the `TRIALS` outside requests with the most similar work.
+For a window, the mean of its requests is explained.
 
-The verdict is `typical` if the time is within the usual spread. It is `explained` if one cause accounts for at least
-`MOSTLY` of the excess, and the evidence separates that cause from all others. Otherwise it is `inconclusive`.
+The verdict is `typical` if the time is within the usual spread. The verdict is `explained` if the evidence shows one
+cause that accounts for at least `MOSTLY` of the excess. Otherwise the verdict is `inconclusive`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The first sentence names the largest part of the busiest endpoint's time or, without requests, of the time of steps. The
 second names the part that makes the p99 slow, and the third the largest other cause. A headline needs at least `ENOUGH`
-requests, steps or device intervals, and a share of at least `NOTABLE`.
+requests, steps or device intervals.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """One HTML file with a whole report: the data as packed JSON, and the style, the scripts and d3 from the folder `page`.
 
-The file loads no other files. Its content security policy allows its own scripts and style by their digests, and
-nothing from a network. Names and values of the service are only in the JSON, which is compressed and encoded as base64.
-So such a text cannot end the HTML element that contains the JSON. The scripts insert names and values as text, never as
-markup.
+The file loads no other files. The page's content security policy allows only the page's own scripts and style. Names
+and values of the service are only in the JSON, which is encoded as base64. The scripts insert names and values as text,
+never as markup.
 
-The JSON has the tables of the views, charts, and notes on omitted data. Each cell has a number and its text. Python
-computes every number. The scripts show, sort and draw the numbers. The size of a page is bounded. If a bound makes the
-page omit data, the page names the bound.
+The JSON has the tables of the views, charts, and notes on omitted data. Python computes every number, and the scripts
+show, sort and draw the numbers. The size of a page is bounded.
 """
 
 from __future__ import annotations

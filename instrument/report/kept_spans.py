@@ -1,9 +1,7 @@
 """The requests that a page lists, and the spans that fit into the page. The most important requests get room first.
 
-A page lists the requests. Without requests it lists the outermost steps, and without steps the topmost spans. The spans
-of a request that the user chose come first, then those of each endpoint's median request, then those of the slowest.
-The spans of a request are its own spans in all processes, the batches that served it, and the spans below these. If
-even the first request does not fit, its longest spans are kept.
+A page lists the requests, or without requests the outermost steps, or without steps the topmost spans. The spans of a
+request that the user chose come first, then those of each endpoint's median request, then those of the slowest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `kernels` view: the work on GPUs by the name of the kernel, and by the span in which the host launched it.
 
 Kernels and their times come from torch.profiler's record. Without that record the view lists the device intervals of
-spans, each between two events on a stream. If intervals are nested, only the innermost counts.
+spans.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The `memory` view: the growth of memory, the time and place of its peak, and the spans that kept memory.
 
 torch.profiler's record lists torch's allocations. Each allocation counts for the span that was open on its thread.
-Without that record the view has only gauges and their maxima, such as the memory of the process and of torch's
-allocator on each device.
+Without that record the view has only gauges, such as the memory of the process.
 """
 
 from __future__ import annotations

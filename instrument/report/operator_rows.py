@@ -1,8 +1,7 @@
 """The tables of the views `operators` and `user`: a row for each name, with the host and device times of its calls.
 
-A track is one thread, or one task on it. If a call runs on a different track from its caller, its time is not part of
-the caller's time. The device time of a call is the union of its device intervals and those of the calls below it on the
-same track.
+A track is one thread, or one task on it. The time of a call on a different track from the caller is not part of the
+caller's time.
 """
 
 from __future__ import annotations

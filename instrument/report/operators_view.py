@@ -1,22 +1,16 @@
 """The `operators` view: the operators by name, at any depth, with host and device times; and the `user` view.
 
 The columns are those of the Operator Summary of `paddle.profiler`. An operator is a span of kind `op`, `layer` or
-`comm`. Rows are sums over calls. Ratios are shares of the time in outermost operators. So the time of an inner operator
-counts once, while `paddle.profiler` counts it twice. A call inside a call of the same name counts in the total, but not
-again in the ratio. Only the part of the window without missing spans counts.
+`comm`. Ratios are shares of the time in outermost operators.
 
-`tracer_option: OpDetail` adds the rows directly below each operator: phases, inner operators, copies and streams. Their
-ratios are shares of the operator's time. `AllOpDetail` adds a list of all operators of an iteration in the order of
-execution, as SINGA prints them at verbosity 2.
+`tracer_option: OpDetail` adds the rows directly below each operator: phases, inner operators, copies and streams.
+`AllOpDetail` adds a list of all operators of an iteration in the order of execution.
 
-The attribute `flops` of a span is the number of its own floating-point operations. Three sources set it: traces of
-torch.profiler with shapes, spans recorded together with such a trace, and scopes of the user. A row adds up the `flops`
-of its calls and of the spans below them on the same track. `paddle.profiler` and Theano's Apply section have such FLOPs
-columns, too.
+The attribute `flops` of a span is the number of its own floating-point operations. A row adds up the `flops` of its
+calls and of the spans below them on the same track.
 
-The `user` view has a row for each name of the spans of kind `user`, such as ``with scope("tokenize")``. It is the
-UserDefined Summary of `paddle.profiler`. Nested calls of the same name count as in the `operators` view. Ratios are
-shares of the window. Their sum may exceed 100 % if several threads work.
+The `user` view has a row for each name of the spans of kind `user`, such as ``with scope("tokenize")``. The view is the
+UserDefined Summary of `paddle.profiler`. Ratios are shares of the window.
 """
 
 from __future__ import annotations

@@ -1,24 +1,19 @@
 """The `overview` view: the share of the window in which each kind of work ran, on the host and on each device.
 
 The `overview` view is the Overview Summary of `paddle.profiler`. A moment counts once, even if several threads or
-streams work. Rows may overlap, so they do not add up. Ratios are shares of the first row, the window. If there are
-steps, a second ratio is the row's time within steps as a share of the time of steps. (`paddle.profiler` also counts
-time between steps.)
+streams work. Rows may overlap, so rows do not add up. Ratios are shares of the first row, the window.
 
-Device times are intervals between pairs of events on a stream. Compute is all work except copies, so it includes
-memsets and communication. Communication is the work of spans of kind `comm` and of the spans below them.
+Device times are intervals between pairs of events on a stream. Compute is all work except copies. Communication is the
+work of spans of kind `comm` and of the spans below them.
 
-The `distribution` view shows how much communication runs at the same time as computation. It is the Distribution
-Summary of `paddle.profiler`. In all times, parallel work counts once. If there are steps, only the time within steps
-counts, otherwise the whole window. Ratios are shares of that time. On the host, communication is the time in spans of
-kind `comm`. An asynchronous communication lasts from its call to the end of its wait. On a device, communication is the
-work of such spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a device is all other work
-except copies. Computation on the host is the time in operators, layers and phases, without communication, copies and
-loading on the same thread.
+The `distribution` view shows how much communication runs at the same time as computation. The view is the Distribution
+Summary of `paddle.profiler`. If there are steps, only the time within steps counts, otherwise the whole window. Ratios
+are shares of that time. On the host, communication is the time in spans of kind `comm`. On a device, communication is
+the work of such spans and of the spans below them, or kernels of NCCL and XCCL. Computation on a device is all other
+work except copies. Computation on the host is the time in operators, layers and phases, without communication, copies
+and loading on the same thread.
 
 The row `together` compares all communication with computation on the devices (on the host if no device computed).
-Unlike `paddle.profiler`, the view does not count the work of a communication as computation. If one device computes
-while another device communicates, the view does not count that as overlap.
 """
 
 from __future__ import annotations

@@ -1,19 +1,13 @@
 """The `phases` view: the time of steps, divided into phases such as loading, forward and backward, and into other time.
 
-It is the Model Summary of `paddle.profiler`, with the two lines that SINGA prints at verbosity 1. If a loop waits for
-its input between two steps, that wait belongs to the later step. Without steps the view divides requests, and without
-requests the window.
+The view is the Model Summary of `paddle.profiler`. Without steps the view divides requests, and without requests the
+window.
 
 A phase is a span declared as one (`phase:` in a rule or scope), a span of kind `phase`, or a loader. Each moment of a
-thread counts for the open phase that began first, so an inner phase is part of the outer phase. Only phases within the
-closure of an optimizer count separately. A moment of a step counts first for spans on the step's own thread and task.
-The times at which suspended generators and tasks of the step ran are not known exactly. So they get only the moments
-that are left. Spans of other tasks do not count. The row `others` is the time outside of phases. All rows add up to the
-time of the steps, so `others` is never negative. In `paddle.profiler`, `others` may be negative, because overlapping
-phases count twice.
+thread counts for the open phase that began first. The row `others` is the time outside of phases. All rows add up to
+the time of the steps.
 
-Device time is the time of a phase's work on streams, including copies. Parallel work on several streams counts for each
-stream. The device time of `others` is the work that no phase launched.
+Device time is the time of a phase's work on streams, including copies.
 """
 
 from __future__ import annotations

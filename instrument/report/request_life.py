@@ -1,7 +1,7 @@
 """The report on one request: the parts of its time, the cause of its slowness, and its waits and batches one by one.
 
-A request with a thousand tokens has a thousand batches. So a long list prints successive batches and the short waits
-between them as one line. Waits and batches much longer than usual, such as after a preemption, keep their own lines.
+A long list prints successive batches and the short waits between them as one line. Waits and batches much longer than
+usual keep their own lines.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The `requests` view: the times of each endpoint's requests, the parts of their times, and the slowest of them.
 
 All topmost request spans with the same name form an endpoint. Each moment of a request's wall time belongs to one part:
-the running phase that began last, on any thread or task of the request. So an inner phase shortens the outer one. If
-two phases began at the same time, the shorter one counts as the later one. A moment without a phase is `unknown`. The
-parts add up to the wall time to the nanosecond. If the profile's rules read keys of requests, phases in other processes
-count, too. Batches and the times between them are then also parts (see `instrument.trace.ledger`).
+the running phase that began last, on any thread or task of the request. A moment without a phase is `unknown`. The
+parts add up to the wall time. If the profile's rules read keys of requests, phases in other processes count, too.
+Batches and the times between them are then also parts (see `instrument.trace.ledger`).
 
-A span is a phase if its rule or scope declares one (`phase:`), or if its kind is `phase`. Copies to and from a device
-are the phases `copy in` and `copy out`, other copies `copy`. Layers are `compute`, loaders `load`, and communication
-`comm`. A span of any kind with the name `queue` is a phase, too. Operators and scopes of the user are not phases.
+A span is a phase if its rule or scope declares one (`phase:`), or if its kind is `phase`. Operators and scopes of the
+user are not phases.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
 Tables are declared once for both text and HTML.
 
-A table's columns are written as `field=Heading`, with `|` between them. A `+` before a column shows it only on the HTML
-page, which is wider. A field is an attribute or method of the row, an attribute of an attribute (`part.field`), or an
-index into a tuple. The end of the field's name selects its format: `_ns` is a time, `_bytes` a size, `ratio` a
-percentage. If a row's `remaining` is above 0, the row sums up that many omitted rows, and its first column shows their
-number.
+A table's columns are written as `field=Heading`, with `|` between them. A column with a `+` is only on the HTML page. A
+field is an attribute or method of the row, an attribute of an attribute (`part.field`), or an index into a tuple. The
+end of the field's name selects its format: `_ns` is a time, `_bytes` a size, `ratio` a percentage. A row with
+`remaining` above 0 is the sum of that many omitted rows.
 """
 
 from __future__ import annotations

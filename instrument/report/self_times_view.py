@@ -1,19 +1,15 @@
 """The `classes`, `ops` and `instances` views: self times, whose rows add up to the whole time.
 
-They are the Class, Ops and Apply sections of Theano's profile. Unlike Theano's nodes, spans may be nested. So the time
-of a row is self time: host time without the children on the same thread and task. A function's rows, with a row for the
-function itself, add up to 100 %. The waits of suspended coroutines have rows of their own.
+The views are the Class, Ops and Apply sections of Theano's profile. The time of a row is self time: host time without
+the children on the same thread and task. The rows of a function add up to 100 %.
 
-- `instances`: a row for each site on each call path. `number` counts the rows from 0 in the order of their first calls,
-  as Theano counts nodes.
+- `instances`: a row for each site on each call path. `number` counts the rows from 0 in the order of their first calls.
 - `ops`: a row for each site, such as a function, a layer by its path in the model, or a kind of copy.
 - `classes`: a row for each type of layer, for each class with methods of kind `op` or `comm`, and for each name of a
-  copy or loader. All other sites of a kind share a row, which has the kind's name in brackets.
+  copy or loader.
 
 A function is the topmost request of a call path or, outside of requests, its topmost span. Each function has a table.
-If there are several functions, a table of their sum comes first. The numbers are from the tally, so they include all
-calls of all threads. If one function calls another, the inner call counts in the tables of both, but only once in the
-table of the sum. A recursive call counts once.
+The numbers are from the tally, so they include all calls of all threads.
 """
 
 from __future__ import annotations

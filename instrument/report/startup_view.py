@@ -1,9 +1,7 @@
 """The `startup` view: the time of a process until it has served its first request, divided into parts.
 
-Its numbers come from the totals of the tally, the first calls and the import times. Newer data never overwrites these.
-Loading and compiling are spans of the phases `load` and `compile`. If they are nested, only the topmost span counts.
-Spans that began after the first request are not part of the start-up. If a call path has calls before and after the
-first request, the kept spans show how much of its time came after.
+The numbers come from the totals of the tally, the first calls and the import times. Loading and compiling are spans of
+the phases `load` and `compile`. Spans that began after the first request are not part of the start-up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Text tables: cells are padded to columns, names are escaped and shortened, numbers have four significant digits.
 
-A column is as wide as its longest cell plus a gap. All cells are left-justified. Control characters in names are
-escaped, because names may come from users. The middle of a long name is replaced by `...`.
+Control characters in names are escaped. The middle of a long name is replaced by `...`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The use of each device in a window: busy, starved or idle time, for the window and for each request.
 
 All numbers come from the device intervals of recorded spans, so a device is idle if no recorded work runs on it. An
-interval is the time between two events on a stream, and may include gaps between kernels. The interval of an outer call
-includes the intervals of the calls below it. In times of devices and streams, parallel work counts once. In times by
-name, parallel work of several calls counts for each call. All times are clipped to the window.
+interval is the time between two events on a stream. All times are clipped to the window.
 """
 
 from __future__ import annotations

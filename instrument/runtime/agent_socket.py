@@ -1,12 +1,9 @@
 """The agent's socket: the folder of a run that contains it, the packets on it, and the start of an agent.
 
-The folder has the name of the run. Its parent folder `instrument-UID` is in `XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`, and
-only this user may enter it. Processes get the socket's path from the variable `INSTRUMENT_AGENT`.
+The folder has the name of the run. The parent folder `instrument-UID` is in `XDG_RUNTIME_DIR`, `TMPDIR` or `/tmp`, and
+is open to this user only. Processes get the socket's path from the variable `INSTRUMENT_AGENT`.
 
-A packet is a JSON object, with file descriptors if needed (`SOCK_SEQPACKET`). Senders are not trusted. The receiver
-refuses a packet that is not a JSON object of at most `PACKET_BYTES`, and closes the descriptors in it. The agent is not
-a child of the service, because the service may wait for all its children. The agent has a session and a process group
-of its own, so that no signal to the service's group reaches it. It keeps no descriptor of the service.
+A packet is a JSON object, with file descriptors if needed. Senders are not trusted, so the receiver checks each packet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Substitutes for modules, patterns and dataclasses that keep the start of a process short.
 
 A substitute does its costly part only at first use. `dataclass` makes a class like that of `dataclasses.dataclass`, but
-compiles `__init__` only after some calls, and describes the fields on request. Such a class costs 10 us instead of 600.
-A recording process has over a hundred such classes.
+compiles `__init__` later.
 """
 
 from __future__ import annotations

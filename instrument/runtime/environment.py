@@ -1,7 +1,6 @@
 """The environment of a process: its variables, the cores and the memory that it may use, and its TCP connections.
 
-The limits come from the process's CPU affinity and its control groups, of version 1 or 2. The connections come from
-`/proc`. Unix sockets do not count, because most of them belong to internal helpers.
+The limits come from the process's CPU affinity and control groups, and the connections from `/proc`.
 """
 
 from __future__ import annotations

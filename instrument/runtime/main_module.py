@@ -1,12 +1,10 @@
 """Watches the module that runs as `__main__`, and reports its functions before the module calls them.
 
-No import hook sees this module, and the module's functions are called before its body ends. So the body is watched
-while it runs, by `sys.monitoring`, or before Python 3.12 by `sys.settrace`. The watch reports new names right before
-each statement that may call something, and at the end of the body. It ends at the first statement after the last
-definition. This statement is usually ``if __name__ == "__main__"``. The watch changes neither the code that runs, nor
-frames and tracebacks.
+No import hook sees this module, and the module's functions are called before its body ends. So `sys.monitoring`, or
+before Python 3.12 `sys.settrace`, watches the body while it runs. The watch reports new names before each statement
+that may call something.
 
-A child that multiprocessing spawns runs the same module as `__mp_main__`, and is watched in the same way.
+The module `__mp_main__` of a child of multiprocessing is watched in the same way.
 """
 
 from __future__ import annotations

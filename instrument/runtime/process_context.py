@@ -1,8 +1,7 @@
 """The publication of this process's resource attributes in a named memory mapping, which profilers find in
 `/proc/PID/maps`.
 
-OpenTelemetry's OTEP 4719 defines the layout of this process context, the order of writes, and how to read it. A forked
-child publishes its own context. Only one SDK of a process may publish one.
+OpenTelemetry's OTEP 4719 defines this process context. Only one SDK of a process may publish a context.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The protection of our imports from service modules with names of the standard library, such as a file `token.py`.
 
-Our imports, direct and indirect, get the standard modules, and the service gets its own. If the service has already
-imported its own module of such a name, a library that we load may fail. Such failures are counted. A session imports
-this module before all others, so the module itself imports only modules that Python always loads.
+Our imports, direct and indirect, get the standard modules, and the service gets its own. A session imports this module
+before all others.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The signal handler that has the session deliver its data before a signal ends the process.
 
-Servers set their signal handlers later than we set ours. uvicorn's worker for gunicorn resets every signal at its
-start. At its end, uvicorn restores the former handlers and sends itself the signal again, as handlers of services also
-do. So during a session we replace `signal.signal` and `signal.getsignal`. If the service sets the default handler, our
-functions set our handler instead, but return the default to the service. A reset by C code is not noticed.
+Servers set their signal handlers later than the session sets its handler. So during a session `signal.signal` and
+`signal.getsignal` are replaced. If the service sets the default handler, the session's handler is set instead.
 
-Native code, such as tokio, replaces our handler through `sigaction`, and calls our handler after its own handler. Such
-code stops the process by itself and never calls the default, so our handler then does nothing.
+Native code, such as tokio, calls our handler after the code's own handler. Our handler then does nothing.
 """
 
 from __future__ import annotations

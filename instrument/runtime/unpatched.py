@@ -1,9 +1,7 @@
 """The real locks, queues, threads and sockets of the system, even if gevent or eventlet has patched Python's.
 
-A service may call `gevent.monkey.patch_all()` at any time. On a patched lock, a thread of ours would wait for an event
-loop that never runs. This module takes real locks from C modules that are never patched, or from the originals that
-gevent and eventlet keep. A real lock blocks its whole thread with all greenlets. So no code of the service may run
-while our code has a lock.
+The locks come from C modules that are never patched, or from the originals that gevent and eventlet keep. A real lock
+blocks its whole thread with all greenlets. So no code of the service may run while our code has a lock.
 """
 
 from __future__ import annotations

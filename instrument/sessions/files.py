@@ -2,7 +2,6 @@
 may use.
 
 All workers of a service use the same templates for paths. File names contain process ids to keep the files apart.
-Writing needs numpy, which is imported only when the first file is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The handlers for `Profiler(on_trace_ready=...)`: functions that write, send or print the trace of a `Window`.
 
 `Profiler.step` calls `print_summary` and a user's own handlers directly. The handlers `export_chrome` and `export_otlp`
-are slow and run on a thread. For them, `step` only copies the window's rows, from which the thread makes spans.
+are slow and run on a thread.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The handover of work from this process to its agent: the export of the recording, and the reading of gauges.
 
-The agent of a process reads and exports its recording, so the session needs no reader and no thread for that. If the
-agent is killed, the next agent continues from the checkpoint in the recording. A session without an agent exports by
-itself. It uses the same classes as the agent, and these classes import numpy.
+The agent of a process reads and exports the process's recording. If the agent is killed, the next agent continues from
+the checkpoint in the recording. A session without an agent exports by itself.
 
-The agent cannot read torch's allocator from outside, so the control thread of the process sends the allocator's values.
-The process reads all gauges itself if it has no agent, or if the agent refuses. A lock on the recording ensures that
-only one reader writes gauges into it.
+Only the process can read torch's allocator, so the process sends the allocator's values to the agent. The process reads
+all gauges itself if no agent does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The connection of a process to the agent of its run. It is used to join, to send messages, and to say goodbye.
+"""The connection of a process to the agent of its run.
 
 While the connection is open, the agent knows that the process lives. A dead, stopped or slow agent does not delay the
-service. A process waits briefly for the agent only when it leaves, because it may have to print the run's report.
-Joining needs no thread. The control thread handles the agent's messages.
+service. A process waits briefly for the agent only when the process leaves. The control thread handles the agent's
+messages.
 """
 
 from __future__ import annotations

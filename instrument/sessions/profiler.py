@@ -2,11 +2,9 @@
 range of steps).
 
 A `Profiler` joins the running session, or begins a session that ends with the last `Profiler`. Recording is never
-switched off, so a window also has the spans that were open at its edges, clipped and marked. Recording a step outside
-of a window costs as much as one inside, but the rows outside are not read.
+switched off, so a window also has the spans that were open at the window's edges, clipped.
 
-If neither the call nor the environment names a profile, the loop records with `EVERYTHING`: phases, the wait for
-batches, communication, every layer, copies, and the load of process and machine.
+If no profile is named, the loop records with `EVERYTHING`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The values that a session publishes to other processes, in its recording and in messages to its agent.
 
 The values are the process's identity, its export settings, the verdicts on its rules, and counts that only the session
-has. A value is written again when it has changed. Costly values are written less often, so that this takes at most a
-fixed share of the time.
+has. A value is written again when it has changed.
 """
 
 from __future__ import annotations

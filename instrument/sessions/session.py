@@ -1,8 +1,8 @@
 """The session, which keeps a profile in force in a process from `start` to `stop`, across forks and signals.
 
-A process has at most one session. `stop` undoes all changes to the process: import hook, patches, threads, and exit
-handler. The session starts and stops its components in order. `recorded` records, `published_facts` describe the
-recording to other processes, `exporting` sends spans, `files` writes files, and `leaving` ends the session.
+A process has at most one session. `stop` undoes all changes to the process. `recorded` records, `published_facts`
+describe the recording to other processes, `exporting` sends spans, `files` writes files, and `leaving` ends the
+session.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 the parent of the spans inside it.
 
 A step cannot be recorded as a scope, because the call that ends it may be inside other spans. So steps are inserted
-after recording, when all spans of the thread are known. A span that was open at the end of a step keeps its parent. The
-part of this span within a step is subtracted from the step's self time.
+after recording.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """The driver of torch.profiler, which adds torch's operators, with their kernels and memory, to the window of a loop.
 
-Recording an operator costs a microsecond or more, and on a GPU torch.profiler waits for the device at the end of a
-window. So torch.profiler runs only in loops with a `Profiler`, never in a service. This module never imports torch. If
-torch.profiler fails, the window has a note on the error instead of operators.
+torch.profiler is costly, so it runs only in loops with a `Profiler`, never in a service. This module never imports
+torch.
 
-An operator becomes a child of the innermost span that was open on its thread in the middle of the operator's time. The
-operator's times are cut to that span, because the two clocks differ by up to a microsecond. Device work counts as
-device time of the innermost operator that launched it. Only copies have spans of their own.
+An operator becomes a child of the innermost span that was open on its thread in the middle of the operator's time.
+Device work counts for the innermost operator that launched it.
 """
 
 from __future__ import annotations

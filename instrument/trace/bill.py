@@ -4,15 +4,15 @@ A request waits in its queue, in batches beyond its own share, in stalls between
 blocks its event loop. Each nanosecond of a wait is charged once:
 
 - `BEHIND` in a queue, `BETWEEN` in a stall: the time in which the thread of the request's next batch ran other batches.
-  The time of such a batch is charged to its members by their weights.
-- `SHARED`: the time in a batch beyond the request's own share. It is charged to the other members by their weights.
+- `SHARED`: the time in a batch beyond the request's own share. That time is charged to the other members by their
+  weights.
 - `BLOCKED`: the time in which another request blocked the event loop of the batch's thread or of the request's thread.
 
 Time in which no recorded batch ran is charged to nobody. If groups with the weights w share `length` ns, the first k
 groups get `length * sum(w[:k]) // sum(w)` together. So the charges add up to the waits.
 
-An `Engine` is a model of the engine that served the requests. It replays the recorded arrivals without some of the
-requests, to predict the queue times of the remaining requests.
+An `Engine` is a model of the engine that served the requests. The model predicts the queue times of the other requests
+if some requests are removed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
 """Finds what made a request or an engine step slower than usual.
 
 A request's time is divided into parts (see `ledger`). Each part has a median over the requests of the endpoint. The
-part that exceeds its median the most is blamed. The cause is the span that took most of the blamed part's time.
-Candidates are other requests' spans on the threads that the request waited for, and the spans below the request's own
-work. A garbage collection on any thread is the cause if it took at least half of the excess, because it stops all
-threads.
+part that exceeds its median the most is blamed. The cause is the span that took most of the blamed part's time. A
+garbage collection is the cause if it took at least half of the excess.
 
-A step is an outermost batch. Its expected time is linear in the number of its members and in their weight, and is
-fitted to all steps of the same name. The fit minimises relative errors, so long steps count no more than short ones.
-Outliers are left out of the fit. The excess over the expected time is divided by call path. An engine may pad all
-members of a step to the heaviest weight. Padding is assumed if the times of uneven steps fit this padded weight better.
+A step is an outermost batch. The expected time of a step is linear in the number of its members and in their weight,
+and is fitted to all steps of the same name. The excess over the expected time is divided by call path.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Computes the call tree of a trace, and the tally: the times of the calls of each call path.
 
-A track (`line` in names) is one thread, or one task on it. If a call runs on a different track from its parent, its
-time is not part of the parent's time. In the tree, such calls have a node of their own for each thread. The device time
-of a call is the union of its device intervals and those of the calls below it on the same track. So overlapping
-intervals of nested calls count once.
+A track (`line` in names) is one thread, or one task on it. The time of a call on a different track from the parent is
+not part of the parent's time. The device time of a call is the union of its device intervals and those of the calls
+below it on the same track.
 
 The tally has totals by call path and thread, as recorders count them. Recursion is folded: a call of a site that is
-already on its path counts at that site's node. The folded call is an inner call if an outer call of the same node and
-thread is still open. The total and device time of an inner call do not count. The parent of a generator's call is the
-call in which the generator began, even if another call resumed it.
+already on its path counts at that site's node.
 """
 
 from __future__ import annotations

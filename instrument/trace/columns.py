@@ -1,7 +1,6 @@
 """Defines a trace as numpy columns. The constructor of `Columns` checks them, so a trace is always consistent.
 
-Each row is a span. Rows are in the order of the input. Times are ns on the monotonic clock, below 2^62, so that sums
-and differences of two times do not overflow.
+Each row is a span. Rows are in the order of the input. Times are ns on the monotonic clock.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Writes a dataset as Parquet files into a folder or an object store, and converts its rows into recordings again.
 
-Each combination of table, service, day and hour has a folder. A file has a name without `.parquet` until it is
-complete, and is then renamed. In the path of a folder, such as `service=s-chat/date=d2026-11-29/hour=h07`, each value
-has a letter in front, because query engines read `07` as 7.
+Each combination of table, service, day and hour has a folder. A file gets its name with `.parquet` once it is complete.
+In a folder's path, such as `service=s-chat/date=d2026-11-29/hour=h07`, each value has a letter in front.
 """
 
 from __future__ import annotations

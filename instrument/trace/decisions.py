@@ -1,8 +1,7 @@
 """Decides which requests of a run are kept, and which rows are sent, remain or are dropped.
 
-The decision about a request includes its spans in other processes. A batch is sent with the first kept request that it
-served. For a decision, the unsettled rows of all processes become one trace with unique ids. All processes are on one
-machine, so they share a monotonic clock.
+The decision about a request includes the request's spans in other processes. A batch is sent with the first kept
+request that it served. For a decision, the unsettled rows of all processes become one trace.
 """
 
 from __future__ import annotations

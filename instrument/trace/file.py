@@ -3,8 +3,7 @@
 `numpy.load` reads the file without this SDK. The module `layout` defines its arrays. The array `metadata`
 is JSON in UTF-8. Nothing in the file is pickled, and every value is checked before use.
 
-The file is a zip archive with compressed members (PKWARE's APPNOTE 6.3, 4.3.6 to 4.3.16). `zipfile` can read it.
-Writing with `zipfile` would take longer, because its zlib needs four times as long to compress.
+The file is a zip archive with compressed members (PKWARE's APPNOTE 6.3, 4.3.6 to 4.3.16).
 """
 
 from __future__ import annotations

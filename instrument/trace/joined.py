@@ -1,14 +1,10 @@
 """Joins each span to the request that it serves, by keys, across threads, tasks and processes.
 
 A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. A span outside
-of the tree with such a key serves that request, and so do the spans below it. From then on, any further key that these
-spans have names the request, too. A batch may serve several requests.
+of the tree with such a key serves that request, as do the spans below that span. A batch may serve several requests.
 
-If several requests in succession use the same key, a span with the key serves the request that began last before it.
-While an earlier request with the key is open, the key names a new request only after its first use there. If a request
-runs within the time of another request with the same key, it is a part of that request. This happens if an engine in
-its own process records the request as well. A request in the tree of another request may count separately if their keys
-differ.
+If several requests in succession use the same key, a span with the key serves the request that began last before it. A
+request within the time of another request with the same key is a part of the other request.
 """
 
 from __future__ import annotations

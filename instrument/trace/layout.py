@@ -1,11 +1,9 @@
 """Packs the columns of a trace for a file, in the smallest types that fit.
 
 Rare values are stored only for the rows that have them. Ascending columns are stored as differences (`differences`),
-and end times as lengths. So most numbers take one or two bytes. `numpy.cumsum` restores a column. The array `firsts`
-has the first span id and the first start time.
+and end times as lengths. The array `firsts` has the first span id and the first start time.
 
-The kernels and allocations of torch.profiler are ordered by time, so times are stored as differences. Each thread id is
-stored once, in a table.
+The kernels and allocations of torch.profiler are ordered by time, so times are stored as differences.
 """
 
 from __future__ import annotations

@@ -4,20 +4,17 @@ Every instant of a request belongs to the open part that began last. A part is a
 process, a batch that served it, or a time between these.
 
 - `queue`: from the hand-off to the first batch. The hand-off span is the newest span with the request's key that began
-  before that batch. The queue begins when the hand-off span ended, or when it began if it failed or was still open.
-  Without a hand-off span, the queue begins when a span of the request's own work last began or ended. If a request has
-  several keys, each key has a queue. A failed or cancelled request that was handed off but never served was in the
-  queue until its end.
+  before that batch. The queue begins at the end of the hand-off span. If that span failed or was still open, the queue
+  begins at its start. Without a hand-off span, the queue begins when a span of the request's own work last began or
+  ended.
 - `stall`: from one batch of the request to the next batch.
-- `transport`: from a batch to the request's next own work on another thread, or from own work to the first work on a
-  thread with batches.
-- `lock`: calls that wait for a lock or a place in a pool. Their name or `phase: lock` in their rule identifies them.
-- `sub-requests`: requests that began within the request but count on their own. Each has its own ledger.
+- `transport`: the way between the request's own threads and the threads that run batches.
+- `lock`: calls that wait for a lock or a place in a pool. The calls' names, or `phase: lock` in a rule, identify them.
+- `sub-requests`: requests that began within the request but count on their own.
 - `unknown`: none of the above.
 
 A request's time in a batch is first its own share, and then waiting for other members. A batch's time is divided by
-weight: of `length` ns, the first k members with the weights w get `length * sum(w[:k]) // sum(w)` together. The time of
-a nested batch is no part of the outer batch's time (see `measure_own_lengths`).
+weight: of `length` ns, the first k members with the weights w get `length * sum(w[:k]) // sum(w)` together.
 """
 
 from __future__ import annotations

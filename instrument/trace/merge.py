@@ -1,13 +1,10 @@
 """Merges saved recordings into one recording on a common clock, with unique ids and each span once.
 
 Spans are renumbered in the order of their start times. Sites with the same key become one. Threads, streams and devices
-of different processes stay distinct, except devices with the same UUID. A span may be in several files of a process,
-such as a dump and the file written at the end. The longest version of the span is kept. An input file that is itself a
-merge is split into its processes, to recognise spans that are also in other files.
+of different processes stay distinct, except devices with the same UUID. If several files have the same span, the
+longest version is kept.
 
-`fold_recordings` makes one recording of processes that have ended, with all totals and the newest spans. A service may
-recycle thousands of workers over months, so `fold_recordings` limits the number of threads, call paths, samples and
-notes.
+`fold_recordings` makes one recording of processes that have ended, with all totals and the newest spans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Writes and reads the key `instrument` of a Chrome trace: the tally, and all facts of the trace except its events.
 
-Viewers ignore the key. Each site is stored once, and events refer to sites by index. A trace may have a million
-allocations, so their columns are packed as text.
+Viewers ignore the key. Each site is stored once, and events refer to sites by index.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
 """Gives each request one tree over all threads, tasks and processes, with its facts, for viewers and collectors.
 
-A span with a request's key but outside of the request's tree becomes a child of the hand-off span. All spans below it
-move with it. The hand-off span is the newest span with the key that is open at that time. If none is open, it is the
-span with the key in the request's own tree that ended last. If there is no such span, the request is the parent. A
-batch keeps its tree, because it serves several requests. A batch in the tree of a request that it does not serve
-becomes a root. Apart from their ancestors, rows do not change. A trace without an id gets an id that is made from the
-run and the key. All processes make the same id, so that their spans meet at the collector.
+A span with a request's key but outside of the request's tree becomes a child of the hand-off span. The hand-off span is
+the newest span with the key that is open at that time. Without a hand-off span, the request is the parent. A batch
+keeps its tree, because a batch may serve several requests. All processes make the same trace id, so that their spans
+meet at the collector.
 
 Facts are the values that rules read from calls. They are attributes of the call's span, and its attribute `FACTS` lists
 their names. Facts move to the request that the call serves.
 
-A tree can have rows of several processes. For output, the rows are grouped by process, and get that process's own
-numbers of threads, streams and devices. Span ids, parents, roots and times remain those of the merged trace. An
-interruption becomes an event of each span that it interrupts, not a trace of its own. A blocked event loop interrupts
-the open requests and roots on its thread. A garbage collection interrupts those of its process.
+A tree can have rows of several processes. For output, the rows are grouped by process. An interruption becomes an event
+of each span that it interrupts, not a trace of its own.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Computes self times of spans, and the innermost open span per thread and time.
 
-A self time is the part of a span's time in which no child ran on the same thread and task. If nested coroutines are
-suspended, this counts as waiting time of the innermost coroutine only. While a generator is suspended between two
-items, its consumer runs, so the generator has no self time.
+A self time is the part of a span's time in which no child ran on the same thread and task. The wait of suspended nested
+coroutines counts for the innermost coroutine only.
 
-The innermost span is found per thread, and per task if several tasks alternate on the thread. A suspended generator is
-skipped, because its consumer may have run instead. If intervals overlap, each instant is assigned to one of them (a
-turn), so that no instant counts twice.
+The innermost span is found per thread, and per task if several tasks alternate on the thread. If intervals overlap,
+each instant is assigned to one of them (a turn).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Prepares settled rows for a collector, with ids, callers and links, and makes spans for the stages of requests.
 
-A request comes due when the decision wait has passed since its end. By then the rows of all processes up to its end
-have been read. The request's rows, the rows with its keys and the batches that served it become one columnar trace.
-`join`, `grafted` and `find_stages` process this trace like a trace from a file. Each row is settled once.
+A request comes due when the decision wait has passed since its end. `join`, `grafted` and `find_stages` process the due
+rows like a trace from a file. Each row is settled once.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Finds the stages of requests that batches serve: queue, prefill, decode and stalls.
 
 Prefill and decode are stages of generations. A request is a generation if its route, rule or attributes have `gen_ai`.
-A request is also a generation if it streams its answer, and batches of one name serve it several times. Other requests
-have the stages `first batch` and `later batches`.
+A request with a streamed answer and several batches of one name is also a generation. Other requests have the stages
+`first batch` and `later batches`.
 
-An engine may record several batches per step: for scheduling, execution and output, and in each worker. Batches whose
-names alternate belong to one step. The longest batch with weights represents the step.
+An engine may record several batches per step: for scheduling, execution and output, and in each worker. The longest
+batch with weights represents the step.
 
-A request with one step has only a queue. Otherwise the prefill steps are those that make the first token, and all later
-steps are the decode. Prefill steps are clearly heavier than later ones, because they process the prompt. If all weights
-are equal, prefill steps are the steps before the first step with a different name. If the names are equal, too, prefill
-steps are those that ended before the first part of a streamed answer. If no rule applies, the first step is the
-prefill. A stall is a time between two batches that is at least as long as the request's median step. Its attribute
-names the batches of other requests that took most of this time.
+The prefill steps make the first token, and all later steps are the decode. A stall is a time between two batches that
+is at least as long as the request's median step.
 """
 
 from __future__ import annotations

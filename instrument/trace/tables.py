@@ -1,7 +1,7 @@
 """Provides a trace as tables of an in-memory database, for `query` and data frames.
 
 DuckDB reads the columns without a copy. Names and attributes are values in the tables and never part of an SQL
-statement. A statement can use only these tables: no file, no network, no extension.
+statement. A statement can use only these tables.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Keeps the unsettled rows of one recording as columns.
 
-These rows have been read, and wait for a decision. They belong to requests, or to spans that may serve requests of
-other processes. They are removed when their requests are settled. Rows with keys remain longer, so that late rows find
-their request. Rows that are not needed before the decision are packed to save memory.
+Unsettled rows have been read, and wait for a decision. The rows are removed when their requests are settled. Rows with
+keys remain longer, because late rows may need them.
 """
 
 from __future__ import annotations

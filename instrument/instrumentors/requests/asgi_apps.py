@@ -1,8 +1,7 @@
 """Record the requests and websockets of ASGI apps: each is one span, which begins when the server calls the app.
 
-The span includes all middleware. It ends when the last part of the answer has been sent. Later work of the app, such as
-background tasks, is not part of it. If the status is 500 or above, the span ends when the app ends, because middleware
-sends such an answer first and then raises the exception.
+The span includes all middleware, and ends when the last part of the answer has been sent. Later work of the app, such
+as background tasks, is not part of the span.
 """
 
 from __future__ import annotations

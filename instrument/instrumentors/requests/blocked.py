@@ -1,15 +1,12 @@
 """Record blocks of event loops: callbacks that ran longer than `limits.blocked` while a request was open.
 
 asyncio's loops run each callback and each step of a task by `Handle._run`. This method is replaced by one that reads
-the clock before and after, which costs 0.2 us per callback. The blocking function is searched for only after a slow
-callback. `LoopPlaces` samples the lines where callbacks block.
+the clock before and after. `LoopPlaces` samples the lines where callbacks block.
 
 uvloop runs callbacks in C. So its methods that schedule a callback are replaced by methods that schedule a timed
-callback. This costs 0.7 us per step of a task, and 1.2 us per other callback. Protocol methods such as `data_received`,
-readers and writers are not timed, because uvloop calls them directly.
+callback. Protocol methods such as `data_received` are not timed, because uvloop calls them directly.
 
-Garbage collections of Python longer than the limit are recorded, too, because they stop all threads of the process. The
-interpreter reports the start and end of each collection, which costs 0.8 us.
+Garbage collections of Python longer than the limit are recorded, too, because they stop all threads of the process.
 """
 
 from __future__ import annotations

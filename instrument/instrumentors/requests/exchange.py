@@ -1,12 +1,10 @@
 """Record a request and its answer (an exchange) as one span, from the server's call of the app to the last byte.
 
-The adapter of a server begins and ends the exchange and reports its messages. The router of a framework reports the
-route. Headers and the query are recorded only if the rule names them. Bodies are never recorded, only their length.
+The adapter of a server begins and ends the exchange. The router of a framework reports the route. Headers and the query
+are recorded only if the rule names them. Bodies are never recorded, only their length.
 
-A span is named by method and route, such as `GET /items/{id}`, or by the method alone if there is no route. If HTTP
-does not define the method, the method's attribute is `_OTHER`, and the name has `HTTP` in its place, as in
-OpenTelemetry. A call of gRPC is named `package.Service/Method`. All calls of unknown gRPC methods form one endpoint,
-`grpc`. The number of endpoints is limited.
+A span is named by method and route, such as `GET /items/{id}`, or by the method alone if there is no route. A call of
+gRPC is named `package.Service/Method`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Record the calls that servers of gRPC and grpclib handle. Each is one span.
 
-With gRPC the span lasts from the call of the handler to the last message. Each server that the service creates, sync or
-asyncio, gets a first interceptor, which wraps the method's handler. With grpclib the span lasts from the call's arrival
-to its trailers. Its outcome is `cancelled` if its caller has cancelled it, or if the connection is lost.
+With gRPC the span lasts from the call of the handler to the last message. With grpclib the span lasts from the call's
+arrival to its trailers.
 
 Names and attributes follow OpenTelemetry's conventions for RPC (stable since 1.45). A status that is the server's fault
-makes the span an error. `server.address` is taken from a call's `:authority`. It is missing for asyncio servers of
-gRPC, which do not pass `:authority` on.
+makes the span an error.
 """
 
 from __future__ import annotations

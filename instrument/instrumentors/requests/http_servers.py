@@ -1,13 +1,10 @@
 """Record the requests of servers that call handlers without ASGI or WSGI: http.server, aiohttp, Tornado and Sanic.
 
-A request is one span, from the call of the handler or app to the last byte of the answer. It includes middlewares and
-sub-applications. Each message that the service sends over a websocket is an item of the request. WSGI apps on these
-servers are recorded as WSGI apps. Frameworks of this list that run on an ASGI server are recorded as ASGI apps.
+A request is one span, from the call of the handler or app to the last byte of the answer. Each message that the service
+sends over a websocket is an item of the request. WSGI and ASGI apps are recorded by other modules.
 
-Handlers of http.server have no routes, so requests are named by their methods. If a handler raises, there is no answer
-and no status. gunicorn's worker for aiohttp uses the same handlers as aiohttp, and is recorded, too. The route of a
-request of Tornado is the path pattern of its handler. When Sanic starts, it compiles some methods of its classes again
-from source (`sanic.touchup`), which removes a replacement. So only other methods of Sanic are replaced.
+Requests of http.server are named by their methods, because its handlers have no routes. The route of a request of
+Tornado is the path pattern of the handler.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Record the requests and batches of model servers with worker processes: LitServe, mosec, BentoML and Ray Serve.
 
 LitServe's requests are recorded as those of an ASGI app. In a worker, each call of the service's `decode_request`,
-`predict` and `encode_response` is a batch of the worker's unanswered requests. For a streamed answer, the span of
-`encode_response` lasts until the last part, because parts are computed while they are read. In asynchronous loops it is
-unknown which requests a call serves, so such calls are not recorded.
+`predict` and `encode_response` is a batch of the worker's unanswered requests. Calls in asynchronous loops are not
+recorded.
 
-mosec's front end, which is not Python, sends batches to workers over a socket. Each batch is a span from its arrival at
-a worker to its answers. The batch's keys are the numbers that the front end gives to requests. A request is a span from
-its arrival at the first stage to the answer of the last stage. Its path, its caller and its wait for the first stage
-are unknown.
+mosec's front end sends batches to workers. Each batch is a span from its arrival at a worker to its answers. A request
+is a span from its arrival at the first stage to the answer of the last stage.
 
-A request of Ray Serve is a span from a replica's call of the deployment to the last answer. A request that the replica
-rejects is not recorded. HTTP requests are named by method and route. Calls through a handle are named by deployment and
-method. The servers of Ray itself (proxies, agent, dashboard) record nothing.
+A request of Ray Serve is a span from a replica's call of the deployment to the last answer. HTTP requests are named by
+method and route. Calls through a handle are named by deployment and method.
 """
 
 from __future__ import annotations

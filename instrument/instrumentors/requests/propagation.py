@@ -2,9 +2,8 @@
 
 The caller's span is read from the headers of W3C Trace Context, or by the propagators that `OTEL_PROPAGATORS` names.
 
-OpenTelemetry calls `trace.get_current_span()` to continue a trace. If a request is open in `instrument` and
-OpenTelemetry has no open span, that function returns the current span of `instrument`. Clients that OpenTelemetry
-instruments then pass on that span, and spans of OpenTelemetry become its children. This costs nothing per request.
+If a request is open in `instrument` and OpenTelemetry has no open span, OpenTelemetry's `trace.get_current_span()`
+returns the current span of `instrument`. So clients that OpenTelemetry instruments pass on that span.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Record the jobs of Celery, RQ, Dramatiq, arq, TaskIQ and FastStream, and the events of Gradio, as requests.
 
-A request is named by the job's task. It continues its caller's trace if the message has a `traceparent`: in Celery's
-headers, in the `meta` of an RQ job, or in the options of a Dramatiq message. The time in the queue is recorded if the
-message has the time at which it was queued.
+A request is named by the job's task. A request continues the caller's trace if the message has a `traceparent`. The
+time in the queue is recorded if the message has the time at which it was queued.
 """
 
 from __future__ import annotations

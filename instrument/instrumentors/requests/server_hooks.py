@@ -1,8 +1,7 @@
 """Record the requests of servers by endpoint, without a function rule. `Requests` instruments the imported servers.
 
-A server is instrumented where it calls the app. Servers of ASGI and WSGI call a recording proxy of their app. Once the
-rule is removed, the proxy only calls the app. Other servers have adapters, which are loaded with the server (`KINDS`).
-When a server's module has run, an `Attach` function is called, before other modules import names from the module.
+Servers of ASGI and WSGI call a recording proxy of their app. Once the rule is removed, the proxy only calls the app.
+Other servers have adapters, which are loaded with the server (`KINDS`).
 """
 
 from __future__ import annotations

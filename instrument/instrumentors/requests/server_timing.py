@@ -1,12 +1,11 @@
 """Send the parts of a request's time to its client, in the header `Server-Timing` (W3C) of the answer.
 
-When the headers are sent, the parts so far (queue, batches, stall ...) are computed from the spans of this process.
-They add up to `total`. `prefill` and `decode` are the stages of a generation, found from batches of this process. A
-request that generates nothing has `first-batch` and `later-batches` instead. Values such as
-`gen_ai.latency.time_in_queue` come from the engine itself. `traceparent` names the request's span.
+When the headers are sent, the parts so far (queue, batches, stall ...) are computed from the spans of this process. The
+parts add up to `total`. `prefill` and `decode` are the stages of a generation. A request that generates nothing has
+`first-batch` and `later-batches` instead.
 
 The headers of a stream are sent before most of its work. So the timings are sent again at the end of the stream: in a
-trailer, or in a comment of server-sent events. Clients ignore such comments. No other body is changed.
+trailer, or in a comment of server-sent events, which clients ignore.
 """
 
 from __future__ import annotations

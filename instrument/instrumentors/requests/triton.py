@@ -1,9 +1,8 @@
 """Record the requests of models in Triton's Python backend: each is one span, which begins with `execute`.
 
 A request ends when `execute` returns. If the model answers by a response sender (a decoupled model), the request ends
-with the response that is marked as final. If one call has several requests, each has a span, and a span of kind `step`
-records their common work. Only the documented interface is used. The state of requests is stored here, because the
-backend's objects are made in C++ and take no attributes.
+with the response that is marked as final. If one call has several requests, a span of kind `step` records their common
+work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Record the connections to servers of the package `websockets`: each is a request that lasts as long as its handler.
 
-The servers for asyncio, threads and Trio are recorded, and so are the legacy servers. The items of a request are the
-messages that the service sends. A connection that the server refuses is a request without items.
+All servers of the package are recorded. The items of a request are the messages that the service sends.
 """
 
 from __future__ import annotations

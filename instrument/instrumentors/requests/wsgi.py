@@ -1,7 +1,7 @@
 """Record the requests of WSGI apps: each is one span, from the server's call of the app to the end of the body.
 
-If the body is a list or a tuple, the span ends when the app returns. The same holds for a file in `wsgi.file_wrapper`,
-because the server may send it without Python. Any other body is wrapped, and closing it ends the span.
+If the body is a list, a tuple or a file in `wsgi.file_wrapper`, the span ends when the app returns. Any other body is
+wrapped, and closing the body ends the span.
 """
 
 from __future__ import annotations

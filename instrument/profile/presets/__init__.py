@@ -1,7 +1,7 @@
 """The presets, which are named profiles in files of this folder, and the merging of a profile with its preset.
 
-A profile names a preset with the key `preset`, and changes its settings. Mappings are merged key by key. Any other
-value of the profile, such as a list, replaces the preset's whole value. A value of null counts as omitted.
+A profile names a preset with the key `preset`. Mappings are merged key by key. Any other value of the profile, such as
+a list, replaces the preset's whole value.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The start of a session in each Python process of `instrument run`, which puts this folder on PYTHONPATH.
 
-Most processes of a service, such as tools and launchers, record nothing. So a process at first loads only this module
-and an import hook. Its session begins just before the process imports a package that the profile may instrument, or
-when the process first uses a name of `instrument`. Until then the process does not join the agent. The first process of
-the run begins its session at once, because it reports the rules that have no target.
+A process at first loads only this module and an import hook. The session begins just before an import of a package that
+the profile may instrument, or at the first use of a name of `instrument`. The first process of the run begins its
+session at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The module that Python runs before the service's first line, in each interpreter below `instrument run`.
 
-The module begins a session, or installs an import hook that begins one later. Then it takes its folder off `sys.path`,
-and runs the `sitecustomize` that Python would have run without it. An error here never stops the service from starting.
-Any Python may read this file, so it has no syntax newer than 2.7.
+The module begins a session, or installs an import hook that begins one later. Then the module takes its folder off
+`sys.path`, and runs the `sitecustomize` that Python would have run otherwise. Any Python may read this file, so it has
+no syntax newer than 2.7.
 """
 
 import os
