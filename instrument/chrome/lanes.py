@@ -2,21 +2,17 @@
 
 * Each process of a merged trace is a process of the viewer, with a unique number.
 * A span that no task ran is a complete event (`X`) on the lane of its thread.
-* Requests and the spans of tasks are async slices (`b`, `e`). Each task of a tree has a lane, because tasks interleave
-  on their thread and do not nest by time. The lane of a request has the category `request`, other lanes have `task`.
-  Perfetto nests async slices only within one category, so the kind of a slice is in `args.kind` instead.
-* The lane of a request also has an id that is global to all processes. Perfetto shows tracks with a global id before
-  the processes. Within a process, Perfetto shows threads first, the main one on top, in spite of the file's order.
+* Requests and the spans of tasks are async slices (`b`, `e`). Each task of a tree has a lane. The lane of a request has
+  the category `request`, other lanes have `task`. The kind of a slice is in `args.kind`.
+* The lane of a request also has a global id, so that Perfetto shows it before the processes.
 * On the lane of each request that a batch serves, a mark (`n`) shows the batch's start.
 * A device interval is a complete event of the process `GPU n`, on the lane of its stream. Sort indexes put devices
-  after processes, and threads with steps and batches before other threads. chrome://tracing uses all sort indexes.
-  Perfetto after version 52 uses only those of processes. Perfetto 52 ignores them and sorts by the number of slices.
-* A sample of a gauge is a counter (`C`) of its process, one track for each gauge. A sample whose value is not a number
-  is in the metadata only, because counters need numbers.
+  after processes, and threads with steps and batches before other threads. Not every viewer uses sort indexes.
+* A sample of a gauge is a counter (`C`) of its process, one track for each gauge.
 * An arrow that would point into the past, or that the format cannot express, is left out and counted in
   `instrument.arrows_left_out`.
-* Slices of a lane must nest, or viewers drop them silently. A slice that crosses another, or is deeper than viewers
-  show, goes to a further lane such as `MainThread (2)`. `args.lane` has the lane's number. No slice is shortened.
+* Slices of a lane must nest, or viewers drop them. A slice that crosses another, or is deeper than viewers show, goes
+  to a further lane such as `MainThread (2)`. `args.lane` has the lane's number.
 """
 
 from __future__ import annotations
