@@ -3,8 +3,8 @@
 Differences: `on_trace_ready` runs before the next window begins. Without this function, no file is written. Ranges of
 `RecordEvent` may overlap. `make_scheduler` is `instrument.schedule`, and `ProfilerState` is
 `instrument.sessions.window.State`. `summary` prints the text and returns it. If torch is imported and no session with a
-profile runs, torch.profiler records the operators and kernels. The log and the session's notes name options that have
-no effect.
+profile runs, torch.profiler records the operators and kernels. Options that have no effect are listed in the log and in
+the session's notes.
 """
 
 from __future__ import annotations

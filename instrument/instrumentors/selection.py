@@ -1,7 +1,7 @@
 """Attach the probes of a profile in this process, now and at later imports, and change them at a reload.
 
-The rules of one key of the profile are a family. A module's functions are replaced right after the module has run. The
-code for a family is loaded only when the service imports a package that the family can instrument.
+A family is the set of rules under one top-level key of the profile. A module's functions are replaced right after the
+module has run. The code for a family is loaded only when the service imports a package that the family can instrument.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A layer works on the devices of its parameters. For any other call, a torch mode
 object, the arguments, and the names in the function's code. Without a model, the devices of tensor arguments are used.
 Without tensor arguments, the current device is used.
 
-Calls are examined only while device time is recorded and torch uses one of several devices.
+Calls are examined only while device time is recorded, and if torch uses CUDA and has several devices.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class CallWork:
             return None
 
     def _has_several_devices(self) -> bool:
-        """Return True if torch uses CUDA and has several devices. With a single one no call is examined."""
+        """Return True if torch uses CUDA and has several devices. With a single device, no call is examined."""
         torch = sys.modules.get("torch")
         if torch is not self._torch:
             parts = (getattr(torch, name, None) for name in ("Tensor", "nn", "cuda"))

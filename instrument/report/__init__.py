@@ -1,7 +1,8 @@
 """Reports: views that compute numbers from a recording and print them as text.
 
-A view needs only the recording, so a report can be made on any machine. `view` defines the options and the recording of
-a view, `summary` prints several views, and `page` writes them to one HTML file.
+A view needs only the recording, so a report can be made on any machine. The module `view` defines the options that a
+view takes and the recording that it reads. `section` defines the tables of a view, and `html_page` writes views to one
+HTML file.
 
 The numbers have these meanings:
 
