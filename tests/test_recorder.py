@@ -1630,7 +1630,7 @@ def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_reco
         thread.join()
     assert recorder.ended_rows
     expected = of_all_threads(recorder.tally())
-    for merged in (recorder.tally().merged(), recorder.tally().merged()):
+    for merged in (recorder.tally().merge_threads(), recorder.tally().merge_threads()):
         assert of_all_threads(merged) == expected
         assert merged.threads == {0: "(all threads)"}
         firsts = merged.lines["first_ns"].tolist()

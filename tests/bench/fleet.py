@@ -94,7 +94,7 @@ def write(hosts: range, seconds: float, url: str) -> tuple[int, float, int]:
 
 def written(saved: Saved, folder: Folder, name: str) -> None:
     writer = DatasetWriter(folder, name)
-    for table, rows in DatasetRows(merge([saved])).tables():
+    for table, rows in DatasetRows(merge([saved])).make_tables():
         writer.write(table, rows)
     writer.close()
 
@@ -121,7 +121,7 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
                 attributes.get("gen_ai.usage.input_tokens", 0),
                 {column: parts.get(name, 0) for name, column in PARTS.items()},
             ))  # fmt: skip
-        is_blocked = trace.of_sites([site.name == "loop blocked" for site in trace.sites])
+        is_blocked = trace.are_of_sites([site.name == "loop blocked" for site in trace.sites])
         blocked[0] += int(is_blocked.sum())
         blocked[1] += int(trace.total_ns[is_blocked].sum())
     requests *= copies

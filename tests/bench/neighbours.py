@@ -204,7 +204,7 @@ def demonstrated(seed: int, is_loud: bool, is_paced: bool) -> Run:
     for _ in range(TRIES if is_paced else 1):
         recording = served(requests, is_paced=is_paced).recording
         trace = recording.columns
-        decodes = trace.of_sites([site.qualname == "Engine.decode" for site in trace.sites])
+        decodes = trace.are_of_sites([site.qualname == "Engine.decode" for site in trace.sites])
         decode_ns = float(trace.total_ns[decodes].mean())
         if decode_ns <= MOST_DECODE_NS:
             break
