@@ -1,4 +1,4 @@
-/* The native recorder: the hot path of recorder.py in C. Both behave the same and pass the same tests.
+/* The recorder: the hot path in C.
  *
  * A call costs two clock reads, a few pointer moves and one fixed-size row. Nothing is allocated: the frame of a
  * function's span comes from a list of used ones; spans that may outlive a call (scopes, coroutines, generators) are
@@ -29,6 +29,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <math.h>
 #include <pthread.h>
@@ -83,6 +84,7 @@ static int execute(PyObject *made)
         PyErr_SetString(PyExc_ImportError, "instrument.native._recorder works in the main interpreter only");
         return -1;
     }
+    find_clock();
     read_both(&loaded_ticks, &loaded_ns);
     find_own_variables();
     if (ready_stand_ins() < 0)
