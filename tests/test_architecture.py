@@ -349,7 +349,7 @@ LINES_AND_FILES = {
     "docs": (0, 0),
     "fleet": (141, 1),
     "instrumentors": (12_566, 40),
-    "native": (9_127, 26),
+    "native": (9_145, 26),
     "otlp": (5_268, 16),
     "profile": (2_639, 8),
     "proposal": (1_402, 4),
