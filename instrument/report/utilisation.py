@@ -21,7 +21,7 @@ from instrument.report.section import NO_EVENTS
 from instrument.report.table import Ratio, share
 from instrument.report.view import Recording
 from instrument.trace.columns import Columns, DeviceIntervals, Int32s, Int64s
-from instrument.trace.indices import NONE, Groups, find_distinct, index_rows
+from instrument.trace.indices import NONE, Groups, find_distinct, index_rows, number_combinations
 from instrument.trace.intervals import (
     Union,
     clip_intervals,
@@ -281,7 +281,9 @@ def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     rows = np.flatnonzero(is_untimed)
     label = np.concatenate([intervals.label, np.array([NONE], dtype=np.int32)])[first_of[rows]]
     counts: Counter[tuple[str, str, str]] = Counter()
-    for (place, number), spans in Counter(zip(trace.site[rows].tolist(), label.tolist(), strict=True)).items():
+    groups, firsts = number_combinations(trace.site[rows], label)
+    pairs = zip(trace.site[rows][firsts].tolist(), label[firsts].tolist(), np.bincount(groups).tolist(), strict=True)
+    for place, number, spans in pairs:
         site = trace.sites[place]
         counts[NO_EVENTS if number == NONE else intervals.labels[number], site.name, site.kind] += spans
     by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
@@ -305,11 +307,15 @@ def _device_use(
     hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], busy.length_ns()
     in_flight_ns = in_flight.length_ns()
     starved_ns = in_flight_ns - shared_ns(busy, in_flight)
-    streams = {stream: work.select(work.stream == stream) for stream in find_distinct(work.stream).tolist()}
-    unions = {stream: intervals.union() for stream, intervals in streams.items()}
+    lengths: list[Int64s] = []
+    unions: dict[int, Union] = {}
+    for stream in find_distinct(work.stream).tolist():
+        starts, ends = (times[work.stream == stream] for times in (work.start_ns, work.end_ns))
+        unions[stream] = union(starts, ends)
+        lengths.append(ends - starts)
     overlap_ns, most_streams = measure_overlap(list(unions.values()))
     is_launching = np.array([label == "launch-bound" for label in work.labels], dtype=np.bool_)[work.label]
-    surely_busy = work.select(~is_launching).union()
+    surely_busy = work.select(~is_launching).union() if is_launching.any() else busy
     uncertain_ns = work.uncertainty_ns
     return DeviceUse(
         device=device,
@@ -326,9 +332,9 @@ def _device_use(
         uncertainty_ns=(int(uncertain_ns.min()), int(uncertain_ns.max())) if len(uncertain_ns) else None,
         outside=0,
         streams=tuple(
-            StreamUse(stream, len(rows), sum(rows.total_ns.tolist()), stream_ns, share(stream_ns, window_ns))
-            for stream, rows in streams.items()
-            for stream_ns in [unions[stream].length_ns()]
+            StreamUse(stream, len(of_calls), sum(of_calls.tolist()), stream_ns, share(stream_ns, window_ns))
+            for (stream, busy_in_stream), of_calls in zip(unions.items(), lengths, strict=True)
+            for stream_ns in [busy_in_stream.length_ns()]
         ),
         labels=(),
         names=_name_uses(trace, work, busy_ns),

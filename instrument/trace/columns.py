@@ -175,6 +175,8 @@ class DeviceIntervals:
 
     def select(self, is_wanted: NDArray[Any]) -> DeviceIntervals:
         """Return the intervals for which `is_wanted` is True, or the intervals with these indices."""
+        if is_wanted.dtype == np.bool_ and is_wanted.all():
+            return self
         columns = {item.name: getattr(self, item.name)[is_wanted] for item in fields(self) if item.name != "labels"}
         return DeviceIntervals(**columns, labels=self.labels)
 

@@ -37,7 +37,10 @@ class Groups:
 
     def sum_by_group(self, numbers: NDArray[Any]) -> NDArray[Any]:
         """Return the sum of each group, 0 for an empty one. Sums that may exceed 64 bits are Python ints."""
-        if np.abs(numbers, dtype=np.float64).sum() < 1 << 62:
+        if not numbers.any():
+            return np.zeros(self._count, dtype=np.int64)
+        largest = max(int(numbers.max()), -int(numbers.min()))
+        if largest * len(numbers) < 1 << 62 or np.abs(numbers, dtype=np.float64).sum() < 1 << 62:
             return self._reduce_groups(np.add, numbers, 0)
         totals = np.zeros(self._count, dtype=object)
         if len(self._firsts):

@@ -65,7 +65,7 @@ class Unions(NamedTuple):
 
     def last_begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
         """Return the index of the group's last interval that begins at or before each time, `NONE` without one."""
-        starts, times_on_axis = _shift_to_one_axis((self.groups, self.starts), (groups, times))
+        starts, times_on_axis = shift_to_one_axis((self.groups, self.starts), (groups, times))
         places = np.searchsorted(starts, times_on_axis, side="right") - 1
         places[np.append(self.groups, NONE)[places] != groups] = NONE
         return np.asarray(places)
@@ -83,7 +83,7 @@ class Unions(NamedTuple):
         """Return the length of the group's intervals before each time, plus the length of all intervals of lower
         groups."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
-        starts, times_on_axis = _shift_to_one_axis((self.groups, self.starts), (groups, times))
+        starts, times_on_axis = shift_to_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, times_on_axis, side="right")
         is_own = np.concatenate([[NONE], self.groups])[index] == groups
         last_ends = np.concatenate([[-FARTHEST], self.ends])[index]
@@ -93,7 +93,7 @@ class Unions(NamedTuple):
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
         """Return, for each given interval, the range of indices of the group's intervals that overlap it."""
-        own_starts, own_ends, starts, ends = _shift_to_one_axis(
+        own_starts, own_ends, starts, ends = shift_to_one_axis(
             (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
         )
         firsts = np.searchsorted(own_ends, starts, side="right")
@@ -118,7 +118,7 @@ def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any
     groups, starts, ends = (np.asarray(column, dtype=np.int64) for column in (groups, starts, ends))
     if not len(starts):
         return Unions(groups, starts, ends)
-    shifted_starts, shifted_ends = _shift_to_one_axis((groups, starts), (groups, ends))
+    shifted_starts, shifted_ends = shift_to_one_axis((groups, starts), (groups, ends))
     order = np.argsort(shifted_starts, kind="stable")
     shifted_starts, reached = shifted_starts[order], np.maximum.accumulate(shifted_ends[order])
     firsts = np.flatnonzero(np.concatenate([[True], shifted_starts[1:] > reached[:-1]]))
@@ -126,7 +126,7 @@ def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any
     return Unions(groups, starts, np.maximum.reduceat(ends[order], firsts))
 
 
-def _shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
+def shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
     """Shift the times of each group, so that groups follow one another on one axis without contact. If the axis would
     exceed 64 bits, for example with a million groups that each last hours, times are replaced by their ranks."""
     groups, times = ([np.asarray(column, dtype=np.int64) for column in side] for side in zip(*columns, strict=True))
@@ -145,7 +145,7 @@ def select_successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[
     """Return the indices of successive intervals per group: each is the first to begin after the end of the previous
     one. Of several that begin at once, the longest is taken. Indices are ordered by group, then by start time."""
     order = np.lexsort((-ends, starts, groups))
-    starts, ends = _shift_to_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
+    starts, ends = shift_to_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
     count = len(order)
     # The first interval to begin after each one's end. The path from the first interval passes through all groups.
     after = np.append(np.maximum(np.searchsorted(starts, ends), np.arange(1, count + 1)), count)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, Int32s, Int64s
 from instrument.trace.indices import NONE, find_distinct, mask_of, nearest, number_combinations, rows_by_level
-from instrument.trace.intervals import lengths_by_group
+from instrument.trace.intervals import lengths_by_group, shift_to_one_axis
 from instrument.trace.layout import order_by_start
 
 
@@ -84,13 +84,13 @@ def _find_edges(groups: Int64s, starts: Int64s, ends: Int64s) -> tuple[Int64s, I
 
     The second result has the index of each interval's begin among these times, then of each end.
     """
-    times, of_edges = np.concatenate([starts, ends]), np.concatenate([groups, groups])
-    order = np.lexsort((times, of_edges))
-    times, of_edges = times[order], of_edges[order]
-    is_new = np.concatenate([[True], (times[1:] != times[:-1]) | (of_edges[1:] != of_edges[:-1])])
+    shifted = np.concatenate(shift_to_one_axis((groups, starts), (groups, ends)))
+    order = np.argsort(shifted, kind="stable")
+    shifted = shifted[order]
+    is_new = np.concatenate([[True], shifted[1:] != shifted[:-1]])
     place_of = np.empty(len(order), dtype=np.int64)
     place_of[order] = np.cumsum(is_new) - 1
-    return times[is_new], place_of
+    return np.concatenate([starts, ends])[order[is_new]], place_of
 
 
 def find_highest(firsts: Int64s, ends: Int64s, ranks: Int64s, count: int) -> NDArray[np.int64]:
