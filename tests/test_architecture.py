@@ -355,10 +355,10 @@ LINES_AND_FILES = {
     "proposal": (1_402, 4),
     "recorder": (2_590, 10),
     "recording": (4_191, 15),
-    "report": (14_526, 37),
+    "report": (14_532, 37),
     "runtime": (2_841, 13),
     "sessions": (6_585, 19),
-    "trace": (10_599, 29),
+    "trace": (10_604, 29),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
