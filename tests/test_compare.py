@@ -70,13 +70,9 @@ def test_too_few_calls_that_are_alike_have_no_effect() -> None:
 def test_three_runs_on_each_side_are_the_units() -> None:
     def side(first_seed: int, factors: list[float], calls: int = 1_000) -> CallSample:
         runs = [
-            replace(sample(first_seed + n, calls, factor), run=np.full(calls, n)) for n, factor in enumerate(factors)
+            sample(first_seed + n, calls, factor)._replace(run=np.full(calls, n)) for n, factor in enumerate(factors)
         ]
-        return CallSample(
-            np.concatenate([run.values_ns for run in runs]),
-            np.concatenate([run.covariates for run in runs], axis=1),
-            np.concatenate([run.run for run in runs]),
-        )
+        return CallSample(*(np.concatenate(columns, axis=-1) for columns in zip(*runs, strict=True)))
 
     assert measure_effect(sample(1, 60), sample(2, 60)) is None
     assert (

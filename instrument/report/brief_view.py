@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from instrument.recording.spans import NO_DEVICE_TIME, Cost
@@ -15,7 +16,7 @@ from instrument.report.benchmark_view import Loops, benchmark
 from instrument.report.device_view import DeviceView, device
 from instrument.report.headlines import Headline, find_headlines
 from instrument.report.phases_view import PhasesView, phases
-from instrument.report.requests_view import RequestTimes, requests
+from instrument.report.requests_view import RequestTimes, list_parts, requests
 from instrument.report.section import BLANK, Section, View
 from instrument.report.self_times_view import NO_CALL, FunctionTimes, ops
 from instrument.report.table import (
@@ -96,7 +97,9 @@ class Brief(View):
         )
         places = list[Any]() if self.places is None else [*self.places.rows]
         if self.places is not None and (omitted := self.places.remaining) is not None:
-            places.append(RemainingPlaces(omitted.rows, omitted.time_ns, omitted.ratio, omitted.calls))
+            numbers = {"time_ns": omitted.time_ns, "ratio": omitted.ratio, "calls": omitted.calls, "p50_ns": None}
+            blanks = dict.fromkeys(("max_ns", "p99_ns", "where"), BLANK)
+            places.append(SimpleNamespace(path="", remaining=omitted.rows, **numbers, **blanks))
         return [*served, Section("", places, columns)]
 
     def lines(self) -> list[str]:
@@ -118,7 +121,7 @@ class Brief(View):
         lines += [*_device_lines(self.device, why), *_process_line(self.device)]
         lines += [*_cost_lines(self)]
         lines += [
-            *_loss_lines(self.losses),
+            *_limit_lines("Not kept", _loss_lines(self.losses), LOSSES),
             *_note_lines(other_notes, NOTE_LINES_BELOW_HEADLINES if self.headlines else NOTE_LINES),
         ]
         views = "requests,events,cost" if self.requests.counted else "ops,events,cost"
@@ -209,20 +212,6 @@ class WorkRow(NamedTuple):
     depth: int = 0
 
 
-class RemainingPlaces(NamedTuple):
-    """The row of the table of self times that sums up the omitted rows."""
-
-    remaining: int
-    time_ns: int
-    ratio: float | None
-    calls: int
-    path: str = ""
-    p50_ns: None = None
-    p99_ns: Any = BLANK
-    max_ns: Any = BLANK
-    where: Any = BLANK
-
-
 def _request_rows(times: RequestTimes) -> list[WorkRow]:
     """Return the rows of the endpoints, and of the parts of the busiest ones as far as they fit."""
     room = 2 * PARTS + 3 - len(times.endpoints) - len(times.groups)
@@ -237,12 +226,12 @@ def _request_rows(times: RequestTimes) -> list[WorkRow]:
         if room < 0:
             room = 0
             continue
+        *phases, unknown = list_parts(endpoint)
+        parts = [(row_name(phase), phase.requests, phase) for phase in phases]
         rows += [
-            WorkRow(row_name(phase), phase.requests, mean_ns=phase.mean_ns, ratio=phase.ratio, depth=1)
-            for phase in endpoint.phases
+            WorkRow(name, count, mean_ns=part.mean_ns, ratio=part.ratio, depth=1)
+            for name, count, part in (*parts, ("unknown (no phase ran)", BLANK, unknown))
         ]
-        unknown = {"mean_ns": endpoint.unknown_mean_ns, "ratio": endpoint.unknown_ratio}
-        rows.append(WorkRow("unknown (no phase ran)", depth=1, **unknown))
     return rows
 
 
@@ -331,24 +320,25 @@ def _cost_lines(view: Brief) -> list[str]:
 
 
 def _loss_lines(losses: Mapping[str, int]) -> list[str]:
-    if not losses:
-        return ["Not kept: nothing was lost."]
     most_first = sorted(losses.items(), key=lambda loss: -loss[1])
     lines = [shorten(f"Not kept: {count} ({safe(reason)})", LINE) for reason, count in most_first]
-    if len(lines) <= LOSSES:
-        return lines
-    return [*lines[: LOSSES - 1], f"Not kept: ... ({len(lines) - LOSSES + 1} more: --view cost)"]
+    return lines or ["Not kept: nothing was lost."]
 
 
-def _note_lines(notes: Sequence[str], most_lines: int) -> list[str]:
+def _note_lines(notes: Sequence[str], most_lines: int) -> Sequence[str]:
     """Return the complete notes if they fit `most_lines`, else the first line of each."""
     blocks = [wrap_text(f"Not observed: {safe(note)}") for note in notes]
     if sum(map(len, blocks)) <= most_lines:
         return [line for block in blocks for line in block]
     lines = [block[0] if len(block) == 1 else _cut_line(block[0]) for block in blocks]
-    if len(lines) <= most_lines:
+    return _limit_lines("Not observed", lines, most_lines)
+
+
+def _limit_lines(heading: str, lines: Sequence[str], most: int) -> Sequence[str]:
+    """Return up to `most` lines. The last one counts the omitted lines."""
+    if len(lines) <= most:
         return lines
-    return [*lines[: most_lines - 1], f"Not observed: ... ({len(lines) - most_lines + 1} more: --view cost)"]
+    return [*lines[: most - 1], f"{heading}: ... ({len(lines) - most + 1} more: --view cost)"]
 
 
 def _limit_to_two(text: str) -> list[str]:

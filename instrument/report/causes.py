@@ -9,20 +9,21 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instrument.recording.spans import BLOCKED_BY, EXECUTOR_QUEUE, HOST, Sample, Site, is_blocked_loop, is_collection
-from instrument.report.request_groups import joined_requests, size_names, size_numbers
+from instrument.report.request_groups import joined_requests, request_turns, size_names, size_numbers
 from instrument.report.table import name_of_site
 from instrument.report.view import Recording
 from instrument.trace.blame import Floats, StepCosts, compute_step_costs, name_request, select_loads
-from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import NONE, find_group_starts, nearest
-from instrument.trace.intervals import union_by_group
+from instrument.trace.columns import Int64s
+from instrument.trace.indices import NONE, Members, mask_of, nearest
+from instrument.trace.intervals import union, union_by_group
 from instrument.trace.joined import THOUSANDTHS
-from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, phase_of, turns_of, waits_for_lock
+from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, phase_of, waits_for_lock
 from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, PREEMPTIONS
 from instrument.trace.trace import Trace
 
@@ -63,6 +64,11 @@ SPREAD = "all call paths alike"
 Key = tuple[str, str]
 """A cause (or `LOAD`, `UNKNOWN_REST`), and the call path or part of the request in which it took time."""
 
+STEP_CAUSES = (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY, LOCK)
+"""The causes that engine steps prove."""
+
+MOST_PROOFS = 3
+
 INPUT = re.compile("input|request|prompt")
 """A pattern for names of attributes that give the size of a request's input."""
 
@@ -84,33 +90,30 @@ class CauseTimes:
     """The time that each cause took in requests of a recording. `places` are the indices of the requests."""
 
     def __init__(self, recording: Recording, places: Int64s) -> None:
-        self.trace, self.joined = recording.columns, recording.once(joined_requests)
+        self.trace, self.joined = trace, joined = recording.columns, recording.once(joined_requests)
         self.facts = recording.trace
         self.costs = recording.once(_recorded_step_costs)
-        trace, joined = self.trace, self.joined
-        self._turns, self.names = self._turns_of(places)
+        turns = recording.once(request_turns)
+        self.names = (*turns.names, UNKNOWN_REST)
+        self._turns = {place: self._fill_gaps(turns, place) for place in places.tolist()}
         self._process_of = {
             thread: number for number, process in enumerate(self.facts.processes) for thread in process.threads
         }
-        rows = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
-        self.collections = rows
+        rows = self.collections = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
         self._collected = union_by_group(self._processes_of_rows(rows), trace.start_ns[rows], trace.end_ns[rows])
-        self.blocks = self._find_blocks()
-        self._blocked = union_by_group(
-            trace.thread_id[self.blocks], trace.start_ns[self.blocks], trace.end_ns[self.blocks]
-        )
-        self._is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])
+        rows = self.blocks = self._find_blocks()
+        self._blocked = union_by_group(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
         self._names_of_sites = [name_of_site(site) for site in trace.sites]
-        self._path_names = [self._names_of_sites[site] if site != NONE else "" for site in self.costs.sites.tolist()]
         self._is_lock = trace.are_of_sites(list(map(waits_for_lock, trace.sites)))
         self.locks = np.flatnonzero(self._is_lock & ~np.append(self._is_lock, [False])[trace.parent])
-        self._cause_of_path = [
-            SLOW if site == NONE else self._cause_of_work(trace.sites[site], SLOW) for site in self.costs.sites.tolist()
+        self._paths = [
+            (SLOW, "") if site == NONE else (self._cause_of_work(trace.sites[site], SLOW), self._names_of_sites[site])
+            for site in self.costs.sites.tolist()
         ]
         self._reach = np.maximum.accumulate(self.costs.end_ns) if len(self.costs.rows) else self.costs.end_ns
         self._rows_of_requests = np.bincount(joined.of[joined.of != NONE], minlength=len(joined.rows))
         self._separate_causes()
-        self._own_rows = self._rows_of_own_work(places)
+        self._own_rows = Members(self._requests_of_own_work(), len(joined.rows))
         self.first_rows = frozenset(self._rows_of_first_calls().tolist())
 
     def _number_processes(self, threads: Int64s) -> Int64s:
@@ -122,38 +125,28 @@ class CauseTimes:
     def _processes_of_rows(self, rows: Int64s) -> Int64s:
         return self._number_processes(self.trace.thread_id[rows])
 
-    def _turns_of(self, places: Int64s) -> tuple[Mapping[int, Turns], tuple[str, ...]]:
-        """Return the turns of each request. Gaps between turns are filled with turns of unknown time."""
-        trace, joined = self.trace, self.joined
-        is_chosen = self._mask_requests(places)
-        served = replace(joined.served, request=np.where(is_chosen[joined.served.request], joined.served.request, NONE))
-        some = turns_of(trace, replace(joined, of=np.where(is_chosen[joined.of], joined.of, NONE), served=served))
-        names, none = (*some.names, UNKNOWN_REST), np.full(len(places), NONE)
-        begins, ends = trace.start_ns[joined.rows], trace.end_ns[joined.rows]
-        # The rows are request, part, row, pair, begin and end. An empty turn ends each request.
-        of_turns = np.array([*some[1:6], some.start_ns + some.length_ns])
-        columns = np.concatenate([of_turns, [places, none, none, none, ends[places], ends[places]]], axis=1)
-        columns = columns[:, np.lexsort((columns[4], columns[0]))]
-        before_ns = np.append([0], columns[5])[:-1]
-        firsts = find_group_starts(columns[0])
-        before_ns[firsts] = begins[columns[0][firsts]]
-        is_after_gap = columns[4] > before_ns
-        gaps = columns[:, is_after_gap]
-        gaps[1], gaps[2:4] = len(names) - 1, NONE
-        gaps[4:] = np.array([before_ns[is_after_gap], gaps[4]])
-        columns = np.concatenate([columns[:, columns[1] != NONE], gaps], axis=1)
-        columns = columns[:, np.lexsort((columns[4], columns[0]))]
-        columns[5] -= columns[4]
-        edges = np.searchsorted(columns[0], [places, places + 1])
-        return {
-            place: Turns(names, *columns[:, first:last])
-            for place, first, last in zip(places.tolist(), *edges.tolist(), strict=True)
-        }, names
-
-    def _mask_requests(self, places: Int64s) -> Bools:
-        """Return a mask that is True for the given requests. It ends with an extra False, which the index `NONE`
-        selects."""
-        return np.append(np.isin(np.arange(len(self.joined.rows)), places), False)
+    def _fill_gaps(self, turns: Turns, place: int) -> Turns:
+        """Return the turns of a request. Gaps between turns are filled with turns of unknown time."""
+        root = self.joined.rows[place]
+        first, last = np.searchsorted(turns.request, [place, place + 1])
+        _, _, part, row, pair, starts, lengths = turns
+        since = np.append(self.trace.start_ns[root], (starts + lengths)[first:last])
+        until = np.append(starts[first:last], self.trace.end_ns[root])
+        since, until = since[since < until], until[since < until]
+        none = np.full(len(since), NONE)
+        columns = [
+            np.append(column[first:last], more)
+            for column, more in (
+                (turns.request, np.full(len(since), place)),
+                (part, np.full(len(since), len(self.names) - 1)),
+                (row, none),
+                (pair, none),
+                (starts, since),
+                (lengths, until - since),
+            )
+        ]
+        order = np.argsort(columns[4], kind="stable")
+        return Turns(self.names, *(column[order] for column in columns))
 
     def _find_blocks(self) -> Int64s:
         """Return the rows of blocked event loops, except loops that an engine step blocked."""
@@ -188,14 +181,10 @@ class CauseTimes:
         trace, costs = self.trace, self.costs
         device = trace.device
         step = costs.step_of[device.row[timed]]
-        starts, ends = device.start_ns[timed], device.end_ns[timed]
-        in_steps, outside = step != NONE, step == NONE
-        uses_device = np.zeros(len(costs.rows), dtype=np.bool_)
-        uses_device[step[in_steps]] = True
-        zeros = np.zeros(int(outside.sum()), dtype=np.int64)
-        foreign = union_by_group(zeros, starts[outside], ends[outside])
-        none = np.zeros(len(costs.rows), dtype=np.int64)
-        return np.where(uses_device, foreign.length_within(none, costs.start_ns, costs.end_ns), 0).astype(np.float64)
+        outside = timed[step == NONE]
+        uses_device = mask_of(step[step != NONE], len(costs.rows))
+        foreign_ns = union(device.start_ns[outside], device.end_ns[outside]).length_within(costs.start_ns, costs.end_ns)
+        return np.where(uses_device, foreign_ns, 0).astype(np.float64)
 
     @property
     def knows_first_calls(self) -> bool:
@@ -210,17 +199,13 @@ class CauseTimes:
         order = np.argsort(trace.start_ns, kind="stable")
         return np.asarray(order[np.unique(trace.site[order], return_index=True)[1]])
 
-    def _rows_of_own_work(self, places: Int64s) -> Mapping[int, Int64s]:
-        """Return the rows of each request's own calls that belong to no phase and no engine step."""
+    def _requests_of_own_work(self) -> Int64s:
+        """Return the request of each of its own calls that belongs to no phase and no engine step, else `NONE`."""
         trace, joined = self.trace, self.joined
-        is_chosen, is_phase = self._mask_requests(places), self._is_phase[trace.site]
+        is_phase = trace.are_of_sites([phase_of(site) is not None for site in trace.sites])
         is_phase[joined.rows] = False
-        rows = np.flatnonzero(is_chosen[joined.of] & (self.costs.step_of[:-1] == NONE) & ~trace.are_of_kind("request"))
-        rows = rows[nearest(trace.parent, is_phase)[rows] == NONE]
-        order = np.argsort(joined.of[rows], kind="stable")
-        rows = rows[order]
-        edges = np.searchsorted(joined.of[rows], [places, places + 1])
-        return {place: rows[first:last] for place, first, last in zip(places.tolist(), *edges.tolist(), strict=True)}
+        is_own = (self.costs.step_of[:-1] == NONE) & ~trace.are_of_kind("request")
+        return np.where(is_own & (nearest(trace.parent, is_phase) == NONE), joined.of, NONE)
 
     # ------------------------------------------------------------ one request
 
@@ -254,14 +239,9 @@ class CauseTimes:
             return np.zeros(0, dtype=np.int64), np.zeros(0)
         costs, starts = self.costs, turns.start_ns[chosen]
         ends = starts + turns.length_ns[chosen]
-        first, last = (
-            int(np.searchsorted(self._reach, starts[0], "right")),
-            int(np.searchsorted(costs.start_ns, ends[-1])),
-        )
-        steps = np.arange(first, max(first, last))
+        steps = np.arange(np.searchsorted(self._reach, starts[0], "right"), np.searchsorted(costs.start_ns, ends[-1]))
         steps = steps[self.trace.thread_id[costs.rows[steps]] == thread]
-        times = union_by_group(np.zeros(len(starts), dtype=np.int64), starts, ends)
-        spent_ns = times.length_within(np.zeros(len(steps), dtype=np.int64), costs.start_ns[steps], costs.end_ns[steps])
+        spent_ns = union(starts, ends).length_within(costs.start_ns[steps], costs.end_ns[steps])
         return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
 
     def serving_steps(self, place: int) -> tuple[Int64s, Floats]:
@@ -346,9 +326,8 @@ class CauseTimes:
             times[PADDING, ""] += float(shares @ costs.padding_ns[steps])
         times[FIRST, ""] += float(shares @ self.first_ns[steps])
         times[DEVICE, ""] += float(shares @ self.device_ns[steps])
-        by_path = shares @ self.excess_ns[steps]
-        for path, excess_ns in enumerate(by_path.tolist()):
-            times[self._cause_of_path[path], self._path_names[path]] += excess_ns
+        for path, excess_ns in zip(self._paths, (shares @ self.excess_ns[steps]).tolist(), strict=True):
+            times[path] += excess_ns
         return float(spent_ns.sum())
 
     def _add_own_times(self, times: dict[Key, float], rows: Int64s, spent_ns: Floats, *, is_sub: bool) -> None:
@@ -387,39 +366,46 @@ class CauseTimes:
 
     # ------------------------------------------------------------ proofs
 
-    def proofs(self, place: int, cause: str, path: str = "", most: int = 3) -> list[Proof]:
-        """Return the spans of a request in which a cause took the most time, up to `most` spans."""
-        trace, root = self.trace, int(self.joined.rows[place])
-        begin_ns, end_ns = int(trace.start_ns[root]), int(trace.end_ns[root])
+    def proofs(self, place: int, cause: str, path: str) -> list[Proof]:
+        """Return the spans of a request in which a cause took the most time, up to `MOST_PROOFS` spans."""
+        trace, turns, root, note = self.trace, self._turns[place], int(self.joined.rows[place]), ""
+        own_rows = turns.row[(turns.row != NONE) & (turns.pair == NONE)]
+        waits = np.unique([self._outermost_lock(row) for row in own_rows[self._is_lock[own_rows]].tolist()]).astype(int)
+        parts = {TRANSPORTED: TRANSPORT, EXECUTOR: EXECUTOR_QUEUE, FILL: QUEUE}
+        rows = np.zeros(0, dtype=np.int64)
+        spent_ns: NDArray[Any] = rows
         if cause in (COLLECTED, BLOCKED):
-            return self._prove_by_overlap(
-                self.collections if cause == COLLECTED else self.blocks, begin_ns, end_ns, most
-            )
-        turns = self._turns[place]
-        if cause == LOCK:
-            own_rows = turns.row[(turns.pair == NONE) & (turns.row != NONE)]
-            rows = np.unique([self._outermost_lock(row) for row in own_rows[self._is_lock[own_rows]].tolist()])
-            if proofs := self._make_proofs(rows, trace.total_ns[rows].astype(np.float64), most):
-                return [
-                    proofs[0]._replace(note=self._describe_holder(place, int(rows[np.argmax(trace.total_ns[rows])]))),
-                    *proofs[1:],
-                ]
-        if cause in (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY, LOCK):
-            return self._prove_by_steps(place, cause, path, most)
-        if cause == PREEMPTED:
+            rows = self.collections if cause == COLLECTED else self.blocks
+            begins, ends = np.clip((trace.start_ns[rows], trace.end_ns[rows]), trace.start_ns[root], trace.end_ns[root])
+            spent_ns = ends - begins
+        elif cause == LOCK and len(waits):
+            rows, spent_ns = waits, trace.total_ns[waits]
+            note = self._describe_holder(place, int(rows[np.argmax(spent_ns)]))
+        elif cause in STEP_CAUSES:
+            rows, spent_ns = self._measure_steps(place, cause, path)
+        elif cause == PREEMPTED:
             steps, spent_ns = self.overlapping_steps(place, STALL)
-            proofs = self._make_proofs(self.costs.rows[steps], spent_ns, most)
-            return [proof._replace(note=self.describe_request(place)) for proof in proofs[:1]] + proofs[1:]
-        names = {TRANSPORTED: TRANSPORT, EXECUTOR: EXECUTOR_QUEUE, FILL: QUEUE}
-        if cause in names and names[cause] in self.names:
-            at = np.flatnonzero(turns.part == self.names.index(names[cause]))
-            rows = np.where(turns.row[at] == NONE, root, turns.row[at])
-            return self._make_proofs(rows, turns.length_ns[at].astype(np.float64), most)
-        if cause == OWN:
-            rows = np.concatenate([turns.row[(turns.row != NONE) & (turns.pair == NONE)], self._own_rows[place]])
-            rows = np.array([row for row in rows.tolist() if self._names_of_sites[trace.site[row]] == path], np.int64)
-            return self._make_proofs(rows, trace.total_ns[rows].astype(np.float64), most)
-        return []
+            rows, note = self.costs.rows[steps], self.describe_request(place)
+        elif cause in parts and parts[cause] in self.names:
+            at = np.flatnonzero(turns.part == self.names.index(parts[cause]))
+            rows, spent_ns = np.where(turns.row[at] == NONE, root, turns.row[at]), turns.length_ns[at]
+        elif cause == OWN:
+            rows = np.concatenate([own_rows, self._own_rows[place]])
+            rows = rows[np.array([self._names_of_sites[site] == path for site in trace.site[rows].tolist()], np.bool_)]
+            spent_ns = trace.total_ns[rows]
+        order = np.argsort(-spent_ns, kind="stable")[:MOST_PROOFS]
+        rows, spent_ns = rows[order], spent_ns[order]
+        notes = [f"by {blocker}" if blocker else "" for blocker in trace.attributes.values(BLOCKED_BY, rows)]
+        if cause == PREFILL:
+            notes = [self._describe_heaviest_member(row) for row in rows.tolist()]
+        return [
+            Proof(
+                self._names_of_sites[trace.site[row]], int(trace.span_id[row]),
+                int(trace.start_ns[row]) - self.facts.start_ns, round(ns), note if at == 0 and note else notes[at],
+            )
+            for at, (row, ns) in enumerate(zip(rows.tolist(), spent_ns.tolist(), strict=True))
+            if ns > 0
+        ]  # fmt: skip
 
     def describe_request(self, place: int) -> str:
         """Return a text on a request's preemptions and cached tokens, "" if no rule recorded them."""
@@ -431,30 +417,24 @@ class CauseTimes:
             texts.append(f"{cached} of {facts.get(INPUT_TOKENS, 'its')} prompt tokens were cached")
         return ", ".join(texts)
 
-    def _prove_by_steps(self, place: int, cause: str, path: str, most: int) -> list[Proof]:
-        trace = self.trace
-        queued, queued_ns = self.overlapping_steps(place, QUEUE)
-        served, served_ns = self.serving_steps(place)
-        steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
+    def _measure_steps(self, place: int, cause: str, path: str) -> tuple[Int64s, NDArray[Any]]:
+        """Return the engine steps that a request waited for, and the time that a cause took in each in ns."""
         costs = self.costs
+        (queued, queued_ns), (served, served_ns) = self.overlapping_steps(place, QUEUE), self.serving_steps(place)
+        steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
         lengths_ns = costs.end_ns - costs.start_ns
+        paths = [number for number, (_, name) in enumerate(self._paths) if path in (name, SPREAD)]
         of_steps = {
             BURST: lengths_ns, PADDING: costs.padding_ns, PREFILL: costs.heavy_ns, FIRST: self.first_ns,
             DEVICE: self.device_ns,
-        }  # fmt: skip
-        if cause in (SLOW, COPY, LOCK):
-            paths = [number for number, name in enumerate(self._path_names) if path in (name, SPREAD)]
-            of_steps[cause] = self.excess_ns[:, paths].sum(axis=1)
-        spent_ns = spent_ns / np.maximum(lengths_ns[steps], 1) * of_steps[cause][steps]
-        proofs = self._make_proofs(costs.rows[steps], spent_ns, most)
-        if cause != PREFILL:
-            return proofs
-        heavy = costs.heavy[steps[np.argsort(-spent_ns, kind="stable")[: len(proofs)]]].tolist()
-        notes = [
-            filter(None, (f"for {name_request(trace, self.joined, request)}", self.describe_request(request)))
-            for request in heavy
-        ]
-        return [proof._replace(note=", ".join(note)) for proof, note in zip(proofs, notes, strict=True)]
+        }.get(cause, self.excess_ns[:, paths].sum(axis=1))  # fmt: skip
+        return costs.rows[steps], spent_ns / np.maximum(lengths_ns[steps], 1) * of_steps[steps]
+
+    def _describe_heaviest_member(self, row: int) -> str:
+        """Return a text on the request with the most weight in an engine step."""
+        request = int(self.costs.heavy[self.costs.step_of[row]])
+        texts = f"for {name_request(self.trace, self.joined, request)}", self.describe_request(request)
+        return ", ".join(filter(None, texts))
 
     def _describe_holder(self, place: int, wait: int) -> str:
         """Return a text on the request that had a lock of the same name for most of a wait, "" if no request had it.
@@ -480,24 +460,6 @@ class CauseTimes:
         holder = name_request(trace, joined, int(joined.of[row])) or self._names_of_sites[trace.site[trace.parent[row]]]
         span = int(trace.span_id[joined.rows[joined.of[row]]]) if joined.of[row] != NONE else int(trace.span_id[row])
         return f"{holder} (span {span}) had one of this name for {had_ns[longest] / 1e6:.4g} ms of it"
-
-    def _prove_by_overlap(self, rows: Int64s, begin_ns: int, end_ns: int, most: int) -> list[Proof]:
-        trace = self.trace
-        common_ns = np.minimum(trace.end_ns[rows], end_ns) - np.maximum(trace.start_ns[rows], begin_ns)
-        return self._make_proofs(rows[common_ns > 0], common_ns[common_ns > 0].astype(np.float64), most)
-
-    def _make_proofs(self, rows: Int64s, spent_ns: Floats, most: int) -> list[Proof]:
-        trace = self.trace
-        chosen = np.argsort(-spent_ns, kind="stable")[:most]
-        chosen = chosen[spent_ns[chosen] > 0]
-        notes = trace.attributes.values(BLOCKED_BY, rows[chosen])
-        return [
-            Proof(
-                self._names_of_sites[trace.site[row]], int(trace.span_id[row]),
-                int(trace.start_ns[row]) - self.facts.start_ns, round(ns), f"by {note}" if note else "",
-            )
-            for row, ns, note in zip(rows[chosen].tolist(), spent_ns[chosen].tolist(), notes, strict=True)
-        ]  # fmt: skip
 
 
 def _subtract_amounts(excess_ns: Floats, amounts_ns: Floats) -> tuple[Floats, Floats]:

@@ -24,10 +24,9 @@ from pathlib import Path
 import numpy as np
 
 from instrument.recording.distributions import percentiles_of
-from instrument.report.effects import LEAST_CALLS, CallSample, Effect, Floats, measure_effect, p99_limits
+from instrument.report.effects import LEAST_CALLS, CallSample, Floats, measure_effect, p99_limits
 from instrument.report.endpoint_statistics import EndpointTimes
 from instrument.report.request_groups import (
-    ENDPOINT,
     complete_requests,
     joined_requests,
     request_groups,
@@ -378,15 +377,10 @@ def _compare_path(path: tuple[str, ...], sides: tuple[_Side, _Side], level: floa
     work = measure_effect(samples[0], samples[1])
     if work is None:
         return change
-    return _add_effect(change, work, samples[1], sides[1], level)
-
-
-def _add_effect(change: Change, work: Effect, after: CallSample, side: _Side, level: float) -> Change:
     low, high = work.interval(level)
     detectable = work.detectable(level)
     unchanged = SAME if detectable <= CLEAR else INCONCLUSIVE
-    spent_ns = float(after.values_ns.sum())
-    each_ns = spent_ns / (side.requests or len(after.values_ns))
+    each_ns = float(samples[1].values_ns.sum()) / (sides[1].requests or calls[1])
     return replace(
         change,
         verdict=SLOWER if low > LEAST_CHANGE else FASTER if high < -LEAST_CHANGE else unchanged,
@@ -425,19 +419,12 @@ def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
                 parts[label].append(
                     CallSample(device_ns[timed].astype(np.float64), covariates[:, timed], numbers[: len(timed)])
                 )
-    work = {name: _join_samples(samples) for name, samples in parts.items()}
+    work = {
+        name: CallSample(*(np.concatenate(columns, axis=-1) for columns in zip(*samples, strict=True)))
+        for name, samples in parts.items()
+    }
     summed_ns = sum(float(sample.values_ns.sum()) for sample in work.values())
     return _Side(work, request_count, summed_ns)
-
-
-def _join_samples(samples: Sequence[CallSample]) -> CallSample:
-    if len(samples) == 1:
-        return samples[0]
-    return CallSample(
-        np.concatenate([sample.values_ns for sample in samples]),
-        np.concatenate([sample.covariates for sample in samples], axis=1),
-        np.concatenate([sample.run for sample in samples]),
-    )
 
 
 def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
@@ -522,12 +509,7 @@ def _times_by_group(runs: Sequence[Recording], options: Options) -> dict[str, li
     all_rows = replace(options, rows=None, most=None)
     for recording in runs:
         table = recording.once(request_table)
-        is_by_endpoint = options.requests_by in ("", ENDPOINT)
-        for times in (
-            table.times_of_endpoints(all_rows, {})
-            if is_by_endpoint
-            else table.times_of_groups(recording.columns, all_rows)
-        ):
+        for times in table.times_of_groups(recording.columns, all_rows) or table.times_of_endpoints(all_rows, {}):
             by_name[times.name].append(times)
     return by_name
 
@@ -555,27 +537,10 @@ caption { color: #59626e; } .row { display: flex; } .box { overflow: hidden; whi
 """
 
 
-@dataclass
-class _Box:
-    """A box of the chart: a call path, its change (None if not compared), and the boxes of the calls inside it."""
-
-    change: Change | None = None
-    calls: dict[str, _Box] = field(default_factory=dict)
-
-    def width(self) -> float:
-        share = 0.0 if self.change is None else self.change.share_ratio
-        return share + sum(box.width() for box in self.calls.values())
-
-
 def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
     """Write the page to a file, which is replaced only when the page is complete."""
-    top = _Box()
-    for change in comparison.changes:
-        box = top
-        for name in change.path[:MOST_LEVELS]:
-            box = box.calls.setdefault(name, _Box())
-        box.change = change
-    target, icicle = Path(path), "".join(_chart_html(top, max(top.width(), 1e-9)))
+    whole = sum(change.share_ratio for change in comparison.changes)
+    target, icicle = Path(path), "".join(_chart_html(comparison.changes, 0, whole))
     with file_writing.replacing(target) as file:
         file.write(
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Comparison</title><style>{STYLE}</style>'
@@ -584,16 +549,21 @@ def write_page(path: str | os.PathLike[str], comparison: Comparison) -> Path:
     return target
 
 
-def _chart_html(parent: _Box, whole: float) -> Iterator[str]:
-    """Yield the HTML of the boxes below a box."""
+def _chart_html(changes: Sequence[Change], level: int, whole: float) -> Iterator[str]:
+    """Yield the HTML of a row of boxes, one for each name at a level of the call paths, and of the boxes below them."""
+    boxes: dict[str, list[Change]] = defaultdict(list)
+    for change in changes:
+        if level < min(len(change.path), MOST_LEVELS):
+            boxes[change.path[level]].append(change)
+    widths = {name: sum(change.share_ratio for change in inside) for name, inside in boxes.items()}
     yield '<div class="row">'
-    for name, box in sorted(parent.calls.items(), key=lambda item: (-item[1].width(), item[0])):
-        change = box.change
-        colour = OTHER_COLOUR if change is None else COLOURS.get(change.verdict, OTHER_COLOUR)
-        text = "" if change is None else f": {change.verdict}, {change.change_text()} ({change.limits_text()})"
+    for name in sorted(boxes, key=lambda name: (-widths[name], name)):
+        own = [change for change in boxes[name] if level + 1 == min(len(change.path), MOST_LEVELS)]
+        colour = COLOURS.get(own[-1].verdict, OTHER_COLOUR) if own else OTHER_COLOUR
+        text = f": {own[-1].verdict}, {own[-1].change_text()} ({own[-1].limits_text()})" if own else ""
         label = escape(safe(f"{name}{text}"))
-        yield f'<div class="box" style="width:{100 * box.width() / whole:.3f}%">'
+        yield f'<div class="box" style="width:{100 * widths[name] / max(whole, 1e-9):.3f}%">'
         yield f'<div class="label" style="background:{colour}" title="{label}">{label}</div>'
-        yield from _chart_html(box, max(box.width(), 1e-9)) if box.calls else ()
+        yield from _chart_html(boxes[name], level + 1, widths[name]) if len(boxes[name]) > len(own) else ()
         yield "</div>"
     yield "</div>"

@@ -7,7 +7,7 @@ The cost of a probe is its number of calls times the time that it adds to a call
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -198,16 +198,14 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
 def _cost_parts(spent: Cost, stats: InstrumentationStats | None, window_ns: int) -> tuple[CostPart, ...]:
     """Return the parts of the total cost. The part of the probes is the total minus all other parts."""
     pairs_ns = 0 if stats is None else round(stats.pairs_ns)
-    parts = [("pairs of events on devices", pairs_ns)] if pairs_ns else []
-    threads = {"threads of its own": spent.thread_ns} if stats is None else stats.threads_ns
+    parts, left_ns = {"pairs of events on devices": pairs_ns}, spent.thread_ns
     # The threads ran on between the two readings. The first one, which is of the whole, counts.
-    left_ns = spent.thread_ns
-    for name, thread_ns in threads.items():
-        parts.append((name if stats is None else f"thread {name}", min(thread_ns, left_ns)))
-        left_ns -= parts[-1][1]
-    probes_ns = spent.total_ns - sum(part_ns for _, part_ns in parts)
-    all_of_it = [("probes", probes_ns), *parts]
-    return tuple(CostPart(name, part_ns, share(part_ns, window_ns)) for name, part_ns in all_of_it if part_ns)
+    for name, thread_ns in {"threads of its own": left_ns}.items() if stats is None else stats.threads_ns.items():
+        part = name if stats is None else f"thread {name}"
+        parts[part] = min(thread_ns, left_ns)
+        left_ns -= parts[part]
+    parts = {"probes": spent.total_ns - sum(parts.values()), **parts}
+    return tuple(CostPart(name, part_ns, share(part_ns, window_ns)) for name, part_ns in parts.items() if part_ns)
 
 
 def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
@@ -217,22 +215,18 @@ def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[Si
     sums = tally.sum_by_group(np.asarray(keys)[tally.site_of], len(keys))
     each_ns = [spent.per_call_ns] * len(keys) if stats is None else stats.added_ns(tree.sites[: len(keys)])
     numbers = zip(tree.sites, sums["calls"].tolist(), each_ns, sums["total_ns"].tolist(), strict=False)
-    called = [
-        (site, calls, added_ns, round(calls * added_ns), host_ns) for site, calls, added_ns, host_ns in numbers if calls
-    ]
-    whole_ns = sum(cost_ns for *_, cost_ns, _ in called)
     rows = [
-        SiteCost(
-            site.name, site.kind, _place_of_site(site), calls, added_ns, cost_ns, host_ns, share(cost_ns, whole_ns)
-        )
-        for site, calls, added_ns, cost_ns, host_ns in called
+        SiteCost(site.name, site.kind, _place_of_site(site), calls, added_ns, round(calls * added_ns), host_ns, None)
+        for site, calls, added_ns, host_ns in numbers
+        if calls
     ]
+    whole_ns = sum(row.cost_ns for row in rows)
+    rows = [replace(row, ratio=share(row.cost_ns, whole_ns)) for row in rows]
     rows.sort(key=lambda row: (-row.cost_ns, row.name, row.place))
 
     def rest(omitted: Sequence[SiteCost]) -> SiteCost:
-        calls, cost_ns = (sum(getattr(row, name) for row in omitted) for name in ("calls", "cost_ns"))
-        facts = {"each_ns": cost_ns / calls, "ratio": share(cost_ns, whole_ns)}
-        return remaining_row(omitted, ("calls", "cost_ns", "host_ns"), **facts)
+        row = remaining_row(omitted, ("calls", "cost_ns", "host_ns"))
+        return replace(row, each_ns=row.cost_ns / row.calls, ratio=share(row.cost_ns, whole_ns))
 
     return bound_rows(rows, options, lambda row: row.cost_ns, rest)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +50,7 @@ POWER = 0.9
 """The probability with which the test detects a change of the smallest detectable size."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallSample:
+class CallSample(NamedTuple):
     """The calls before or after a change, by start time: their times `values_ns`, their `covariates`, and their `run`.
 
     `covariates` has a row for each covariate: `log1p` of a number that is not negative.

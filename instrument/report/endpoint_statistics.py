@@ -7,11 +7,12 @@ items. A blocked loop is an event loop that a callback blocked for more than `li
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,10 +29,10 @@ from instrument.recording.spans import (
     is_blocked_loop,
 )
 from instrument.report.request_groups import ENDPOINT, attribute_values, group_values, read_numbers
-from instrument.report.table import bound_rows, row_name, share
+from instrument.report.table import bound_rows, remaining_row, row_name, share
 from instrument.report.view import Options
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
-from instrument.trace.indices import NONE, Groups, index_rows, number_combinations
+from instrument.trace.indices import NONE, Members, index_rows
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, UNKNOWN, WAITING, Ledger
 from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
@@ -53,10 +54,6 @@ class Blocker:
     remaining: int = 0
     at: str = ""
 
-    def indented(self) -> Blocker:
-        """Return the row with an indented name, for a table whose first row is the sum of all blockers."""
-        return replace(self, name=f"  {row_name(self)}", remaining=0)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockedLoops:
@@ -67,40 +64,41 @@ class BlockedLoops:
     longest_ns: int
     by: tuple[Blocker, ...]
 
-    def total_row(self) -> Blocker:
-        """Return the row that sums up all blockers."""
-        return Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
+    def table_rows(self) -> list[Blocker]:
+        """Return the sum of all blockers as the first row, and the indented rows of the blockers below it."""
+        total = Blocker("loop blocked", self.stretches, self.summed_ns, self.longest_ns)
+        return [total, *(replace(row, name=f"  {row_name(row)}", remaining=0) for row in self.by)]
 
 
 def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | None:
     """Return the times that event loops were blocked, None if none was blocked. `rows` and `least_ns` limit the
     blockers."""
-    durations: dict[str, list[int]] = {}
-    places: dict[str, Counter[str]] = {}
+    durations, places = defaultdict[str, list[int]](list), defaultdict[str, Counter[str]](Counter)
     spans = np.flatnonzero(trace.are_of_sites([is_blocked_loop(site) for site in trace.sites]))
     columns = (trace.attributes.values(name, spans) for name in (BLOCKED_BY, BLOCKED_AT))
     for by, at, took_ns in zip(*columns, trace.total_ns[spans].tolist(), strict=True):
         name = "" if by is None else str(by)
-        durations.setdefault(name, []).append(took_ns)
-        if at is not None:
-            places.setdefault(name, Counter())[str(at)] += took_ns
+        durations[name].append(took_ns)
+        places[name].update({} if at is None else {str(at): took_ns})
     if not durations:
         return None
-    blockers = [_make_blocker(name, times) for name, times in durations.items()]
-    rows = [replace(row, at=places[row.name].most_common(1)[0][0]) if row.name in places else row for row in blockers]
+    rows = [
+        Blocker(
+            name,
+            len(times_ns),
+            sum(times_ns),
+            max(times_ns),
+            at=max(places[name], key=places[name].__getitem__, default=""),
+        )
+        for name, times_ns in durations.items()
+    ]
     rows.sort(key=lambda row: (-row.summed_ns, row.name))
 
-    def sum_endpoints(omitted: Sequence[Blocker]) -> Blocker:
-        return _make_blocker("", (ns for row in omitted for ns in durations[row.name]), remaining=len(omitted))
+    def sum_blockers(rows: Sequence[Blocker]) -> Blocker:
+        return remaining_row(rows, ("stretches", "summed_ns"), longest_ns=max(row.longest_ns for row in rows))
 
-    all_of_it = _make_blocker("", (ns for times in durations.values() for ns in times))
-    shown = bound_rows(rows, options, lambda blocker: blocker.summed_ns, sum_endpoints)
-    return BlockedLoops(all_of_it.stretches, all_of_it.summed_ns, all_of_it.longest_ns, shown)
-
-
-def _make_blocker(name: str, times: Iterable[int], remaining: int = 0) -> Blocker:
-    times_ns = list(times)
-    return Blocker(name, len(times_ns), sum(times_ns), max(times_ns), remaining)
+    every, shown = sum_blockers(rows), bound_rows(rows, options, lambda blocker: blocker.summed_ns, sum_blockers)
+    return BlockedLoops(every.stretches, every.summed_ns, every.longest_ns, shown)
 
 
 CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx")
@@ -122,8 +120,7 @@ class StreamedAnswers:
     longest_gap_ns: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
+class Answers(NamedTuple):
     """The answers of requests as columns, with one row for each request. Unknown values are `NONE`."""
 
     status: Int64s
@@ -139,12 +136,7 @@ class Answers:
 
     def select_answers(self, places: Int64s) -> Answers:
         """Return the answers of the requests with the given indices."""
-        columns = self.status, self.first_ns, self.items, self.last_ns, self.longest_gap_ns
-        return Answers(*(column[places] for column in columns))
-
-    def indices_of_known(self) -> Int64s:
-        """Return the indices of the requests whose answer is known."""
-        return np.flatnonzero((self.status != NONE) | (self.first_ns != NONE))
+        return Answers(*(column[places] for column in self))
 
     def count_statuses(self) -> dict[str, int]:
         """Return the number of answers in each class of status, such as `2xx`."""
@@ -313,25 +305,22 @@ class CompleteRequests:
         self, groups: Int64s, names: Sequence[str], options: Options, remaining: int = 0
     ) -> list[EndpointTimes]:  # fmt: skip
         """Return a row for each group with requests."""
-        count, all_ns = len(names), sum(self.wall_ns.tolist())
-        walls, unknown = (_sort_by_group(groups, count, times) for times in (self.wall_ns, self.unknown_ns))
-        failed = Groups(groups, count).sum_by_group(self.failed.astype(np.int64)).tolist()
-        cancelled = Groups(groups, count).sum_by_group(self.broken_off.astype(np.int64)).tolist()
-        phases, answers = self._times_of_phases(groups), self._answers_by_group(groups, count)
+        all_ns, count = sum(self.wall_ns.tolist()), len(names)
+        members, parts = Members(groups, count), Members(groups[self.request], count)
         rows = []
         for number, name in enumerate(names):
-            walls_ns, unknown_times = walls[number], unknown[number]
-            if not walls_ns:
+            places = members[number]
+            if not (requests := len(places)):
                 continue
-            requests, wall_ns, unknown_ns = len(walls_ns), sum(walls_ns), sum(unknown_times)
+            walls_ns, unknowns_ns = (np.sort(times[places]).tolist() for times in (self.wall_ns, self.unknown_ns))
+            wall_ns, unknown_ns, answers = sum(walls_ns), sum(unknowns_ns), self.answers.select_answers(places)
             p50_ns, p90_ns, p99_ns = percentiles_of(walls_ns, (0.5, 0.9, 0.99))
-            unknown_p50_ns, unknown_p99_ns = percentiles_of(unknown_times, (0.5, 0.99))
-            answered = answers.get(number)
+            unknown_p50_ns, unknown_p99_ns = percentiles_of(unknowns_ns, (0.5, 0.99))
             rows.append(
                 EndpointTimes(
                     name=name,
                     requests=requests,
-                    errors=failed[number],
+                    errors=int(self.failed[places].sum()),
                     wall_ns=wall_ns,
                     mean_ns=wall_ns / requests,
                     p50_ns=p50_ns,
@@ -340,45 +329,24 @@ class CompleteRequests:
                     min_ns=walls_ns[0],
                     max_ns=walls_ns[-1],
                     ratio=share(wall_ns, all_ns),
-                    phases=phase_times(phases.get(number, {}), wall_ns, options),
+                    phases=phase_times(self._times_of_parts(parts[number]), wall_ns, options),
                     unknown_ns=unknown_ns,
                     unknown_mean_ns=unknown_ns / requests,
                     unknown_p50_ns=unknown_p50_ns,
                     unknown_p99_ns=unknown_p99_ns,
                     unknown_ratio=share(unknown_ns, wall_ns),
-                    statuses=answered.count_statuses() if answered else {},
-                    streams=answered.measure_streams() if answered else None,
+                    statuses=answers.count_statuses(),
+                    streams=answers.measure_streams(),
                     remaining=remaining,
-                    cancelled=cancelled[number],
+                    cancelled=int(self.broken_off[places].sum()),
                 )
             )
         return rows
 
-    def _times_of_phases(self, groups: Int64s) -> dict[int, dict[str, list[int]]]:
-        """Return the sorted times of each group's requests in each phase."""
-        group_of_part = groups[self.request]
-        in_group = group_of_part != NONE
-        numbers, firsts = number_combinations(group_of_part[in_group], self.part[in_group])
-        times = _sort_by_group(numbers, len(firsts), self.time_ns[in_group])
-        times_by_group: dict[int, dict[str, list[int]]] = {}
-        for group, part, of_phase in zip(
-            group_of_part[in_group][firsts].tolist(), self.part[in_group][firsts].tolist(), times, strict=True
-        ):
-            times_by_group.setdefault(group, {})[self.parts[part]] = of_phase
-        return times_by_group
-
-    def _answers_by_group(self, groups: Int64s, count: int) -> dict[int, Answers]:
-        """Return the known answers of each group's requests. Groups without known answers are left out."""
-        places = self.answers.indices_of_known()
-        members = Groups(groups[places], count).members()
-        return {int(groups[places[indexes[0]]]): self.answers.select_answers(places[indexes]) for indexes in members}
-
-    def phases_of(self, number: int) -> dict[str, list[int]]:
-        """Return the time of each phase of one request. Each time is in a list, because a group of requests has
-        several."""
-        first, last = np.searchsorted(self.request, [number, number + 1])
-        times = zip(self.part[first:last].tolist(), self.time_ns[first:last].tolist(), strict=True)
-        return {self.parts[part]: [time_ns] for part, time_ns in times}
+    def _times_of_parts(self, pairs: Int64s) -> dict[str, list[int]]:
+        """Return the sorted times of each part, of the given pairs of a request and a part."""
+        times = Members(self.part[pairs], len(self.parts), self.time_ns[pairs])
+        return {name: np.sort(times[part]).tolist() for part, name in enumerate(self.parts) if len(times[part])}
 
 
 TOKEN_EDGES, CACHED_EDGES = (16, 64, 256, 1_024, 4_096, 16_384, 65_536), (1, 50, 90)
@@ -438,17 +406,19 @@ def times_by_tokens(
         ranges.append(f"from {edges[-1]}{unit}")
         number = np.searchsorted(edges, values, side="right")
         groups = np.where(values != NONE, table.endpoint * len(ranges) + number, NONE)
-        members = Groups(groups, len(table.names) * len(ranges)).members()
-        by_endpoint = [(table.names[table.endpoint[places[0]]], places) for places in members]
+        members = Members(groups, len(table.names) * len(ranges))
         for name in names:
-            for places in (places for endpoint, places in by_endpoint if endpoint == name):
+            first = table.names.index(name) * len(ranges)
+            for label, places in zip(ranges, map(members.__getitem__, range(first, first + len(ranges))), strict=True):
+                if not len(places):
+                    continue
                 of_cached = places[has_both[places]]
                 p50_ns, p99_ns = percentiles_of(np.sort(table.wall_ns[places]).tolist(), (0.5, 0.99))
                 rows.append(
                     TokenTimes(
                         by,
                         name,
-                        ranges[number[places[0]]],
+                        label,
                         len(places),
                         sum(inputs[places].clip(0).tolist()),
                         sum(outputs[places].clip(0).tolist()),
@@ -462,18 +432,10 @@ def times_by_tokens(
     return tuple(rows)
 
 
-def request_outcome(trace: Columns, row: int) -> str:
-    """Return the reason why a request ended early, "" if it did not."""
-    outcome = trace.attributes[row].get(OUTCOME)
-    return outcome if isinstance(outcome, str) else ""
-
-
-def _sort_by_group(groups: Int64s, count: int, times: Int64s) -> list[list[int]]:
-    """Return the times of each group as a list, the shortest first."""
-    order = np.lexsort((times, groups))
-    edges = np.searchsorted(groups[order], np.arange(count + 1)).tolist()
-    in_order = times[order].tolist()
-    return [in_order[first:last] for first, last in pairwise(edges)]
+def describe_failure(trace: Columns, row: int) -> tuple[str, str]:
+    """Return the error of a request, and the reason why it ended early, each "" if there is none."""
+    error, outcome = int(trace.error[row]), trace.attributes[row].get(OUTCOME)
+    return "" if error == NONE else trace.errors[error], outcome if isinstance(outcome, str) else ""
 
 
 def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Options) -> tuple[PhaseTime, ...]:
@@ -484,13 +446,12 @@ def phase_times(times: Mapping[str, Sequence[int]], wall_ns: int, options: Optio
         mean_ns, ratio = summed_ns / len(times_ns), share(summed_ns, wall_ns)
         return PhaseTime(name, len(times_ns), summed_ns, mean_ns, p50_ns, p99_ns, ratio)
 
-    def sum_endpoints(phases: Sequence[PhaseTime]) -> PhaseTime:
+    def sum_omitted(phases: Sequence[PhaseTime]) -> PhaseTime:
         summed_ns = sum(phase.summed_ns for phase in phases)
         return PhaseTime("", None, summed_ns, None, None, None, share(summed_ns, wall_ns), len(phases))
 
-    all_of_it = [phase(name, times_ns) for name, times_ns in times.items()]
-    all_of_it.sort(key=lambda phase: (-phase.summed_ns, phase.name))
-    shown = bound_rows(all_of_it, options, lambda phase: phase.summed_ns, sum_endpoints)
+    phases = sorted(map(phase, times, times.values()), key=lambda phase: (-phase.summed_ns, phase.name))
+    shown = bound_rows(phases, options, lambda phase: phase.summed_ns, sum_omitted)
     return tuple(sorted(shown, key=_rank_in_order))
 
 

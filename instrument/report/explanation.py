@@ -264,20 +264,16 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
     """Return the explanation of one request, given by its index among the joined requests."""
     trace, joined = recording.columns, recording.once(joined_requests)
     places, is_like = similar_requests(recording, place)
-    row = int(joined.rows[place])
-    begin_ns, end_ns = int(trace.start_ns[row]), int(trace.end_ns[row])
+    begin_ns, wall_ns = int(trace.start_ns[joined.rows[place]]), int(trace.total_ns[joined.rows[place]])
     walls = trace.total_ns[joined.rows[places]]
     by_wall = places[np.argsort(walls, kind="stable")]
     middle = by_wall[len(by_wall) // 4 : len(by_wall) - len(by_wall) // 4]
-    times = CauseTimes(recording, np.append(middle, place))
-    explanation = _without_verdict(recording, times, np.array([place]), options)
+    arrivals = begin_ns - wall_ns, begin_ns
+    evidence = _Evidence(recording, np.array([place]), middle, arrivals, options, is_like=is_like)
     if len(places) < ENOUGH:
         doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
-        return replace(explanation, doubt=doubt)
-    arrivals = 2 * begin_ns - end_ns, begin_ns
-    evidence = _Evidence(recording, times, np.array([place]), middle, arrivals, options.requests_by, is_like=is_like)
-    most_ns = slow_from_ns(walls, len(joined.rows))
-    return _add_verdict(replace(explanation, alike=len(places), is_like=is_like), evidence, most_ns)
+        return evidence.describe_requests(1, doubt)
+    return evidence.explain(evidence.describe_requests(1), len(places), slow_from_ns(walls, len(joined.rows)))
 
 
 def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
@@ -287,84 +283,26 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     names, of_site = trace.numbered_sites(lambda site: site.name)
     name_of = of_site[trace.site[joined.rows]]
     sums = np.bincount(name_of[places], walls[places] + 1, minlength=len(names))  # above 0 for each name that is there
-    name = int(np.argmax(sums))
-    places = places[name_of[places] == name]
-    is_outside = (name_of == name) & ~trace.clipped[joined.rows]
-    is_outside[places] = False
-    outside = np.flatnonzero(is_outside)
+    is_same = name_of == int(np.argmax(sums))
+    places = places[is_same[places]]
+    outside = np.setdiff1d(np.flatnonzero(is_same & ~trace.clipped[joined.rows]), places)
     targets = choose_evenly(places, NEAREST)
     typical = median_requests(recording, targets, choose_evenly(outside, POOL))
-    times = CauseTimes(recording, np.append(targets, typical))
-    explanation = replace(_without_verdict(recording, times, targets, options), requests=len(places))
+    begins, ends = trace.start_ns[joined.rows[places]], trace.end_ns[joined.rows[places]]
+    window = int(begins.min()), int(ends.max())
+    evidence = _Evidence(recording, targets, typical, window, options, is_like=True)
     if len(outside) < ENOUGH:
         doubt = f"the recording has {len(outside)} requests of the endpoint outside of the time, {ENOUGH} are needed"
-        return replace(explanation, doubt=doubt)
-    begins = trace.start_ns[joined.rows[places]]
-    window = int(begins.min()), int(trace.end_ns[joined.rows[places]].max())
-    evidence = _Evidence(recording, times, targets, typical, window, options.requests_by, is_like=True)
+        return evidence.describe_requests(len(places), doubt)
     blocks = len(outside) // len(places)
-    explanation = replace(explanation, alike=len(outside))
     if blocks < LEAST_BLOCKS:
-        return replace(
-            _add_verdict(explanation, evidence, 0.0),
-            verdict=INCONCLUSIVE,
-            doubt="the recording is too short to know the usual spread of as many requests",
-        )
+        doubt = "the recording is too short to know the usual spread of as many requests"
+        return evidence.explain(evidence.describe_requests(len(places), doubt), len(outside), 0.0)
     means = walls[outside[: blocks * len(places)]].reshape(blocks, -1).mean(axis=1)
     median = float(np.median(means))
     deviation = 1.4826 * float(np.median(np.abs(means - median)))  # the standard one if they are normal
-    return _add_verdict(explanation, evidence, median + DEVIATIONS * deviation)
-
-
-def _without_verdict(recording: Recording, times: CauseTimes, places: Int64s, options: Options) -> Explanation:
-    """Return an explanation with the measured times and no verdict yet."""
-    trace, joined = recording.columns, recording.once(joined_requests)
-    row = int(joined.rows[places[0]])
-    wall_ns = round(float(trace.total_ns[joined.rows[places]].mean()))
-    return Explanation(
-        name=trace.sites[trace.site[row]].name,
-        keys=joined.keys.get(int(places[0]), ()) if len(places) == 1 else (),
-        requests=len(places),
-        span_id=int(trace.span_id[row]),
-        begin_ns=int(trace.start_ns[row]) - recording.trace.start_ns,
-        wall_ns=wall_ns,
-        typical_ns=wall_ns,
-        usual_most_ns=wall_ns,
-        not_assessed=tuple(_list_unassessed(recording, times)),
-        _options=options,
-    )
-
-
-def _describe_largest_group(values: Sequence[str | None], by: str) -> str:
-    """Return a text with the most frequent value of an attribute and its count, "" if no request has the attribute."""
-    largest = Counter(value for value in values if value is not None).most_common(1)
-    return "".join(f" ({count} of them of {by} {shorten(safe(value), KEY_LENGTH)})" for value, count in largest)
-
-
-def _add_verdict(explanation: Explanation, evidence: _Evidence, most_ns: float) -> Explanation:
-    """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual."""
-    typical_ns = evidence.typical_ns()
-    excess_ns = explanation.wall_ns - typical_ns
-    claims, doubts = evidence.examine_causes()
-    shares, rivals, remaining_ns = _account_for_excess(claims, excess_ns)
-    verdict, doubt = EXPLAINED, ""
-    if explanation.wall_ns - evidence.more_work_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
-        verdict = TYPICAL
-    elif not shares or shares[0].accounted_ns < MOSTLY * excess_ns:
-        verdict, doubt = INCONCLUSIVE, "no cause accounts for most of the excess"
-    elif shares[0].name in doubts:
-        verdict, doubt = INCONCLUSIVE, doubts[shares[0].name]
-    return replace(
-        explanation,
-        typical_ns=round(typical_ns),
-        usual_most_ns=round(most_ns),
-        verdict=verdict,
-        doubt=doubt,
-        causes=tuple(evidence.add_proofs(share) for share in shares),
-        unexplained_ns=round(max(remaining_ns, 0.0)),
-        rivals=rivals,
-        parts=evidence.part_excesses(),
-    )
+    most_ns = median + DEVIATIONS * deviation
+    return evidence.explain(evidence.describe_requests(len(places)), len(outside), most_ns)
 
 
 # Causes
@@ -378,52 +316,99 @@ class _Evidence:
     """
 
     def __init__(
-        self, recording: Recording, times: CauseTimes, places: Int64s, typical: Int64s, arrivals: tuple[int, int],
-        by: str, *, is_like: bool,
+        self, recording: Recording, places: Int64s, typical: Int64s, arrivals: tuple[int, int], options: Options, *,
+        is_like: bool,
     ) -> None:  # fmt: skip
-        self._recording, self._times, self._places, self._typical = recording, times, places, typical
-        self._by, self._is_like = by or TENANT, is_like
-        self.more_work_ns = 0.0
-        """The time of the steps beyond the typical number of steps, set once the causes have been examined."""
+        self._recording, self._places, self._typical, self._options = recording, places, typical, options
+        self._by, self._is_like = options.requests_by or TENANT, is_like
+        self._times = times = CauseTimes(recording, np.append(typical, places))
         self._of_requests, self._usual = (
             _mean_times([times.times_by_cause(place) for place in side.tolist()]) for side in (places, typical)
         )
         trace, joined = recording.columns, recording.once(joined_requests)
         rows, walls = joined.rows, trace.total_ns[joined.rows]
         self._slowest = int(places[np.argmax(walls[places])])
-        self._begin_ns, self._end_ns = int(trace.start_ns[rows[places]].min()), int(trace.end_ns[rows[places]].max())
-        self._open_share = float(walls[places].mean()) / max(self._end_ns - self._begin_ns, 1)  # a pressure meets all
-        self._gauges = host_gauges(recording.trace, times.threads_of(places))
+        begin_ns, end_ns = int(trace.start_ns[rows[places]].min()), int(trace.end_ns[rows[places]].max())
+        open_share = float(walls[places].mean()) / max(end_ns - begin_ns, 1)  # a pressure meets all
+        gauges, self._pressure_ns = host_gauges(recording.trace, times.threads_of(places)), dict[str, float]()
+        for cause in listed.PRESSURES:
+            if pressure := measure_pressure(gauges, cause, recording.trace, begin_ns, end_ns):
+                waited_ns, usual_share = pressure
+                self._pressure_ns[cause] = max(waited_ns - usual_share * (end_ns - begin_ns), 0.0) * open_share
         begins = trace.start_ns[rows]
         first, last = np.searchsorted(begins, arrivals, side="right").tolist()
         self._arrival_ns, self._arrived_rows = arrivals[1] - arrivals[0], rows[first:last]
         whole_ns = max(int(begins[-1] - begins[0]), 1)
-        self.arrived, self.usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
+        self._arrived, self._usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
 
-    def typical_ns(self) -> float:
+    def describe_requests(self, requests: int, doubt: str = "") -> Explanation:
+        """Return an explanation with the measured times of the requests and without causes."""
         trace, joined = self._recording.columns, self._recording.once(joined_requests)
-        return float(trace.total_ns[joined.rows[self._typical]].mean())
+        row = int(joined.rows[self._places[0]])
+        wall_ns = round(float(trace.total_ns[joined.rows[self._places]].mean()))
+        return Explanation(
+            name=trace.sites[trace.site[row]].name,
+            keys=joined.keys.get(int(self._places[0]), ()) if requests == 1 else (),
+            requests=requests,
+            span_id=int(trace.span_id[row]),
+            begin_ns=int(trace.start_ns[row]) - self._recording.trace.start_ns,
+            wall_ns=wall_ns,
+            typical_ns=wall_ns,
+            usual_most_ns=wall_ns,
+            doubt=doubt,
+            not_assessed=tuple(_list_unassessed(self._recording, self._times)),
+            _options=self._options,
+        )
 
-    def part_excesses(self) -> tuple[PartExcess, ...]:
-        """Return the parts of the requests' time, the part with the largest excess first."""
+    def explain(self, explanation: Explanation, alike: int, most_ns: float) -> Explanation:
+        """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual. An explanation
+        with a doubt remains inconclusive."""
+        trace, joined = self._recording.columns, self._recording.once(joined_requests)
+        typical_ns = float(trace.total_ns[joined.rows[self._typical]].mean())
+        excess_ns = explanation.wall_ns - typical_ns
+        claims, more_work_ns, doubts = self._examine_causes()
+        shares, rivals, remaining_ns = _account_for_excess(claims, excess_ns)
         parts, usual = (
             _mean_times([self._times.parts_of(place) for place in side.tolist()])
             for side in (self._places, self._typical)
         )
         rows = [PartExcess(name, round(parts[name]), round(usual[name])) for name in {**parts, **usual}]
-        return tuple(sorted(rows, key=lambda row: -row.excess_ns))
+        verdict, doubt = INCONCLUSIVE, explanation.doubt
+        if doubt:
+            pass
+        elif explanation.wall_ns - more_work_ns <= max(most_ns, typical_ns * (1 + LEAST_SHARE)):
+            verdict = TYPICAL
+        elif not shares or shares[0].accounted_ns < MOSTLY * excess_ns:
+            doubt = "no cause accounts for most of the excess"
+        else:
+            doubt = doubts.get(shares[0].name, "")
+            verdict = INCONCLUSIVE if doubt else EXPLAINED
+        return replace(
+            explanation,
+            typical_ns=round(typical_ns),
+            usual_most_ns=round(most_ns),
+            alike=alike,
+            is_like=self._is_like,
+            verdict=verdict,
+            doubt=doubt,
+            causes=tuple(map(self._add_proofs, shares)),
+            unexplained_ns=round(max(remaining_ns, 0.0)),
+            rivals=rivals,
+            parts=tuple(sorted(rows, key=lambda row: -row.excess_ns)),
+        )
 
     @property
     def _is_burst(self) -> bool:
-        return bool(self.arrived > self.usually_arrive + 3 * math.sqrt(self.usually_arrive) + 1)
+        return bool(self._arrived > self._usually_arrive + 3 * math.sqrt(self._usually_arrive) + 1)
 
     def _times_by_path(self, cause: str) -> dict[str, tuple[float, float]]:
         """Return, for each call path of a cause, its time in the requests and its typical time."""
         keys = [key for key in {**self._of_requests, **self._usual} if key[0] == cause]
         return {path: (self._of_requests[cause, path], self._usual[cause, path]) for _, path in keys}
 
-    def examine_causes(self) -> tuple[list[CauseShare], dict[str, str]]:
-        """Return all examined causes with their times. Also return the reason for doubt about each doubtful cause."""
+    def _examine_causes(self) -> tuple[list[CauseShare], float, dict[str, str]]:
+        """Return all examined causes with their times. Also return the time of the steps beyond the typical number of
+        steps, and the reason for doubt about each doubtful cause."""
         claims = [self._examine_cause(cause) for cause in CAUSES if cause != listed.BURST]
         load = self._times_by_path(listed.LOAD)
         queued_ns, usually_queued_ns = load.pop(listed.IN_QUEUE, (0.0, 0.0))
@@ -432,11 +417,12 @@ class _Evidence:
             sum(len(self._times.serving_steps(place)[0]) for place in side.tolist()) / len(side)
             for side in (self._places, self._typical)
         )
+        more_work_ns = 0.0
         if not self._is_like and steps > usual_steps:
-            self.more_work_ns = served_ns * (1 - usual_steps / steps)
+            more_work_ns = served_ns * (1 - usual_steps / steps)
             path = f"{MORE_STEPS}, {steps:.4g} where {usual_steps:.4g} are typical"
-            claims.append(_make_claim(listed.OWN, path, self.more_work_ns, 0.0))
-            served_ns -= self.more_work_ns
+            claims.append(_make_claim(listed.OWN, path, more_work_ns, 0.0))
+            served_ns -= more_work_ns
         if self._is_burst:
             spent_ns, usual_ns = queued_ns + served_ns, usually_queued_ns + usually_served_ns
             claims.append(_make_claim(listed.BURST, "", spent_ns, usual_ns))
@@ -448,12 +434,12 @@ class _Evidence:
                 time_ns, typical_ns = lead.time_ns + round(queued_ns), lead.typical_ns + round(usually_queued_ns)
                 claims.append(replace(lead, time_ns=time_ns, typical_ns=typical_ns))
         claims, doubts = self._assign_to_pressure(claims)
-        if not self._can_assess(listed.CONTENTION):
+        if listed.CONTENTION not in self._pressure_ns:
             not_assessed = "and processor contention is not assessed"
             if any(claim.name == listed.SLOW and claim.path == listed.SPREAD for claim in claims):
                 doubts.setdefault(listed.SLOW, f"all call paths were slower alike, {not_assessed}")
             doubts.setdefault(listed.FILL, f"the engine waited for a batch to fill, or did not run, {not_assessed}")
-        return [claim for claim in claims if claim.time_ns or claim.typical_ns], doubts
+        return [claim for claim in claims if claim.time_ns or claim.typical_ns], more_work_ns, doubts
 
     def _examine_cause(self, cause: str) -> CauseShare:
         by_path = self._times_by_path(cause)
@@ -464,21 +450,10 @@ class _Evidence:
             path = listed.SPREAD
         return _make_claim(cause, path, spent_ns, usual_ns)
 
-    def _measure_cause_pressure(self, cause: str) -> tuple[float, float] | None:
-        return measure_pressure(self._gauges, cause, self._recording.trace, self._begin_ns, self._end_ns)
-
-    def _can_assess(self, cause: str) -> bool:
-        return self._measure_cause_pressure(cause) is not None
-
     def _assign_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
         """Move time from slow calls to the causes processor contention or memory pressure, if gauges prove these. Also
         return the reason for doubt about each doubtful cause."""
-        extra_ns: dict[str, float] = {}
-        for cause in listed.PRESSURES:
-            pressure = self._measure_cause_pressure(cause)
-            if pressure is not None:
-                usual_ns = pressure[1] * (self._end_ns - self._begin_ns)
-                extra_ns[cause] = max(pressure[0] - usual_ns, 0.0) * self._open_share
+        extra_ns = self._pressure_ns
         slowed = [claim for claim in claims if claim.name in SLOWED and _excess_of(claim) > 0]
         slowed_ns = sum(map(_excess_of, slowed))
         likely = [name for name, ns in sorted(extra_ns.items(), key=lambda item: -item[1]) if ns >= MOSTLY * slowed_ns]
@@ -497,15 +472,18 @@ class _Evidence:
         ]
         return [*remaining, _make_claim(likely[0], "", moved_ns, 0.0)], doubts
 
-    def add_proofs(self, share: CauseShare) -> CauseShare:
+    def _add_proofs(self, share: CauseShare) -> CauseShare:
         """Return the cause with the spans that prove it in the slowest request, and with its evidence in words."""
         proofs = tuple(self._times.proofs(self._slowest, share.name, share.path))
         note = CAUSES[share.name]
         if share.name == listed.BURST:
-            usual = f"{self.usually_arrive:.3g} are usual"
-            values = attribute_values(self._recording.columns, self._arrived_rows, self._by)
-            group = _describe_largest_group(values, self._by)
-            note = f"{self.arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where {usual}"
+            values = filter(None, attribute_values(self._recording.columns, self._arrived_rows, self._by))
+            largest, count = next(iter(Counter(values).most_common(1)), ("", 0))
+            group = f" ({count} of them of {self._by} {shorten(safe(largest), KEY_LENGTH)})" if count else ""
+            note = (
+                f"{self._arrived} requests arrived in {self._arrival_ns / 1e6:.4g} ms{group}, where "
+                f"{self._usually_arrive:.3g} are usual"
+            )
         elif share.path.startswith(MORE_STEPS) and (facts := self._times.describe_request(self._slowest)):
             note = f"{note} ({facts})"
         elif (
@@ -513,7 +491,7 @@ class _Evidence:
         ):
             note = f"{note} ({proofs[0].note})"
         elif share.name in STOPPED and proofs and proofs[0].time_ns >= MOSTLY * share.accounted_ns:
-            unseen = [] if self._can_assess(listed.CONTENTION) else [listed.CONTENTION]
+            unseen = [] if listed.CONTENTION in self._pressure_ns else [listed.CONTENTION]
             unseen += [] if len(self._times.collections) else [listed.COLLECTED]
             if unseen:
                 note = f"{note}; one call has most of it, and {' or '.join(unseen)}, not assessed, would look alike"

@@ -7,8 +7,8 @@ request that the user chose come first, then those of each endpoint's median req
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,15 +17,14 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS
 from instrument.report.endpoint_statistics import IN_ORDER
-from instrument.report.request_groups import joined_requests, request_ledger
+from instrument.report.request_groups import joined_requests, request_ledger, request_turns
 from instrument.report.request_life import find_request
 from instrument.report.requests_view import SlowRequest, blame_text
 from instrument.report.table import safe, shorten, where_of
 from instrument.report.view import Options, Recording
-from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import NONE, Members, index_rows, nearest
-from instrument.trace.joined import Served
-from instrument.trace.ledger import SHARE, UNKNOWN, Ledger, turns_of
+from instrument.trace.columns import Int64s
+from instrument.trace.indices import NONE, Members, find_distinct, index_rows, mask_of, nearest, number_combinations
+from instrument.trace.ledger import SHARE, UNKNOWN
 
 
 def steps(numbers: Int64s) -> list[int]:
@@ -57,80 +56,53 @@ KEYS, KEY_COLUMNS = 2, 64
 """The maximum number of keys of a request, and the maximum width of a key in columns."""
 
 
-@dataclass(frozen=True)
-class Listed:
-    """The list of a page: rows of the trace, sorted by start time.
-
-    `of` has the index in the list for each span of the trace. `what` is the noun for the rows: request, step or span.
-    For requests, the list also has their `keys` by index, their `ledger`, and the batches that `served` them.
-    """
-
-    trace: Columns
-    what: str
-    rows: Int64s
-    of: Int64s
-    keys: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    ledger: Ledger | None = None
-    served: Served | None = None
-
-    @classmethod
-    def of_recording(cls, recording: Recording) -> Listed:
-        """Return the list of requests or, without requests, of steps or topmost spans."""
-        trace, joined = recording.columns, recording.once(joined_requests)
-        if len(joined.rows):
-            parts = recording.once(request_ledger)
-            return cls(trace, "request", joined.rows, joined.of, joined.keys, parts, joined.served)
-        is_step = trace.are_of_kind("step")
-        owner = trace.topmost_wanted_rows(is_step if is_step.any() else trace.parent == NONE)
-        rows = np.flatnonzero(owner == np.arange(len(trace)))
-        rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-        return cls(trace, "step" if is_step.any() else "span", rows, index_rows(rows, len(trace))[owner])
-
-    @cached_property
-    def slowest(self) -> Int64s:
-        """All indices of the list, the longest row first."""
-        return np.lexsort((np.arange(len(self.rows)), -self.trace.total_ns[self.rows]))
-
-
 class KeptSpans:
-    """The requests and spans of a recording that a page contains. `rows` has the spans' rows, sorted by start time."""
+    """The requests and spans of a recording that a page contains. `rows` has the spans' rows, sorted by start time.
+
+    `what` is the noun for the listed rows: request, step or span. `listed` has these rows, sorted by start time.
+    """
 
     def __init__(
         self, recording: Recording, options: Options, request: str | None = None, most_spans: int = MOST_SPANS
     ) -> None:
         self._recording, self._options, self._most_spans = recording, options, most_spans
-        self.listed = Listed.of_recording(recording)
-        self._trace = self.listed.trace
-        self.first = self._index_of_first(request)
-        asked_for = np.array([] if self.first is None else [self.first], dtype=np.int64)
-        self.shown = np.union1d(self.listed.slowest[:MOST_LISTED], asked_for)
+        self._trace = trace = recording.columns
+        self.what, self.listed, self.first = "request", recording.once(joined_requests), NONE
+        if not len(self.listed.rows):
+            if request is not None:
+                raise TraceError(f"the trace has no request, so not {request!r:.80} either; leave --request out")
+            is_step = trace.are_of_kind("step")
+            self.what = "step" if is_step.any() else "span"
+            owner = trace.topmost_wanted_rows(is_step if is_step.any() else trace.parent == NONE)
+            rows = np.flatnonzero(owner == np.arange(len(trace)))
+            rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
+            self.listed = replace(self.listed, rows=rows, of=index_rows(rows, len(trace))[owner])
+        elif request is not None:
+            self.first = find_request(trace, self.listed, request)[0]
+        self._slowest = np.argsort(-trace.total_ns[self.listed.rows], kind="stable")
+        shown = find_distinct(np.append(self._slowest[:MOST_LISTED], self.first))
+        self.shown = shown[shown != NONE]
         self._whole = np.zeros(len(self.listed.rows), dtype=np.bool_)
         kept_rows = self._choose_rows()
-        trace = self._trace
         order = np.lexsort((trace.span_id[kept_rows], -trace.end_ns[kept_rows], trace.start_ns[kept_rows]))
         self.rows: Int64s = kept_rows[order]
         self.number_of = index_rows(self.rows, len(trace))
         """The number in the page of each row's span. The last entry is for `NONE`."""
-
-    def _index_of_first(self, request: str | None) -> int | None:
-        if request is None:
-            return None
-        if self.listed.what != "request":
-            raise TraceError(f"the trace has no request, so not {request!r:.80} either; leave --request out")
-        return find_request(self._trace, self._recording.once(joined_requests), request)[0]
+        named_rows = np.concatenate([self.rows, self.listed.rows[self.shown]])
+        self._sites, self._errors = find_distinct(trace.site[named_rows]), find_distinct(trace.error[named_rows])
+        """The sites and the errors of the page, in the order of their numbers in the page."""
 
     # Which spans
 
     def _iterate_by_importance(self) -> Iterator[int]:
         """Yield the indices of requests, the most important first. An index may occur twice."""
-        listed = self.listed
-        if self.first is not None:
+        if self.first != NONE:
             yield self.first
         names: dict[str, list[int]] = {}
-        for place in listed.slowest.tolist():
-            names.setdefault(self._trace.sites[self._trace.site[listed.rows[place]]].name, []).append(place)
+        for place in self._slowest.tolist():
+            names.setdefault(self._trace.sites[self._trace.site[self.listed.rows[place]]].name, []).append(place)
         yield from (places[len(places) // 2] for places in names.values())
-        yield from listed.slowest[:MOST_LISTED].tolist()
+        yield from self._slowest[:MOST_LISTED].tolist()
 
     def _choose_rows(self) -> Int64s:
         """Return the rows of the spans that fit the page. Set `_whole` for each request whose spans all fit."""
@@ -161,26 +133,22 @@ class KeptSpans:
         """Return the numbers of the batches of each request. Also return, for each batch number, the rows of the batch
         and of all spans below it."""
         served, trace = self.listed.served, self._trace
-        if served is None or not len(served.batch):
-            nothing = np.zeros(0, dtype=np.int64)
-            return Members(nothing, len(self.listed.rows)), Members(nothing, 0)
         rows, number = np.unique(served.batch, return_inverse=True)
-        is_batch = np.zeros(len(trace), dtype=np.bool_)
-        is_batch[rows] = True
-        below = Members(index_rows(rows, len(trace))[nearest(trace.parent, is_batch)], len(rows))
-        return Members(served.request, len(self.listed.rows), number), below
+        batch_of = index_rows(rows, len(trace))[nearest(trace.parent, mask_of(rows, len(trace)))]
+        return Members(served.request, len(self.listed.rows), number), Members(batch_of, len(rows))
 
     # The document of the page
 
     def document(self, slowest: Sequence[SlowRequest] = ()) -> dict[str, Any]:
         """Return the list and the spans as columns for the page's JSON. `slowest` has the causes of slow requests."""
         return {
-            "what": self.listed.what,
+            "what": self.what,
             "listed": self._list_document(slowest),
             "spans": self._span_columns(),
             "sites": self._site_texts(),
             "errors": [
-                "" if error == NONE else shorten(safe(self._trace.errors[error]), NAME) for error in self._errors
+                shorten(safe(self._trace.errors[error]), NAME) if error != NONE else ""
+                for error in self._errors.tolist()
             ],
             "turns": self._turn_columns(),
             "pairs": self._batch_columns(),
@@ -190,7 +158,7 @@ class KeptSpans:
 
     def describe_omitted(self) -> list[str]:
         """Return sentences on the requests, spans and attributes that the page omits."""
-        listed, noun = self.listed, self.listed.what
+        listed, noun = self.listed, self.what
         sentences = []
         if len(self.shown) < len(listed.rows):
             sentences.append(f"Of {len(listed.rows):,} {noun}s the {len(self.shown):,} longest are listed.")
@@ -213,24 +181,18 @@ class KeptSpans:
 
     def _list_document(self, slowest: Sequence[SlowRequest]) -> dict[str, Any]:
         trace, shown, listed = self._trace, self.shown, self.listed
-        rows = listed.rows[shown]
-        of_shown = list(map(listed.ledger.parts_of, shown.tolist())) if listed.ledger else []
-        names = sort_parts({name for parts_of_request in of_shown for name in parts_of_request})
-        number_of = {name: number for number, name in enumerate(names)}
-        counts: list[int] = []
-        parts: list[int] = []
-        times: list[int] = []
-        for parts_of_request in of_shown:
-            counts.append(len(parts_of_request))
-            parts += map(number_of.__getitem__, parts_of_request)
-            times += parts_of_request.values()
-        number = {place: at for at, place in enumerate(shown.tolist())}
+        rows, of_shown = listed.rows[shown], list[dict[str, int]]()
+        if self.what == "request":
+            of_shown = list(map(self._recording.once(request_ledger).parts_of, shown.tolist()))
+        names = sort_parts({name for parts in of_shown for name in parts})
+        blames = {request.span_id: request.blame for request in slowest if request.blame is not None}
+        ids = trace.span_id[rows].tolist()
         return {
             "site": self._number_sites(rows).tolist(),
             "start": steps(trace.start_ns[rows] - self._recording.trace.start_ns),
             "wall": trace.total_ns[rows].tolist(),
             "error": self._number_errors(rows),
-            "ids": list(map(str, trace.span_id[rows].tolist())),
+            "ids": list(map(str, ids)),
             "keys": {
                 at: [shorten(safe(key), KEY_COLUMNS) for key in listed.keys[place][:KEYS]]
                 for at, place in enumerate(shown.tolist())
@@ -241,19 +203,13 @@ class KeptSpans:
             },
             "span": self.number_of[rows].tolist(),
             "has_spans": self._whole[shown].tolist(),
-            "first": number.get(NONE if self.first is None else self.first, NONE),
+            "first": int(index_rows(shown, len(listed.rows))[self.first]),
             "part_names": list(map(safe, names)),
-            "part_count": counts,
-            "part": parts,
-            "part_ns": times,
-            "blame": self._blame_texts(rows, slowest),
+            "part_count": list(map(len, of_shown)),
+            "part": [names.index(name) for parts in of_shown for name in parts],
+            "part_ns": [part_ns for parts in of_shown for part_ns in parts.values()],
+            "blame": {at: blame_text(blames[key], self._options.unit) for at, key in enumerate(ids) if key in blames},
         }
-
-    def _blame_texts(self, rows: Int64s, slowest: Sequence[SlowRequest]) -> dict[int, str]:
-        """Return the causes of slow requests as texts, by index in the list."""
-        blames = {request.span_id: request.blame for request in slowest if request.blame is not None}
-        ids = self._trace.span_id[rows].tolist()
-        return {at: blame_text(blames[key], self._options.unit) for at, key in enumerate(ids) if key in blames}
 
     def _span_columns(self) -> dict[str, Any]:
         trace, rows = self._trace, self.rows
@@ -271,19 +227,8 @@ class KeptSpans:
             "lane": self._lanes_and_spans[1].tolist(),
         }
 
-    @cached_property
-    def _sites(self) -> Int64s:
-        rows = np.concatenate([self.rows, self.listed.rows[self.shown]])
-        return np.unique(self._trace.site[rows]).astype(np.int64)
-
     def _number_sites(self, rows: Int64s) -> Int64s:
         return np.searchsorted(self._sites, self._trace.site[rows]).astype(np.int64)
-
-    @cached_property
-    def _errors(self) -> list[int]:
-        rows = np.concatenate([self.rows, self.listed.rows[self.shown]])
-        numbers: list[int] = np.unique(self._trace.error[rows]).tolist()
-        return numbers
 
     def _number_errors(self, rows: Int64s) -> dict[int, int]:
         """Return the number of the error for each failed row. The keys are the indices of the rows."""
@@ -302,13 +247,12 @@ class KeptSpans:
     @cached_property
     def _lanes_and_spans(self) -> tuple[list[tuple[int, int]], Int64s]:
         """The lanes as pairs of a thread and a task, and for each span the number of its lane."""
-        if not len(self.rows):
-            return [], np.zeros(0, dtype=np.int64)
-        lines = np.stack([self._trace.thread_id[self.rows], self._trace.task_id[self.rows]])
-        threads_and_tasks, number, sizes = np.unique(lines, axis=1, return_inverse=True, return_counts=True)
-        order = np.argsort(-sizes, kind="stable")  # so that most have a small number
-        places = index_rows(order, len(order))[number.reshape(-1)]
-        return [(int(thread), int(task)) for thread, task in threads_and_tasks.T[order]], places
+        threads, tasks = self._trace.thread_id[self.rows], self._trace.task_id[self.rows]
+        number, firsts = number_combinations(threads, tasks)
+        order = np.argsort(-np.bincount(number), kind="stable")  # so that most have a small number
+        lanes = firsts[order]
+        pairs = list(zip(threads[lanes].tolist(), tasks[lanes].tolist(), strict=True))
+        return pairs, index_rows(order, len(order))[number]
 
     def _lane_document(self) -> dict[str, Any]:
         """Return the names of threads, and for each lane its thread and the number of its task, 0 without a task."""
@@ -324,9 +268,9 @@ class KeptSpans:
     def _turn_columns(self) -> dict[str, Any]:
         """Return the turns of the requests whose spans are all in the page. The time between two turns is unknown."""
         listed = self.listed
-        if listed.ledger is None or not self._whole.any():
+        if self.what != "request" or not self._whole.any():
             return {}
-        turns = turns_of(self._trace, self._recording.once(joined_requests))
+        turns = self._recording.once(request_turns)
         whole = np.flatnonzero(self._whole[turns.request])
         order = whole[np.lexsort((turns.start_ns[whole], turns.request[whole]))]
         counts = np.bincount(turns.request[order], minlength=len(listed.rows))[self.shown]
@@ -347,11 +291,10 @@ class KeptSpans:
         """Return the batches of each request whose spans are all in the page. Each batch has its size, and the
         request's share of its time."""
         served = self.listed.served
-        if served is None or not self._whole.any():
+        if self.what != "request" or not self._whole.any():
             return {}
         given_ns = self._recording.once(request_ledger).given_ns
-        is_known = served.request != NONE
-        pairs = np.flatnonzero(is_known & self._whole[np.where(is_known, served.request, 0)])
+        pairs = np.flatnonzero(np.append(self._whole, False)[served.request])
         pairs = pairs[np.lexsort((self._trace.start_ns[served.batch[pairs]], served.request[pairs]))]
         batches = served.batch[pairs]
         sizes = np.searchsorted(served.batch, batches + 1) - np.searchsorted(served.batch, batches)
@@ -365,8 +308,7 @@ class KeptSpans:
     def _attribute_texts(self) -> dict[int, dict[str, str]]:
         """Return the attributes of as many spans as fit `TEXT_BYTES`, those of requests first."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
-        is_listed = np.zeros(len(trace), dtype=np.bool_)
-        is_listed[self.listed.rows] = True
+        is_listed = mask_of(self.listed.rows, len(trace))
         having = trace.attributes.rows()
         having = having[self.number_of[having] != NONE]
         self._attributes_left = 0

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import Ratio, bound_rows, in_unit, share
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int64s
-from instrument.trace.indices import NONE, Groups, find_distinct
+from instrument.trace.indices import NONE, Groups, find_distinct, rank_distinct
 from instrument.trace.intervals import (
     NOTHING,
     Union,
@@ -50,14 +50,6 @@ ALL_DEVICES = -1
 """The device number of rows that combine all devices."""
 
 NO_SPAN = "No span was recorded in it: name functions or layers in the profile, or open a scope."
-
-WORK = {
-    "busy": ("compute", "copies"),
-    "compute": ("compute",),
-    "communication": ("communication",),
-    "copies": ("copies",),
-}
-"""The rows of a device, each with the kinds of work that it combines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +146,20 @@ def overview(recording: Recording, options: Options) -> Overview:
     steps = kinds_of_work.get("step")
     steps_ns = steps.union.length_ns() if steps is not None else None
 
-    def measure_row(stretches: _Stretches) -> tuple[int, int, float | None, float | None]:
+    def measure_row(stretches: _Stretches) -> tuple[int, int, int, float | None, float | None]:
         time_ns = stretches.union.length_ns()
         in_steps_ns = shared_ns(stretches.union, steps.union) if steps is not None else 0
         step_ratio = None if steps_ns is None else share(in_steps_ns, steps_ns)
-        return time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
+        return stretches.number, time_ns, in_steps_ns, share(time_ns, window_ns), step_ratio
 
-    kinds = [KindUse(kind, stretches.count, *measure_row(stretches)) for kind, stretches in kinds_of_work.items()]
+    order = [kind for kind in KINDS if kind in kinds_of_work]  # unknown kinds, of other profilers, come last
+    order += [kind for kind in kinds_of_work if kind not in KINDS]
+    kinds = [KindUse(kind, *measure_row(kinds_of_work[kind])) for kind in order]
     by_calls = SortKey.of(options).column == "calls"
-    kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns, _rank_of_kind(use.kind)))
+    kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns))
     devices = [
-        DeviceWork(device, work, stretches.count, *measure_row(stretches))
-        for device, work, stretches in _combine_intervals(_intervals_of_devices(recording.columns, window))
+        DeviceWork(device, work, *measure_row(stretches))
+        for device, work, stretches in _intervals_of_devices(recording.columns, window)
     ]
     return Overview(
         Coverage.of_recording(recording),
@@ -177,16 +171,10 @@ def overview(recording: Recording, options: Options) -> Overview:
     )
 
 
-def _rank_of_kind(kind: str) -> int:
-    """Return the index of a kind in the usual order. Unknown kinds, from files of other profilers, come last."""
-    return KINDS.index(kind) if kind in KINDS else len(KINDS)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stretches:
+class _Stretches(NamedTuple):
     """Intervals of work: their number, and their union."""
 
-    count: int
+    number: int
     union: Union
 
 
@@ -203,11 +191,19 @@ def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretche
     }
 
 
-def _intervals_of_devices(trace: Columns, window: Interval) -> dict[tuple[int, str], _Stretches]:
-    """Return the device intervals of each device and kind of work."""
+def _intervals_of_devices(trace: Columns, window: Interval) -> Iterator[tuple[int, str, _Stretches]]:
+    """Yield the device intervals of each device and row. All devices together come first, if there are several."""
     intervals = trace.device.select(trace.device.timed).clip_to(window)
     is_copy, is_comm = trace.are_of_kind("copy")[intervals.row], are_in_communication(trace, intervals)
-    return divide_by_device(intervals, {"compute": ~is_copy, "copies": is_copy, "communication": is_comm & ~is_copy})
+    every = np.ones(len(intervals), dtype=np.bool_)
+    works = {"busy": every, "compute": ~is_copy, "communication": is_comm & ~is_copy, "copies": is_copy}
+    stretches = divide_by_device(intervals, works)
+    numbers = sorted({device for device, _ in stretches})
+    for work in works if len(numbers) > 1 else ():
+        if pieces := [piece for (_, part), piece in stretches.items() if part == work]:
+            merged = unite([piece.union for piece in pieces])
+            yield ALL_DEVICES, work, _Stretches(sum(piece.number for piece in pieces), merged)
+    yield from ((device, work, piece) for (device, work), piece in stretches.items())
 
 
 def are_in_communication(trace: Columns, intervals: DeviceIntervals) -> Bools:
@@ -223,18 +219,6 @@ def divide_by_device(intervals: DeviceIntervals, works: Mapping[str, Bools]) -> 
         for work, of_work in works.items()
         if len(chosen := intervals.select(of_work & (intervals.device == device)))
     }
-
-
-def _combine_intervals(stretches: Mapping[tuple[int, str], _Stretches]) -> Iterator[tuple[int, str, _Stretches]]:
-    """Yield the intervals of each row. The rows of all devices together come first, if there are several devices."""
-    numbers = sorted({device for device, _ in stretches})
-    for device in [ALL_DEVICES, *numbers] if len(numbers) > 1 else numbers:
-        chosen = numbers if device == ALL_DEVICES else [device]
-        for work, parts in WORK.items():
-            pieces = [stretches[key, part] for key in chosen for part in parts if (key, part) in stretches]
-            if pieces:
-                merged = unite([piece.union for piece in pieces])
-                yield device, work, _Stretches(sum(piece.count for piece in pieces), merged)
 
 
 COMPUTES = frozenset({"op", "layer", "phase"})
@@ -379,41 +363,33 @@ def _divide_communication(
     trace: Columns, window: Interval, calls: Int64s, base: Union
 ) -> tuple[dict[str, Union], dict[str, Union]]:
     """Return the communication and the computation of the host and of each device within the base time."""
-    present = set(find_distinct(trace.site).tolist())
-    is_named = [
-        place in present and (site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS))
-        for place, site in enumerate(trace.sites)
-    ]  # fmt: skip
-    if not any(is_named):
+    is_named = trace.are_of_sites(
+        [site.kind == "comm" or any(kernel in site.name.lower() for kernel in KERNELS) for site in trace.sites]
+    )
+    if not is_named.any():
         return {}, {}  # there is nothing to compare
     intervals = trace.device.select(trace.device.timed).clip_to(window)
-    is_comm = are_in_communication(trace, intervals) | trace.are_of_sites(is_named)[intervals.row]
+    is_comm = are_in_communication(trace, intervals) | is_named[intervals.row]
     computes = ~is_comm & ~trace.are_of_kind("copy")[intervals.row]
-    places: dict[bool, dict[str, Union]] = {True: {}, False: {}}
-    if len(calls):
-        places[True][HOST] = union(*_flight_times(trace, calls))
+    communication = {HOST: intersect(union(*_flight_times(trace, calls)), base)} if len(calls) else {}
+    computation: dict[str, Union] = {}
     for (device, work), stretches in divide_by_device(intervals, {"comm": is_comm, "": computes}).items():
-        places[bool(work)][f"device {device}"] = stretches.union
-    if places[True]:
-        places[False][HOST] = _computation_of_host(trace, window)
-    communication, computation = (
-        {place: intersect(work, base) for place, work in places[is_comm].items()} for is_comm in (True, False)
-    )
+        (communication if work else computation)[f"device {device}"] = intersect(stretches.union, base)
+    if communication:
+        computation[HOST] = intersect(_computation_of_host(trace, window), base)
     return communication, computation
 
 
 def _computation_of_host(trace: Columns, window: Interval) -> Union:
     """Return the time in which any thread computes while it neither communicates nor copies nor loads."""
-    inside, (starts, ends) = (
-        do_overlap(trace.start_ns, trace.end_ns, window),
-        clip_intervals(trace.start_ns, trace.end_ns, window),
-    )
+    inside = do_overlap(trace.start_ns, trace.end_ns, window)
+    starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
     computing, pausing = inside & trace.are_of_kind(*COMPUTES), inside & trace.are_of_kind(*PAUSES)
     rows = np.flatnonzero(computing | pausing)
-    rows = rows[np.argsort(trace.thread_id[rows], kind="stable")]
+    threads, thread = rank_distinct(trace.thread_id[rows])
     unions = [NOTHING]
-    for of_thread in np.split(rows, np.flatnonzero(np.diff(trace.thread_id[rows])) + 1):
-        works, pauses = of_thread[computing[of_thread]], of_thread[pausing[of_thread]]
+    for of_thread in Groups(thread, len(threads)).members():
+        works, pauses = rows[of_thread][computing[rows[of_thread]]], rows[of_thread][pausing[rows[of_thread]]]
         unions.append(subtract(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
     return unite(unions)
 

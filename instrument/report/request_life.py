@@ -16,7 +16,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.profile.document import nearest
 from instrument.recorder.attribute_checks import key_text
-from instrument.report.endpoint_statistics import request_outcome
+from instrument.report.endpoint_statistics import describe_failure
 from instrument.report.request_groups import have_name, joined_requests, request_device_ledger, request_ledger
 from instrument.report.requests_view import ENOUGH, blame_text
 from instrument.report.table import (
@@ -168,7 +168,7 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
     alike = np.flatnonzero(have_name(recording, site.name))
     cause = find_blame(trace, joined, ledger, place, typical_times(ledger, alike)) if len(alike) >= ENOUGH else None
     moments = list_moments(trace, joined, place)
-    error, devices = int(trace.error[row]), recording.once(request_device_ledger)
+    (error, outcome), devices = describe_failure(trace, row), recording.once(request_device_ledger)
     return RequestLife(
         name=site.name,
         keys=joined.keys.get(place, ()),
@@ -176,8 +176,8 @@ def request_life(recording: Recording, name: str, options: Options) -> RequestLi
         span_id=int(trace.span_id[row]),
         begin_ns=begin_ns - recording.trace.start_ns,
         wall_ns=int(trace.total_ns[row]),
-        error="" if error == NONE else trace.errors[error],
-        outcome=request_outcome(trace, row),
+        error=error,
+        outcome=outcome,
         parts=ledger.parts_of(place),
         blame=cause,
         turns=tuple(_make_turns(trace, joined, ledger, moments, begin_ns)),

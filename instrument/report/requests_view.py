@@ -11,6 +11,7 @@ user are not phases.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -20,10 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.spans import Origin, is_late_failure, is_request
-from instrument.report.device_view import (
-    bound_endpoints,
-    endpoint_section,
-)
+from instrument.report.device_view import bound_endpoints, endpoint_section
 from instrument.report.endpoint_statistics import (
     CLASSES,
     BlockedLoops,
@@ -31,9 +29,9 @@ from instrument.report.endpoint_statistics import (
     EndpointTimes,
     PhaseTime,
     TokenTimes,
+    describe_failure,
     measure_blocked_loops,
     phase_times,
-    request_outcome,
     times_by_tokens,
 )
 from instrument.report.event_rows import sum_topmost_by_name
@@ -64,7 +62,7 @@ from instrument.report.utilisation import EndpointUse, measure_utilisation, requ
 from instrument.report.view import Options, Recording, SortKey
 from instrument.trace.blame import Blame, find_blame, typical_times
 from instrument.trace.columns import Int64s
-from instrument.trace.indices import NONE, Groups, find_distinct
+from instrument.trace.indices import Groups, find_distinct
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import UNKNOWN
 from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS
@@ -187,9 +185,7 @@ class RequestTimes(View):
 
     def sections(self) -> list[Section]:
         cancelled = "|cancelled=Cancelled" if any(endpoint.cancelled for endpoint in self.endpoints) else ""
-        blocked = (
-            [] if self.blocked is None else [self.blocked.total_row(), *(row.indented() for row in self.blocked.by)]
-        )
+        blocked = [] if self.blocked is None else self.blocked.table_rows()
         return [
             Section(
                 "Endpoints", self.endpoints,
@@ -323,12 +319,10 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     coverage = Coverage.of_recording(recording)
     counted = {} if coverage.complete else _count_requests(recording, joined)
     endpoints = table.times_of_endpoints(options, {name: calls for name, (calls, _) in counted.items()})
-    shown = {endpoint.name: (endpoint.counted, endpoint.errors) for endpoint in endpoints}
-    of_all = [
-        (max(counted.get(name, counts)[0], counts[0]), max(counted.get(name, counts)[1], counts[1]))
-        for name, counts in shown.items()
-    ]
-    of_all += [counts for name, counts in counted.items() if name not in shown]
+    of_all = Counter({name: calls for name, (calls, _) in counted.items()})
+    failed = Counter({name: errors for name, (_, errors) in counted.items()})
+    of_all |= Counter({endpoint.name: endpoint.counted for endpoint in endpoints})
+    failed |= Counter({endpoint.name: endpoint.errors for endpoint in endpoints})
     key = SortKey.of(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
@@ -339,8 +333,8 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
         coverage=coverage,
         requests=len(whole),
         requests_cut=cut,
-        counted=sum(requests for requests, _ in of_all),
-        errors=sum(errors for _, errors in of_all),
+        counted=of_all.total(),
+        errors=failed.total(),
         late_failures=int(trace.are_of_sites([is_late_failure(site) for site in trace.sites]).sum()),
         wall_ns=sum(table.wall_ns.tolist()),
         endpoints=shown_rows,
@@ -448,7 +442,7 @@ def _slowest_requests(table: CompleteRequests, recording: Recording, options: Op
             cause = find_blame(trace, joined, parts, place, typical[endpoint])
             if cause is not None and cause.excess_ns * NOTABLE < int(table.wall_ns[index]):
                 cause = None
-        slowest.append(_make_slow_request(table, index, recording, options, joined.keys.get(place, ()), cause))
+        slowest.append(_make_slow_request(recording, place, cause, options))
     return tuple(slowest)
 
 
@@ -461,30 +455,31 @@ def describe_date(origin: Origin, at_ns: int, precision: str) -> str:
     return date.isoformat(timespec=precision).replace("+00:00", "Z")
 
 
-def _make_slow_request(
-    table: CompleteRequests, at: int, recording: Recording, options: Options, keys: tuple[str, ...], cause: Blame | None
-) -> SlowRequest:
-    trace, facts, row = recording.columns, recording.trace, int(table.rows[at])
-    start_ns, error, wall_ns = int(trace.start_ns[row]), int(trace.error[row]), int(table.wall_ns[at])
+def _make_slow_request(recording: Recording, place: int, cause: Blame | None, options: Options) -> SlowRequest:
+    trace, facts, joined = recording.columns, recording.trace, recording.once(joined_requests)
+    row, keys = int(joined.rows[place]), joined.keys.get(place, ())
+    start_ns, wall_ns = int(trace.start_ns[row]), int(trace.total_ns[row])
     trace_id, span_id = "", ""
     if recording.collector_ids is not None:  # of a session, which has the spans
-        trace_number, span_number = recording.collector_ids(recording.trace.spans[row], keys[0] if keys else "")
+        trace_number, span_number = recording.collector_ids(facts.spans[row], keys[0] if keys else "")
         trace_id, span_id = f"{trace_number:032x}", f"{span_number:016x}"
     elif row in trace.remote:
         trace_id = f"{trace.remote[row].trace_id:032x}"
-    unknown_ns = int(table.unknown_ns[at])
+    parts = recording.once(request_ledger).parts_of(place)
+    unknown_ns = parts.pop(UNKNOWN, 0)
+    error, outcome = describe_failure(trace, row)
     return SlowRequest(
-        name=table.names[table.endpoint[at]],
+        name=trace.sites[trace.site[row]].name,
         begin_ns=start_ns - facts.start_ns,
         began=describe_date(facts.origin, start_ns, "microseconds"),
         wall_ns=wall_ns,
-        error="" if error == NONE else trace.errors[error],
-        outcome=request_outcome(trace, row),
+        error=error,
+        outcome=outcome,
         span_id=int(trace.span_id[row]),
         trace_id=trace_id,
         collector_span_id=span_id,
         keys=keys,
-        phases=phase_times(table.phases_of(at), wall_ns, options),
+        phases=phase_times({part: [part_ns] for part, part_ns in parts.items()}, wall_ns, options),
         unknown_ns=unknown_ns,
         unknown_ratio=share(unknown_ns, wall_ns),
         blame=cause,

@@ -6,12 +6,10 @@ interval is the time between two events on a stream. All times are clipped to th
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -198,14 +196,6 @@ class Utilisation:
     requests_without: int
 
 
-class _RequestWork(NamedTuple):
-    """Requests as columns: their rows, and for each the device's work and its busy time during the request, in ns."""
-
-    rows: Int64s
-    own_ns: Int64s
-    busy_ns: Int64s
-
-
 def measure_utilisation(recording: Recording) -> Utilisation:
     """Return the use of each device in the part of the window without missing spans."""
     trace, (first, last) = recording.columns, recording.trace.coverage
@@ -217,20 +207,14 @@ def measure_utilisation(recording: Recording) -> Utilisation:
     intervals = trace.device
     is_timed = intervals.timed
     is_inside = do_overlap(intervals.start_ns, intervals.end_ns, window)
-    devices = list[DeviceUse]()
-    with_device = np.zeros(len(trace), dtype=np.bool_)
+    devices = []
     for device in find_distinct(intervals.device).tolist():
         of_device = intervals.device == device
         outside, inside = int((of_device & is_timed & ~is_inside).sum()), intervals.select(of_device).clip_to(window)
-        work = inside.select(inside.timed)
-        if not outside and not len(work):
-            continue
-        busy = work.union()
-        request_work = _request_work(trace, work, owner, whole, busy)
-        with_device[request_work.rows] = True
-        use = _device_use(trace, device, work, busy, window, in_flight)
-        labels, endpoints = _label_uses(inside), _endpoint_uses(trace, request_work)
-        devices.append(replace(use, outside=outside, labels=labels, endpoints=endpoints))
+        if outside or inside.timed.any():
+            use = _device_use(trace, device, inside, window, in_flight)
+            work = inside.select(inside.timed)
+            devices.append(replace(use, outside=outside, endpoints=_endpoint_uses(trace, work, owner, whole)))
     asking_count, untimed = find_unanswered(trace)
     return Utilisation(
         window=window,
@@ -239,7 +223,7 @@ def measure_utilisation(recording: Recording) -> Utilisation:
         unanswered=untimed,
         in_flight_ns=in_flight.length_ns(),
         requests_cut=cut,
-        requests_without=len(whole) - int(with_device.sum()),
+        requests_without=len(np.setdiff1d(whole, owner[intervals.row[is_timed & is_inside]])),
     )
 
 
@@ -257,19 +241,6 @@ def requests_within(trace: Columns, owner: Int32s, window: Interval) -> tuple[In
     return topmost[is_whole], int((~is_whole & (starts < last) & (ends > first)).sum())
 
 
-def _request_work(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s, busy: Union) -> _RequestWork:
-    """Return a device's work for each complete request that used the device."""
-    places = index_rows(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
-    has = places != NONE
-    places = places[has]
-    starts = np.maximum(work.start_ns[has], trace.start_ns[whole[places]])
-    ends = np.minimum(work.end_ns[has], trace.end_ns[whole[places]])
-    own_ns = lengths_by_group(places, starts, ends, len(whole))
-    used = find_distinct(places)
-    rows = whole[used]
-    return _RequestWork(rows, own_ns[used], busy.length_within(trace.start_ns[rows], trace.end_ns[rows]))
-
-
 def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     """Return the number of spans that asked for device time, and those that got none, by reason and name."""
     intervals = trace.device
@@ -280,12 +251,11 @@ def find_unanswered(trace: Columns) -> tuple[int, tuple[Unanswered, ...]]:
     is_untimed[intervals.row[intervals.timed]] = False
     rows = np.flatnonzero(is_untimed)
     label = np.concatenate([intervals.label, np.array([NONE], dtype=np.int32)])[first_of[rows]]
-    counts: Counter[tuple[str, str, str]] = Counter()
+    labels, counts = (*intervals.labels, NO_EVENTS), Counter[tuple[str, str, str]]()  # `NONE` has the last label
     groups, firsts = number_combinations(trace.site[rows], label)
     pairs = zip(trace.site[rows][firsts].tolist(), label[firsts].tolist(), np.bincount(groups).tolist(), strict=True)
     for place, number, spans in pairs:
-        site = trace.sites[place]
-        counts[NO_EVENTS if number == NONE else intervals.labels[number], site.name, site.kind] += spans
+        counts[labels[number], trace.sites[place].name, trace.sites[place].kind] += spans
     by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return int(has_asked.sum()), tuple(Unanswered(*key, spans) for key, spans in by_count)
 
@@ -298,10 +268,10 @@ def count_reasons(unanswered: Iterable[Unanswered]) -> Counter[str]:
     return reasons
 
 
-def _device_use(
-    trace: Columns, device: int, work: DeviceIntervals, busy: Union, window: Interval, in_flight: Union
-) -> DeviceUse:
-    """Return the use of a device in the window, without labels and endpoints."""
+def _device_use(trace: Columns, device: int, inside: DeviceIntervals, window: Interval, in_flight: Union) -> DeviceUse:
+    """Return the use of a device from its intervals within the window, without endpoints."""
+    work = inside.select(inside.timed)
+    busy = work.union()
     is_copy = trace.are_of_kind("copy")[work.row]
     compute, copies = (union(work.start_ns[mask], work.end_ns[mask]) for mask in (~is_copy, is_copy))
     hidden_ns, window_ns, busy_ns = shared_ns(compute, copies), window[1] - window[0], busy.length_ns()
@@ -336,7 +306,7 @@ def _device_use(
             for (stream, busy_in_stream), of_calls in zip(unions.items(), lengths, strict=True)
             for stream_ns in [busy_in_stream.length_ns()]
         ),
-        labels=(),
+        labels=_label_uses(inside),
         names=_name_uses(trace, work, busy_ns),
         endpoints=(),
     )
@@ -363,7 +333,7 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
     all_busy_ns = Groups(names, len(keys)).sum_by_group(ends - starts).tolist()
     uses = []
     for number, (name, kind) in enumerate(keys):
-        lengths = array("q", np.sort(took_ns[name_of_call == number]).tobytes())
+        lengths = np.sort(took_ns[name_of_call == number]).tolist()
         if lengths:
             p50_ns, p99_ns = percentiles_of(lengths, (0.5, 0.99))
             busy_ns = all_busy_ns[number]
@@ -372,20 +342,21 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
     return tuple(sorted(uses, key=lambda use: (-use.summed_ns, use.name, use.kind)))
 
 
-def _endpoint_uses(trace: Columns, work: _RequestWork) -> tuple[EndpointUse, ...]:
-    """Return the requests by endpoint, the largest sum of wall times first."""
+def _endpoint_uses(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s) -> tuple[EndpointUse, ...]:
+    """Return the complete requests that used a device, by endpoint, the largest sum of wall times first."""
+    places = index_rows(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
+    has = places != NONE
+    starts = np.maximum(work.start_ns[has], trace.start_ns[whole[places[has]]])
+    ends = np.minimum(work.end_ns[has], trace.end_ns[whole[places[has]]])
+    own_ns = lengths_by_group(places[has], starts, ends, len(whole))
+    used = find_distinct(places[has])
+    busy_ns = work.union().length_within(trace.start_ns[whole[used]], trace.end_ns[whole[used]])
     names, of_site = trace.numbered_sites(attrgetter("name"))
-    groups = Groups(of_site[trace.site[work.rows]], len(names))
-    columns = (
-        groups.count_members(),
-        *(groups.sum_by_group(column) for column in (trace.total_ns[work.rows], *work[1:])),
-    )
-    first_places = groups.least(np.arange(len(work.rows)), len(work.rows)).tolist()
-    endpoints = [
-        (place, EndpointUse(name, requests, wall_ns, own_ns, busy_ns - own_ns, wall_ns - busy_ns))
-        for place, name, requests, wall_ns, own_ns, busy_ns in zip(
-            first_places, names, *(column.tolist() for column in columns), strict=True
-        )
-        if requests
-    ]
-    return tuple(use for _, use in sorted(endpoints, key=lambda item: (-item[1].wall_ns, item[0])))
+    endpoints = []
+    for members in Groups(of_site[trace.site[whole[used]]], len(names)).members():
+        columns = trace.total_ns[whole[used[members]]], own_ns[used[members]], busy_ns[members]
+        wall_ns, own, busy = (sum(column.tolist()) for column in columns)
+        name = trace.sites[trace.site[whole[used[members[0]]]]].name
+        use = EndpointUse(name, len(members), wall_ns, own, busy - own, wall_ns - busy)
+        endpoints.append((-wall_ns, int(members[0]), use))
+    return tuple(use for *_, use in sorted(endpoints))
