@@ -355,7 +355,7 @@ LINES_AND_FILES = {
     "proposal": (1_402, 4),
     "recorder": (2_590, 10),
     "recording": (4_191, 15),
-    "report": (14_532, 37),
+    "report": (14_270, 37),
     "runtime": (2_841, 13),
     "sessions": (6_585, 19),
     "trace": (10_604, 29),
